@@ -1,0 +1,50 @@
+# Everything a person does in this repository. `make demo` and `make test` need nothing but Python and pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-fast check fmt docs bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
+	$(BIN)/accel launch --nproc-per-node 2 examples/digits.py --output $(VENV)/digits.safetensors
+	@printf '\nThat was examples/digits.py: a plain training loop on 2 processes. Where to go next:\n'
+	@printf '  source $(BIN)/activate         put accel on your PATH\n'
+	@printf '  accel config                   say once how scripts run on this machine\n'
+	@printf '  accel launch examples/digits.py --epochs 3\n'
+	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
+
+test: $(READY)  ## Set up, then run all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(READY)  ## Run the tests that take less than ten seconds each
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(READY)  ## Lint, types, formatting, and the docs built strictly
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mkdocs build --strict --quiet
+
+fmt: $(READY)  ## Format the sources and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)  ## Serve the docs on http://127.0.0.1:8000
+	$(BIN)/mkdocs serve
+
+bench: $(READY)  ## Measure accel beside bare torch, torchrun and Accelerate, and write docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+clean:  ## Remove everything the other targets made
+	rm -rf $(VENV) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment for everything, made anew when what it is made from changes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,9 @@
+"""placeholder"""
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def x() -> None: ...

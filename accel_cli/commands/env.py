@@ -1,0 +1,101 @@
+"""`accel env`: what a bug report needs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["EXAMPLE", "env"]
+
+EXAMPLE = "Example: accel env --json > report.json"
+_PACKAGES = (
+    "accel",
+    "torch",
+    "torch_xla",
+    "numpy",
+    "safetensors",
+    "pydantic",
+    "typer",
+    "rich",
+    "questionary",
+)
+_RELEVANT = (
+    "ACCEL_", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
+    "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "WORLD_SIZE", "XLA_",
+)  # fmt: skip
+
+
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+) -> None:
+    """Print versions, devices, the profile in force and the relevant variables.
+
+    Values whose name speaks of a secret are masked.
+    """
+    import json
+
+    from accel_cli import console
+
+    facts = _facts()
+    if as_json:
+        console.plain(json.dumps(facts, indent=2))
+        return
+    for title, section in facts.items():
+        console.plain(f"{title}:")
+        for name, value in section.items() if isinstance(section, dict) else (("", section),):
+            console.plain(f"  {name}: {value}" if name else f"  {value}")
+
+
+def _facts() -> dict[str, Any]:
+    import os
+    import platform
+    import sys
+
+    from accel_cli import machine
+    from accel_cli.masking import masked
+
+    found = machine.detect(os.environ)
+    return {
+        "system": {
+            "platform": platform.platform(),
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "cpu cores": found.cpus,
+        },
+        "packages": _versions(),
+        "devices": found.problem or {str(index): name for index, name in enumerate(found.devices)} or "none",
+        "profile": _profile(found),
+        "variables": {
+            name: masked(name, value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_RELEVANT)
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _profile(found: Any) -> dict[str, str] | str:
+    import os
+
+    from accel_cli import planning
+    from accel_cli.errors import UsageError
+    from accel_cli.masking import masked
+    from accel_cli.profile.layers import flat
+
+    try:
+        resolved = planning.resolve(planning.Request("env"), os.environ, found)
+    except UsageError as error:
+        return f"cannot be used: {error}"
+    values = flat(resolved.profile.model_dump())
+    return {key: f"{masked(key, str(value))}  [{resolved.source(key)}]" for key, value in values.items()}

@@ -1,0 +1,39 @@
+"""`accel test`: a short self-check under the profile in force."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from accel_cli.commands.completion import profile_names
+
+__all__ = ["EXAMPLE", "test"]
+
+EXAMPLE = "Example: accel test --nproc-per-node 2"
+
+
+def test(
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The named profile to use.", autocompletion=profile_names),
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None, typer.Option(metavar="N", help="Processes on each machine: a number, or auto.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU, whatever else is there.")] = False,
+) -> None:
+    """Check that processes, collectives, gradients, gathering and precision work here."""
+    import os
+
+    from accel_cli import console, planning
+    from accel_cli.commands.launch import headline
+
+    request = planning.Request(
+        "accel_runtime.selfcheck", kind="module", profile=profile, nproc_per_node=nproc_per_node, cpu=cpu
+    )
+    found = planning.look(os.environ, cpu=cpu)
+    resolved = planning.resolve(request, os.environ, found)
+    plan = planning.make(request, resolved, os.environ, found)
+    console.note(headline(plan, resolved))
+    raise typer.Exit(planning.run(plan))

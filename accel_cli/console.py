@@ -1,0 +1,50 @@
+"""What a person sees: notes and errors on stderr, tables on stdout, all readable on 80 columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+__all__ = ["error", "note", "plain", "show", "table"]
+
+
+def note(text: str) -> None:
+    """A line about what happens, beside the script's own output."""
+    _err().print(f"[dim]accel:[/dim] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def error(text: str) -> None:
+    """What went wrong and what to do."""
+    _err().print(f"[bold red]accel: error:[/bold red] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def plain(text: str) -> None:
+    """Text for other programs, as it is."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def show(text: str) -> None:
+    """Text for a person, with rich's markup."""
+    Console().print(text, highlight=False, soft_wrap=True)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Rows under headings; to another program, one line a row with tabs between."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            plain("\t".join(row))
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        grid.add_column(column, overflow="fold")
+    for row in rows:
+        grid.add_row(*map(escape, row))
+    Console().print(grid)
+
+
+def _err() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,26 @@
+"""The one table of launchers: a new one is a file beside this and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.single import Single
+from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.machine import Machine
+
+__all__ = ["LAUNCHERS", "PLANNED", "suggest"]
+
+LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType({"single": Single, "torchrun": Torchrun})
+"""Every launcher, by the `kind` that chooses it."""
+
+PLANNED: Mapping[str, str] = MappingProxyType(
+    {"xla": "TPU through torch_xla", "sagemaker": "Amazon SageMaker jobs"}
+)
+"""Kinds whose place is kept: they are refused by name until they are here."""
+
+
+def suggest(machine: Machine) -> str:
+    """The kind that suits a machine: one process, or one for each of several accelerators."""
+    return "torchrun" if len(machine.devices) > 1 else "single"

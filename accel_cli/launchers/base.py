@@ -1,0 +1,105 @@
+"""What every launcher is: a section of the profile that turns a job into a plan."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from accel_cli.errors import UsageError
+from accel_cli.machine import Machine
+from accel_cli.profile.fields import Section
+from accel_runtime.env import Settings
+
+__all__ = ["Job", "Launcher", "Plan"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run, and what is known about where."""
+
+    target: str
+    """The script, module or program, as it was typed."""
+    args: tuple[str, ...]
+    """Its arguments, untouched."""
+    kind: Literal["script", "module", "program"]
+    settings: Settings
+    """What the processes are told."""
+    env: Mapping[str, str]
+    """The profile's own variables for the processes."""
+    environ: Mapping[str, str]
+    """The environment the processes inherit; what it sets is never overridden by `env`."""
+    machine: Machine
+    python: str
+    """The interpreter that runs scripts and modules."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen: pure data."""
+
+    launcher: str
+    runner: str
+    """Where the function lives that carries this out, as `module:function`."""
+    argv: tuple[str, ...]
+    """The command of every process."""
+    env: Mapping[str, str]
+    """What is added to the environment the processes inherit."""
+    device: str
+    """What a process computes on, in words."""
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of torch's elastic agent, where one starts the processes."""
+
+
+class Launcher(Section):
+    """A way to start processes, and at the same time the `launcher:` section of the profile."""
+
+    title: ClassVar[str]
+    """What the wizard calls it."""
+
+    @abstractmethod
+    def plan(self, job: Job) -> Plan:
+        """What will happen if this launcher runs the job.
+
+        Raises:
+            UsageError: The job cannot run this way on this machine.
+        """
+
+
+def environment(job: Job, defaults: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the inherited environment: a variable the user set is left alone."""
+    wanted = {**defaults, **job.env}
+    ours = {name: value for name, value in wanted.items() if name not in job.environ}
+    return {**ours, **job.settings.to_env()}
+
+
+def device_of(job: Job, processes: int) -> str:
+    """The hardware in words, once it is known to be enough for so many processes.
+
+    Raises:
+        UsageError: The device is not there, or there are fewer than processes.
+    """
+    wanted, machine = job.settings.device, job.machine
+    if machine.problem:
+        raise UsageError(
+            f"{machine.problem}. Install torch in this environment: {job.python} -m pip install torch"
+        )
+    if wanted == "cpu" or (wanted == "auto" and not machine.devices):
+        if job.settings.process_group_backend == "nccl":
+            raise UsageError(
+                "process_group_backend: nccl needs GPUs, and this run is on the CPU; use gloo or auto"
+            )
+        return "cpu"
+    if wanted not in {"auto", machine.accelerator}:
+        raise UsageError(
+            f"device: {wanted} was asked for, but this machine has {machine.summary}. Use --cpu, or set device: auto."
+        )
+    if processes > len(machine.devices):
+        raise UsageError(
+            f"{processes} processes were asked for, but this machine has {len(machine.devices)} "
+            f"{machine.accelerator} device(s) ({machine.summary}). Ask for at most that many, or use --cpu."
+        )
+    return str(machine.accelerator)

@@ -1,0 +1,49 @@
+"""One process: `accel launch` becomes the script's process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import override
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
+
+__all__ = ["Single", "become"]
+
+
+class Single(Launcher):
+    """One process on this machine, in the place of `accel launch` itself."""
+
+    title: ClassVar[str] = "One process on this machine"
+
+    kind: Literal["single"] = Field("single", description="One process on this machine.")
+
+    @override
+    def plan(self, job: Job) -> Plan:
+        device = device_of(job, 1)
+        start = {"script": (job.python,), "module": (job.python, "-m"), "program": ()}[job.kind]
+        return Plan(
+            launcher=self.kind,
+            runner="accel_cli.launchers.single:become",
+            argv=(*start, job.target, *job.args),
+            env=environment(job, {}),
+            device=device,
+        )
+
+
+def become(plan: Plan) -> int:
+    """Replace this process by the script's, so that signals and exit code are its own; does not return.
+
+    Raises:
+        UsageError: The program cannot be executed.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+    except OSError as error:
+        raise UsageError(f"{plan.argv[0]} cannot be executed: {error.strerror}") from error

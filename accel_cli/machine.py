@@ -1,0 +1,77 @@
+"""What this machine has, asked of a child process: torch is never imported here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Machine", "cpus", "detect", "glance"]
+
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*")
+"""Where Linux shows NVIDIA, AMD, WSL and Intel accelerators."""
+_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware a launch can count on."""
+
+    cpus: int
+    """Logical processors this process may use."""
+    accelerator: str | None = None
+    """torch's word for what computes beside the CPU: `cuda`, `mps`, `xpu`."""
+    devices: tuple[str, ...] = ()
+    """The accelerators' names, in torch's order."""
+    bf16: bool = False
+    """Whether the accelerator computes in bfloat16."""
+    torch: str | None = None
+    """The version of torch; None where it was not asked."""
+    problem: str | None = None
+    """Why torch could not be asked."""
+
+    @property
+    def summary(self) -> str:
+        """One line for a person."""
+        kinds = {name: self.devices.count(name) for name in self.devices}
+        accelerators = [f"{count} x {name}" for name, count in kinds.items()]
+        return ", ".join([*accelerators, f"{self.cpus} CPU cores"])
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Machine:
+    """Ask a child process what torch finds: exact, and as slow as importing torch."""
+    command = [sys.executable, "-m", "accel_runtime.probe"]
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, env=environ
+        )
+        found = json.loads(answer.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        return Machine(cpus(), problem=f"torch does not load: {reason}")
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        return Machine(cpus(), problem=f"torch could not be asked: {error}")
+    found["devices"] = tuple(found["devices"])
+    return Machine(cpus(), **found)
+
+
+def glance(environ: Mapping[str, str] | None = None) -> Machine:
+    """`detect`, unless the system shows no accelerator at all: then there is nothing to ask."""
+    return detect(environ) if _may_have_accelerator() else Machine(cpus())
+
+
+def _may_have_accelerator() -> bool:
+    if sys.platform != "linux":
+        return True
+    return any(next(Path("/dev").glob(pattern), None) for pattern in _DEVICE_FILES)
+
+
+def cpus() -> int:
+    """Logical processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,17 @@
+"""Keeping secrets off the screen: which variables hide their value."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["masked"]
+
+_SECRET = re.compile(
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|_PAT$|COOKIE|AUTH", re.I
+)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def masked(name: str, value: str) -> str:
+    """The value, unless the name speaks of a secret; a login inside an address is masked too."""
+    return "***" if value and _SECRET.search(name) else _IN_URL.sub("***", value)

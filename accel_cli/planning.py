@@ -1,0 +1,165 @@
+"""From what was typed to a plan: the layers of the command line, the target, and the machine."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_cli import launchers, machine
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.launchers.base import Job, Plan
+from accel_cli.machine import Machine
+from accel_cli.profile import document, layers
+from accel_cli.profile.layers import Layer, Resolved
+from accel_cli.profile.store import Store
+from accel_runtime.env import nearest
+
+__all__ = ["Request", "check_target", "look", "make", "resolve", "run"]
+
+Kind = Literal["script", "module", "program"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    kind: Kind = "script"
+    profile: str | None = None
+    assignments: tuple[str, ...] = ()
+    nproc_per_node: str | None = None
+    nnodes: int | None = None
+    mixed_precision: str | None = None
+    cpu: bool = False
+
+
+def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Resolved:
+    """The profile in force; where no layer says how processes start, what suits the machine.
+
+    Raises:
+        UsageError: A profile, variable or option cannot be used.
+    """
+    store = Store.from_env(environ, Path.cwd())
+    said = layers.stack(store, environ, request.profile, [layers.assigned(request.assignments)])
+    kinds = [layer.values["launcher.kind"] for layer in said if "launcher.kind" in layer.values]
+    detected = Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"})
+    base = said if kinds else [detected, *said]
+    kind = (kinds or [detected.values["launcher.kind"]])[-1]
+    return layers.resolve([*base, *_options(request, alone=kind == "single")])
+
+
+def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found: Machine) -> Plan:
+    """The plan of a request.
+
+    Raises:
+        UsageError: The profile cannot run it on this machine.
+    """
+    job = Job(
+        target=request.target,
+        args=request.args,
+        kind=request.kind,
+        settings=resolved.profile.settings,
+        env=resolved.profile.env,
+        environ=environ,
+        machine=found,
+        python=sys.executable,
+    )
+    return resolved.profile.start.plan(job)
+
+
+def run(plan: Plan) -> int:
+    """Carry a plan out; the exit code of the script.
+
+    Raises:
+        AccelError: torch cannot be loaded.
+    """
+    module, _, function = plan.runner.partition(":")
+    try:
+        runner: Callable[[Plan], int] = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise AccelError(
+            f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
+        ) from error
+    return runner(plan)
+
+
+def look(environ: Mapping[str, str], *, cpu: bool) -> Machine:
+    """What the machine has, as far as a launch needs to know."""
+    return Machine(machine.cpus()) if cpu else machine.glance(environ)
+
+
+def check_target(target: str, kind: Kind) -> None:
+    """Refuse what cannot run, before anything starts.
+
+    Raises:
+        UsageError: The script, module or program is not there.
+    """
+    check: dict[Kind, Callable[[str], None]] = {
+        "script": _check_script,
+        "module": _check_module,
+        "program": _check_program,
+    }
+    check[kind](target)
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    if path.is_dir():
+        raise UsageError(f"{target} is a directory; give the script inside it, or a package with -m")
+    if not path.exists():
+        raise UsageError(f"the script {target} does not exist{_beside(path)}")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"the script {target} cannot be read: {error.strerror}") from None
+
+
+def _beside(path: Path) -> str:
+    """The nearest file of the same folder, as a hint."""
+    meant = None
+    if path.parent.is_dir():
+        meant = nearest(path.name, [item.name for item in path.parent.iterdir()])
+    return f"; did you mean {path.parent / meant}?" if meant else ""
+
+
+def _check_module(target: str) -> None:
+    package = target.partition(".")[0]
+    if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
+        raise UsageError(
+            f"there is no module named {target!r} here or in {sys.prefix}; -m takes a name as in `python -m`"
+        )
+
+
+def _check_program(target: str) -> None:
+    if not shutil.which(target):
+        raise UsageError(f"the program {target!r} was not found, or may not be executed")
+
+
+def _options(request: Request, *, alone: bool) -> list[Layer]:
+    """The options that stand for values of the profile, each a layer of its own."""
+    count = (
+        None
+        if request.nproc_per_node is None
+        else document.scalar(request.nproc_per_node, "--nproc-per-node")
+    )
+    said: dict[str, tuple[str, Any]] = {
+        "--cpu": ("device", "cpu" if request.cpu else None),
+        "--mixed-precision": ("mixed_precision", request.mixed_precision),
+        "--nproc-per-node": ("launcher.nproc_per_node", count),
+        "--nnodes": ("launcher.nnodes", request.nnodes),
+    }
+    values: dict[str, dict[str, Any]] = {
+        option: {key: value} for option, (key, value) in said.items() if value is not None
+    }
+    for option, pairs in values.items():
+        # `single` gives one process on one machine; anything else needs the launcher that can count.
+        if alone and option in {"--nproc-per-node", "--nnodes"}:
+            values[option] = {} if 1 in pairs.values() else {"launcher.kind": "torchrun", **pairs}
+    return [Layer(option, pairs, {"": option}) for option, pairs in values.items() if pairs]

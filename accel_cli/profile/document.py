@@ -1,0 +1,166 @@
+"""Reading YAML: plain data, and for every key the line it stands on.
+
+The scalars are those of YAML 1.2: `no`, `on` and `off` are text, `1:30` is no number in base 60, and a
+date is no date. Keys that come twice, anchors and tags are refused: a profile needs none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from accel_cli.errors import Problem, ProfileError
+
+__all__ = ["Document", "dump", "parse", "scalar"]
+
+Path = tuple[str | int, ...]
+_MAX_DEPTH = 30
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that knows the scalars of YAML 1.2's core schema only."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own way
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?", list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a YAML text says."""
+
+    data: dict[str, Any]
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    """The line, from 1, of every key and list entry."""
+
+
+def parse(text: str, where: str) -> Document:
+    """Read a YAML mapping.
+
+    Args:
+        text: The YAML.
+        where: What to call it in errors: a file's path, or an option.
+
+    Raises:
+        ProfileError: It is no YAML, no mapping, or uses what a profile does not need.
+    """
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise ProfileError(
+            [Problem(place, "", f"this is not YAML: {error.problem or error.context}")]
+        ) from None
+    except yaml.YAMLError as error:
+        raise ProfileError([Problem(where, "", f"this is not YAML: {str(error).splitlines()[0]}")]) from None
+    except RecursionError:
+        raise ProfileError([Problem(where, "", "this is nested too deeply for a profile")]) from None
+    if node is None:
+        return Document({})
+    reader = _Reader(where)
+    data = reader.read(node, ())
+    if not isinstance(data, dict):
+        reader.problems.append(Problem(f"{where}:1", "", "expected keys and values", came=_kind(data)))
+    if reader.problems:
+        raise ProfileError(reader.problems)
+    return Document(data, reader.lines)
+
+
+def scalar(text: str, where: str) -> Any:
+    """Read one value as YAML would: `2` is a number, `no` is text, `[a, b]` is a list.
+
+    Raises:
+        ProfileError: It is no YAML.
+    """
+    return parse(f"value: {text}", where).data["value"]
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """The YAML of plain data, in the order of its keys; `parse(dump(data)).data == data`."""
+    return yaml.dump(
+        dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+    )
+
+
+class _Reader:
+    """Turns nodes into data, noting lines and collecting everything that is wrong."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._seen: set[int] = set()
+        self.lines: dict[Path, int] = {}
+        self.problems: list[Problem] = []
+
+    def read(self, node: yaml.Node, path: Path) -> Any:
+        self.lines.setdefault(path, node.start_mark.line + 1)
+        if id(node) in self._seen:
+            return self._refuse(
+                node, path, "anchors and aliases have no place in a profile: write the value out"
+            )
+        self._seen.add(id(node))
+        if len(path) > _MAX_DEPTH:
+            return self._refuse(node, path, "this is nested too deeply for a profile")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value
+            if not isinstance(key, str):
+                self._refuse(key_node, path, "a key must be a word")
+                continue
+            if key in data:
+                self._refuse(
+                    key_node,
+                    (*path, key),
+                    f"this key comes twice; it is also on line {self.lines[(*path, key)]}",
+                )
+                continue
+            self.lines[(*path, key)] = key_node.start_mark.line + 1
+            data[key] = self.read(value_node, (*path, key))
+        return data
+
+    def _scalar(self, node: yaml.Node, path: Path) -> Any:
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        if tag == "null":
+            return None
+        if tag == "bool":
+            return node.value.lower() == "true"
+        if tag in {"int", "float"}:
+            return int(node.value) if tag == "int" else float(node.value)
+        return (
+            node.value
+            if tag == "str"
+            else self._refuse(node, path, f"the tag {node.tag} has no place in a profile")
+        )
+
+    def _refuse(self, node: yaml.Node, path: Path, reason: str) -> None:
+        place = f"{self._where}:{node.start_mark.line + 1}"
+        self.problems.append(Problem(place, ".".join(map(str, path)), reason))
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "text", int: "a number", float: "a number", bool: "a truth value"}
+    return names.get(type(value), "nothing")

@@ -1,0 +1,173 @@
+"""One profile out of layers: user < project < named < environment < options, and which layer said what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.profile import document, store
+from accel_cli.profile.problems import explain, unknown_key
+from accel_cli.profile.schema import Profile, known_keys
+from accel_cli.profile.store import DEFAULT, Store
+from accel_runtime import env
+from accel_runtime.env import Settings, SettingsError, variable
+
+__all__ = ["Layer", "Resolved", "assigned", "environment", "file", "flat", "resolve", "stack"]
+
+_SECTIONS = ("launcher", "env")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place, by dotted key."""
+
+    name: str
+    """What a person calls this layer."""
+    values: Mapping[str, Any]
+    where: Mapping[str, str] = field(default_factory=dict)
+    """File and line, variable or option, by dotted key; the empty key is the whole."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked profile that knows where its values came from."""
+
+    profile: Profile
+    layers: tuple[Layer, ...]
+    """The layers that spoke, the weakest first."""
+    sources: Mapping[str, str]
+    """For every dotted key that a layer set, the layer and place."""
+
+    def source(self, key: str) -> str:
+        """Where the value of a key came from."""
+        return self.sources.get(key, "default")
+
+
+def stack(
+    where: Store, environ: Mapping[str, str], name: str | None, options: Iterable[Layer] = ()
+) -> list[Layer]:
+    """The layers that hold, the weakest first.
+
+    Args:
+        where: The folders to look in.
+        environ: The environment.
+        name: The profile asked for; None takes what `ACCEL_PROFILE` names, if it names one.
+        options: Layers of the command line.
+
+    Raises:
+        UsageError: A file cannot be read, a named profile does not exist, or a variable cannot be used.
+    """
+    layers = []
+    user, project = where.path(DEFAULT), where.project()
+    if user.is_file():
+        layers.append(file(user, "user"))
+    if project:
+        layers.append(file(project, "project"))
+    if wanted := name or environ.get(env.PROFILE):
+        layers.append(_named(where, wanted, by="--profile" if name else env.PROFILE))
+    return [layer for layer in (*layers, environment(environ), *options) if layer.values]
+
+
+def file(path: Path, name: str) -> Layer:
+    """The layer of a profile file."""
+    found = store.read(path)
+    values = flat(found.data)
+    values.pop("schema_version", None)
+    where = {".".join(map(str, place)): f"{path}:{line}" for place, line in found.lines.items()}
+    return Layer(name, values, where | {"": str(path)})
+
+
+def environment(environ: Mapping[str, str]) -> Layer:
+    """The layer of the variables that are set.
+
+    Raises:
+        UsageError: A variable says something we cannot use.
+    """
+    try:
+        settings = Settings.from_env(environ)
+    except SettingsError as error:
+        raise UsageError(str(error)) from None
+    said = {f.name: variable(f.name) for f in fields(settings) if variable(f.name) in environ}
+    return Layer("environment", {name: getattr(settings, name) for name in said}, said)
+
+
+def assigned(assignments: Iterable[str], option: str = "--set") -> Layer:
+    """The layer of `KEY=VALUE` texts; a value is read as YAML would read it.
+
+    Raises:
+        UsageError: A text is no assignment, or its key is not known.
+    """
+    values: dict[str, Any] = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{option} takes KEY=VALUE, for example mixed_precision=bf16; it got {text!r}")
+        if key not in known_keys() and not key.startswith("env."):
+            raise ProfileError([unknown_key(key, option)])
+        values[key] = value if key.startswith("env.") else document.scalar(value, f"{option} {key}")
+    return Layer(option, values, dict.fromkeys((*values, ""), option))
+
+
+def resolve(layers: Iterable[Layer]) -> Resolved:
+    """One profile; a stronger layer wins key by key, and one that changes `launcher.kind` starts that section anew.
+
+    Raises:
+        ProfileError: Everything that is wrong with the result.
+    """
+    layers = tuple(layers)
+    values: dict[str, Any] = {}
+    origin: dict[str, tuple[str, str]] = {}
+    for layer in layers:
+        if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
+            values = {key: value for key, value in values.items() if not key.startswith("launcher.")}
+        values |= layer.values
+        origin |= {key: (layer.name, layer.where.get(key, layer.where.get("", ""))) for key in layer.values}
+    places = {key: place or name for key, (name, place) in origin.items()}
+    places[""] = next((layer.where[""] for layer in reversed(layers) if layer.where.get("")), "profile")
+    try:
+        profile = Profile.model_validate(nested(values))
+    except ValidationError as error:
+        raise ProfileError(explain(error, places)) from None
+    return Resolved(profile, layers, {key: _described(*origin[key]) for key in values})
+
+
+def flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested data by dotted key, two levels deep where a profile has sections."""
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in _SECTIONS and isinstance(value, dict):
+            values |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            values[key] = value
+    return values
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `flat`."""
+    data: dict[str, Any] = {}
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        if dot and section in _SECTIONS and isinstance(data.setdefault(section, {}), dict):
+            data[section][name] = value
+        else:
+            data[key] = value
+    return data
+
+
+def _named(where: Store, name: str, by: str) -> Layer:
+    path = where.path(name)
+    if not path.is_file():
+        there = ", ".join(where.names()) or "none yet"
+        raise UsageError(
+            f"{by} asks for the profile {name!r}, which does not exist at {path}. There are: {there}."
+        )
+    return file(path, f"profile {name}")
+
+
+def _described(layer: str, place: str) -> str:
+    return layer if place in {"", layer} else f"{layer}: {place}"

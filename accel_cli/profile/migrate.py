@@ -1,0 +1,46 @@
+"""Bringing older profile files up to date, one version at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from accel_cli.errors import Problem, ProfileError
+from accel_cli.profile.schema import SCHEMA_VERSION
+
+__all__ = ["MIGRATIONS", "migrated"]
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
+"""For every older version, what makes it the next one; a release that changes the layout adds a line."""
+
+
+def migrated(
+    data: dict[str, Any],
+    where: str,
+    migrations: Mapping[int, Migration] = MIGRATIONS,
+    newest: int = SCHEMA_VERSION,
+) -> dict[str, Any]:
+    """The data of a file in today's layout.
+
+    Raises:
+        ProfileError: The version is missing, is no version, or is newer than this accel.
+    """
+    version = data.get("schema_version")
+    if version is None:
+        hint = f"add the line: schema_version: {newest}"
+        raise ProfileError(
+            [Problem(where, "schema_version", "every profile says its version", "nothing", hint)]
+        )
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ProfileError(
+            [Problem(where, "schema_version", "expected a whole number above 0", repr(version))]
+        )
+    if version > newest:
+        reason = f"this file was written by a newer accel; this one reads up to version {newest}"
+        raise ProfileError([Problem(where, "schema_version", reason, repr(version))])
+    for step in range(version, newest):
+        data = {**migrations[step](data), "schema_version": step + 1}
+    return data

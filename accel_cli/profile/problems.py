@@ -1,0 +1,140 @@
+"""What is wrong with a profile, in words: pydantic's findings with place, expectation and nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from accel_cli.errors import Problem
+from accel_cli.launchers import LAUNCHERS, PLANNED
+from accel_cli.profile.fields import Section
+from accel_cli.profile.schema import Profile, known_keys
+from accel_runtime.env import nearest
+
+__all__ = ["did_you_mean", "explain", "unknown_key"]
+
+_WORDS = {
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "string_type": "expected text",
+    "dict_type": "expected keys and values",
+    "model_type": "expected keys and values",
+    "model_attributes_type": "expected keys and values",
+    "greater_than_equal": "expected at least {ge}",
+    "greater_than": "expected more than {gt}",
+    "string_too_short": "expected at least {min_length} character",
+    "less_than_equal": "expected at most {le}",
+}
+_SECTIONS = ("launcher", "env")
+_LONGEST = 60
+
+
+def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
+    """Pydantic's findings as ours, one for each key.
+
+    Args:
+        error: What pydantic found.
+        where: File and line, or option, by dotted key; the empty key is the whole.
+    """
+    problems: dict[str, Problem] = {}
+    for item in error.errors():
+        section, key = _locate([str(part) for part in item["loc"]])
+        problems.setdefault(key, _problem(item, key, section, _place(key, where)))
+    return list(problems.values())
+
+
+def unknown_key(key: str, where: str) -> Problem:
+    """A key no profile has, with the one that was probably meant."""
+    kinds = [
+        kind for kind, section in LAUNCHERS.items() if key.removeprefix("launcher.") in section.model_fields
+    ]
+    if key.startswith("launcher.") and kinds:
+        return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
+    last = {full.rpartition(".")[2]: full for full in known_keys()}
+    return Problem(
+        where, key, "this key is not known", hint=did_you_mean(last.get(key) or _nearest_key(key, last))
+    )
+
+
+def did_you_mean(meant: str | None) -> str:
+    """The hint that names what was probably meant, or no hint."""
+    return f"did you mean {meant}?" if meant else ""
+
+
+def _nearest_key(key: str, last: Mapping[str, str]) -> str | None:
+    meant = nearest(key.rpartition(".")[2], list(last))
+    return nearest(key, list(known_keys())) or (last[meant] if meant else None)
+
+
+def _locate(loc: list[str]) -> tuple[type[Section], str]:
+    """The section a finding is about, and its dotted key."""
+    section: type[Section] = Profile
+    if loc[:1] == ["launcher"] and len(loc) > 1:
+        # pydantic names the member of the union it tried, which is no part of the key.
+        section = LAUNCHERS[loc[1]]
+        loc = [loc[0], *loc[2:]]
+    return section, ".".join(loc[: 2 if loc[0] in _SECTIONS else 1])
+
+
+def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: str) -> Problem:
+    kind, came = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        return unknown_key(key, where)
+    if kind == "union_tag_invalid":
+        return _unknown_kind(str(item["ctx"]["tag"]), where)
+    if kind == "union_tag_not_found":
+        return Problem(where, "launcher.kind", _one_of(LAUNCHERS), came="nothing")
+    if kind == "value_error":
+        whole = isinstance(came, (dict, BaseModel))
+        return Problem(where, key, str(item["ctx"]["error"]), "" if whole else _shown(came))
+    literals = _literals(section, key.rpartition(".")[2])
+    meant = (
+        nearest(came, [word for word in literals if isinstance(word, str)]) if isinstance(came, str) else None
+    )
+    return Problem(where, key, _expected(item, key, section, literals), _shown(came), did_you_mean(meant))
+
+
+def _unknown_kind(kind: str, where: str) -> Problem:
+    if kind in PLANNED:
+        reason = f"{PLANNED[kind]} is not in this version of accel; {_one_of(LAUNCHERS)}"
+        return Problem(where, "launcher.kind", reason, came=kind)
+    return Problem(
+        where, "launcher.kind", _one_of(LAUNCHERS), repr(kind), did_you_mean(nearest(kind, list(LAUNCHERS)))
+    )
+
+
+def _expected(item: Mapping[str, Any], key: str, section: type[Section], literals: list[Any]) -> str:
+    if literals and item["type"] in {"literal_error", "int_type", "string_type"}:
+        field = section.model_fields[key.rpartition(".")[2]]
+        number = ["a whole number"] if int in get_args(field.annotation) else []
+        return _one_of([*number, *map(str, literals)])
+    words = _WORDS.get(item["type"])
+    return words.format(**item.get("ctx", {})) if words else str(item["msg"])
+
+
+def _literals(section: type[Section], name: str) -> list[Any]:
+    """The fixed values a field may have."""
+    field = section.model_fields.get(name)
+    if field is None:
+        return []
+    parts = (field.annotation, *get_args(field.annotation))
+    return [value for part in parts for value in get_args(part) if isinstance(value, (str, int))]
+
+
+def _one_of(words: Iterable[str]) -> str:
+    listed = list(words)
+    return f"expected {listed[0]}" if len(listed) == 1 else f"expected one of {', '.join(listed)}"
+
+
+def _shown(value: object) -> str:
+    text = "keys and values" if isinstance(value, dict) else repr(value)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _place(key: str, where: Mapping[str, str]) -> str:
+    """The nearest place known: the key's own, its section's, or the whole."""
+    while key and key not in where:
+        key = key.rpartition(".")[0]
+    return where.get(key, where.get("", "profile"))

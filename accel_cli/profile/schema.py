@@ -1,0 +1,119 @@
+"""The profile's model: the keys a file may have, what they mean, and the JSON schema made of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.single import Single
+from accel_cli.machine import Machine
+from accel_cli.profile.fields import Answers, Choice, Question, Section
+from accel_runtime.env import Device, MixedPrecision, ProcessGroupBackend, Settings
+
+__all__ = ["SCHEMA_VERSION", "Profile", "json_schema", "known_keys"]
+
+SCHEMA_VERSION = 1
+
+
+def _precision(machine: Machine, _: Answers) -> str:
+    return "bf16" if machine.bf16 else "no"
+
+
+def _numbers_as_text(env: Any) -> Any:
+    """`NCCL_IB_DISABLE: 1` means the text a shell would pass on."""
+    if not isinstance(env, dict):
+        return env
+    return {name: str(value) if type(value) in {int, float} else value for name, value in env.items()}
+
+
+def _names(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{name!r} is no name of an environment variable")
+    return env
+
+
+class Profile(Section):
+    """How scripts run on this machine."""
+
+    schema_version: Annotated[
+        Literal[1],
+        Field(description="Version of this file's layout; older files are brought up to date on reading."),
+    ] = 1
+    launcher: Annotated[
+        # The union is made from the table, so that a new launcher is one line there and none here.
+        Union[tuple(LAUNCHERS.values())],  # type: ignore[valid-type]  # noqa: UP007
+        Field(discriminator="kind", description="How the processes start."),
+    ] = Single()
+    device: Annotated[
+        Device, Field(description="What to compute on; `auto` is the accelerator torch finds, else the CPU.")
+    ] = "auto"
+    mixed_precision: Annotated[
+        MixedPrecision,
+        Field(description="Number format of the forward pass: `no` keeps what the model has."),
+        Question(
+            "Mixed precision?",
+            suggest=_precision,
+            choices=(
+                Choice("no", "no: compute in what the model has, usually float32"),
+                Choice("bf16", "bf16: bfloat16, half the memory; for GPUs since 2020, and recent CPUs"),
+                Choice("fp16", "fp16: float16 with a scaled loss; for older GPUs"),
+            ),
+        ),
+    ] = "no"
+    process_group_backend: Annotated[
+        ProcessGroupBackend,
+        Field(description="What carries collectives; `auto` is torch's choice for the device."),
+    ] = "auto"
+    process_group_timeout: Annotated[
+        int,
+        Field(ge=1, description="Seconds a collective waits for the other processes before it is an error."),
+    ] = 1800
+    env: Annotated[
+        dict[str, str],
+        BeforeValidator(_numbers_as_text),
+        AfterValidator(_names),
+        Field(description="Environment variables for the processes; those already set are left alone."),
+    ] = Field(default_factory=dict)
+
+    @property
+    def settings(self) -> Settings:
+        """What the processes are told."""
+        return Settings(
+            device=self.device,
+            mixed_precision=self.mixed_precision,
+            process_group_backend=self.process_group_backend,
+            process_group_timeout=self.process_group_timeout,
+        )
+
+    @property
+    def start(self) -> Launcher:
+        """The launcher section, by its common type."""
+        launcher: Launcher = self.launcher
+        return launcher
+
+    def data(self) -> dict[str, Any]:
+        """Plain data that says everything; what is unset or empty is left out."""
+        return self.model_dump(exclude_none=True, exclude={"env"} if not self.env else None)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a profile file, for editors and checkers."""
+    schema = Profile.model_json_schema()
+    schema["required"] = ["schema_version"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "accel profile", **schema}
+
+
+def known_keys() -> dict[str, str]:
+    """Every dotted key a profile may hold, with its description."""
+    keys = {"launcher.kind": "How the processes start: " + ", ".join(LAUNCHERS) + "."}
+    for section in LAUNCHERS.values():
+        for name, field in section.model_fields.items():
+            keys.setdefault(f"launcher.{name}", field.description or "")
+    for name, field in Profile.model_fields.items():
+        if name not in {"launcher", "schema_version"}:
+            keys[name] = field.description or ""
+    return keys

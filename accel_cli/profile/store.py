@@ -1,0 +1,133 @@
+"""Where profiles live, and how they are read and written: whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from accel_cli.errors import UsageError
+from accel_cli.profile import document
+from accel_cli.profile.document import Document
+from accel_cli.profile.migrate import migrated
+from accel_cli.profile.schema import json_schema
+from accel_runtime import env
+
+__all__ = ["DEFAULT", "PROJECT_FILE", "Store", "read", "read_text", "render", "write"]
+
+DEFAULT = "default"
+"""The name of the user's own profile."""
+PROJECT_FILE = "accel.yaml"
+SCHEMA_FILE = ".accel.schema.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEADER = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folders in which profiles are looked for."""
+
+    home: Path
+    """The user's profiles, one `NAME.yaml` each."""
+    cwd: Path
+    """Where a project file is looked for, from here upwards to the repository's root."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], cwd: Path) -> Store:
+        """The user's folder: `ACCEL_HOME` if it is set, else where this platform keeps configuration."""
+        home = environ.get(env.HOME)
+        base = Path(home).expanduser() if home else platformdirs.user_config_path("accel")
+        return cls(base / "profiles", cwd)
+
+    def path(self, name: str) -> Path:
+        """The file of a named profile, whether it exists or not.
+
+        Raises:
+            UsageError: The name could not be a file's name everywhere.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} is no profile name: use up to 64 letters, digits, '.', '_' and '-', the first one a "
+                "letter or digit. To use a profile from a file, `accel config import FILE --profile NAME`."
+            )
+        return self.home / f"{name}.yaml"
+
+    def names(self) -> list[str]:
+        """The profiles there are, the user's own first."""
+        found = sorted(path.stem for path in self.home.glob("*.yaml") if _NAME.fullmatch(path.stem))
+        return sorted(found, key=lambda name: name != DEFAULT)
+
+    def project(self) -> Path | None:
+        """The project file that holds here: in this folder, or above it up to the repository's root."""
+        for folder in (self.cwd, *self.cwd.parents):
+            if (folder / PROJECT_FILE).is_file():
+                return folder / PROJECT_FILE
+            if (folder / ".git").exists():
+                return None
+        return None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        UsageError: It cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read(path: Path) -> Document:
+    """A profile file, brought up to date; its values are not checked yet.
+
+    Raises:
+        UsageError: It cannot be read, is no YAML, or of a version we do not know.
+    """
+    found = document.parse(read_text(path), str(path))
+    return replace(found, data=migrated(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}"))
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The text of a profile file, with the comment that lets editors check and complete it."""
+    return _HEADER + document.dump(data)
+
+
+def write(path: Path, text: str) -> None:
+    """Put a profile in its place, with the schema its first line points at; whole or not at all.
+
+    Raises:
+        UsageError: The folder cannot be made or written to.
+    """
+    try:
+        # A link is followed, so that people who keep profiles in a repository of dotfiles keep their link.
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(target.parent / SCHEMA_FILE, json.dumps(json_schema(), indent=1) + "\n")
+        _replace(target, text)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        Path(scratch).chmod(mode)
+        Path(scratch).replace(path)
+    finally:
+        Path(scratch).unlink(missing_ok=True)

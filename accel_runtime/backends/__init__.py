@@ -1,0 +1,52 @@
+"""The one choice of machinery: which hardware, and how this process talks to the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.distributed import Distributed
+from accel_runtime.backends.single import Single
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+
+__all__ = ["Backend", "connect"]
+
+
+def connect(settings: Settings, topology: Topology, options: dict[str, Any] | None = None) -> Backend:
+    """Take up this process's device and join the others.
+
+    Args:
+        settings: What the launcher said.
+        topology: Where this process stands.
+        options: Arguments for `init_process_group` that win over `settings`.
+
+    Raises:
+        RuntimeError: The device asked for is not there, or there are fewer than processes on this machine.
+    """
+    device = _device(settings.device, topology)
+    if topology.launched:
+        return Distributed(topology, device, settings, options or {})
+    return Single(topology, device)
+
+
+def _device(wanted: str, topology: Topology) -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = (found.type if found else "cpu") if wanted == "auto" else wanted
+    if kind == "cpu":
+        return torch.device("cpu")
+    if found is None or found.type != kind:
+        raise RuntimeError(
+            f"device {kind!r} was asked for, but this torch ({torch.__version__}) finds "
+            f"{found.type if found else 'no accelerator'}. Set device: auto or cpu, or install a build of torch for it."
+        )
+    count = torch.accelerator.device_count()
+    if topology.local_world_size > count:
+        raise RuntimeError(
+            f"{topology.local_world_size} processes on this machine, but it has {count} {kind} device(s). "
+            "Start at most one process a device, or set device: cpu."
+        )
+    torch.accelerator.set_device_index(topology.local_rank)
+    return torch.device(kind, topology.local_rank)

@@ -1,0 +1,121 @@
+"""Several processes over `torch.distributed`: gloo, nccl, or what the device's vendor brings."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+
+__all__ = ["Distributed"]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+_GRACE_S = 0.05
+
+
+class Distributed(Backend):
+    """The backend of a process that a launcher started beside others.
+
+    Args:
+        topology: Where this process stands.
+        device: What it computes on.
+        settings: Name and timeout of the process group.
+        options: Arguments for `init_process_group`; they win over `settings`.
+
+    A process group the script has made itself is used as it is, and left alone at the end.
+    """
+
+    def __init__(
+        self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
+    ) -> None:
+        super().__init__(topology, device)
+        if not dist.is_initialized():
+            wanted: dict[str, Any] = {
+                "backend": _name(settings, device),
+                "timeout": timedelta(seconds=settings.process_group_timeout),
+            }
+            dist.init_process_group(**wanted | options)
+            atexit.register(_leave)
+        self._device_ids = [device.index] if device.index is not None else None
+
+    @override
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        everyone = tensor.new_empty((self.topology.world_size, *tensor.shape))
+        dist.all_gather(list(everyone.unbind()), tensor.contiguous())
+        return everyone
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op=_OPERATIONS[reduction])
+        return total / self.topology.world_size if reduction == "mean" else total
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        dist.broadcast(tensor, src=source)
+        return tensor
+
+    @override
+    def all_gather_objects(self, item: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.topology.world_size
+        dist.all_gather_object(everyone, item)
+        return everyone
+
+    @override
+    def broadcast_object(self, item: Any, source: int = 0) -> Any:
+        holder = [item]
+        dist.broadcast_object_list(holder, src=source)
+        return holder[0]
+
+    @override
+    def barrier(self) -> None:
+        dist.barrier(device_ids=self._device_ids)
+
+    @override
+    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        # DDP refuses a model that learns nothing, and one that learns nothing needs no averaging.
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        return DistributedDataParallel(model, device_ids=self._device_ids, **options)
+
+    @override
+    def original(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def _name(settings: Settings, device: torch.device) -> str:
+    """The group's backend; tensors on the CPU go over gloo whatever the device."""
+    name: str = settings.process_group_backend
+    if name == "auto":
+        name = dist.get_default_backend_for_device(device)
+    return name if device.index is None or name == "gloo" else f"cpu:gloo,{device.type}:{name}"
+
+
+def _leave() -> None:
+    # gloo's own threads drop the last collective's tensors a moment after it returned, and need the
+    # interpreter's lock for it. If they ask for it while the interpreter shuts down, the process aborts
+    # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
+    time.sleep(_GRACE_S)
+    if dist.is_initialized():
+        dist.destroy_process_group()

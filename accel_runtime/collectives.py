@@ -1,0 +1,157 @@
+"""Collectives over nested data: every tensor of a batch in one call, checked before it is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_runtime import tree
+from accel_runtime.backends.base import Backend, Reduction
+
+__all__ = ["MismatchError", "gather", "gather_valid", "reduce"]
+
+
+class MismatchError(RuntimeError):
+    """The ranks called different collectives, or with data of different shape; the message lists them."""
+
+
+def gather(data: Any, backend: Backend) -> Any:
+    """Every rank's tensors, concatenated along the first dimension in rank order.
+
+    Args:
+        data: A tensor, or tensors nested in dicts, lists and tuples, of equal shape on all ranks:
+            `[n, ...]` becomes `[world_size * n, ...]`, and a scalar `[]` becomes `[world_size]`.
+        backend: Carries it.
+
+    Returns:
+        The same structure; on one process `data` itself.
+
+    Raises:
+        TypeError: Something in `data` is no tensor.
+        MismatchError: The ranks' data differ in structure, shape or dtype. Raised on every rank.
+    """
+    if backend.topology.world_size == 1:
+        return data
+    _agree("gather", data, backend)
+    return tree.map_tensors(lambda t: _concatenated(backend.all_gather(t.detach())), data)
+
+
+def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend) -> Any:
+    """`gather`, with every rank's repeats left out.
+
+    Args:
+        data: As for `gather`; also lists or strings, one entry a sample.
+        valid: How many samples at the front of each rank's batch are no repeats.
+        size: How many samples each rank's batch has.
+        backend: Carries it.
+
+    Returns:
+        The samples of the step, each once, in the order of the dataset. A tensor with a whole number of
+        rows a sample keeps all rows of the valid samples; a scalar a rank is kept from every rank.
+
+    Raises:
+        ValueError: A tensor's first dimension has nothing to do with the batch, so it is not known which
+            rows are repeats.
+    """
+    if any(not isinstance(leaf, torch.Tensor) for leaf in tree.leaves(data)):
+        return _gather_objects(data, valid, size, backend)
+    if backend.topology.world_size == 1 or all(count == size for count in valid):
+        return gather(data, backend)
+    _agree("gather_for_metrics", data, backend)
+    return tree.map_tensors(lambda t: _without_repeats(backend.all_gather(t.detach()), valid, size), data)
+
+
+def reduce(data: Any, reduction: Reduction, backend: Backend) -> Any:
+    """Every tensor combined over the ranks, element by element.
+
+    Args:
+        data: A tensor, or tensors nested in dicts, lists and tuples, of equal shape on all ranks.
+        reduction: `sum`, `mean`, `max` or `min`. The mean of whole numbers is a float32 tensor.
+        backend: Carries it.
+
+    Returns:
+        The same structure, of new tensors.
+
+    Raises:
+        ValueError: An unknown reduction.
+        TypeError: Something in `data` is no tensor.
+        MismatchError: The ranks' data differ. Raised on every rank.
+    """
+    if reduction not in {"sum", "mean", "max", "min"}:
+        raise ValueError(f"reduction must be sum, mean, max or min; it is {reduction!r}")
+    _agree(f"reduce {reduction}", data, backend)
+
+    def combine(tensor: torch.Tensor) -> torch.Tensor:
+        exact = tensor.is_floating_point() or tensor.is_complex()
+        value = tensor.detach() if exact or reduction != "mean" else tensor.float()
+        return backend.all_reduce(value, reduction)
+
+    return tree.map_tensors(combine, data)
+
+
+def _agree(operation: str, data: Any, backend: Backend) -> None:
+    """Compare eight bytes over the ranks before anything of unequal shape can be sent."""
+    call = operation + _signature(data)
+    if backend.topology.world_size == 1:
+        return
+    digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
+    print_ = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(backend.device)
+    prints = backend.all_gather(print_)
+    if bool((prints == prints[0]).all()):
+        return
+    calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(backend.all_gather_objects(call)))
+    raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
+
+
+def _signature(data: Any) -> str:
+    """What has to be equal on all ranks, as text."""
+    parts = []
+    for place, leaf in tree.paths(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"only tensors can be gathered or reduced; data{place} is {type(leaf).__name__}")
+        parts.append(f"{place}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+    return " " + ", ".join(parts)
+
+
+def _concatenated(everyone: torch.Tensor) -> torch.Tensor:
+    """`[world_size, n, ...]` as `[world_size * n, ...]`; `[world_size]` of scalars as it is."""
+    return everyone.flatten(0, 1) if everyone.dim() > 1 else everyone
+
+
+def _without_repeats(everyone: torch.Tensor, valid: tuple[int, ...], size: int) -> torch.Tensor:
+    if everyone.dim() == 1:
+        return everyone
+    rows = everyone.shape[1]
+    if rows % size:
+        raise ValueError(
+            f"gather_for_metrics got a tensor of {rows} rows for a batch of {size} samples: which rows are "
+            "repeats is not known. Give one or a whole number of rows a sample, or use gather()."
+        )
+    per_sample = rows // size
+    return torch.cat([own[: count * per_sample] for own, count in zip(everyone, valid, strict=True)])
+
+
+def _gather_objects(data: Any, valid: tuple[int, ...], size: int, backend: Backend) -> Any:
+    """Data that holds more than tensors: it travels pickled, and is merged leaf by leaf."""
+    if backend.topology.world_size == 1:
+        return data
+    everyone = backend.all_gather_objects(tree.send(data, torch.device("cpu")))
+    return tree.send(_merged(everyone, valid, size), backend.device)
+
+
+def _merged(everyone: list[Any], valid: tuple[int, ...], size: int) -> Any:
+    """The ranks' values of one place as one value: columns joined without repeats, the rest listed."""
+    first = everyone[0]
+    if isinstance(first, torch.Tensor):
+        return _without_repeats(torch.stack(everyone), valid, size)
+    if isinstance(first, Mapping):
+        return {key: _merged([own[key] for own in everyone], valid, size) for key in first}
+    if not isinstance(first, (list, tuple)):
+        return everyone
+    if any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in first):
+        return type(first)(_merged(list(items), valid, size) for items in zip(*everyone, strict=True))
+    kept = [own[:count] if len(own) == size else own for own, count in zip(everyone, valid, strict=True)]
+    return [item for own in kept for item in own]

@@ -1,0 +1,118 @@
+"""The contract between launcher and script: what a process is told through its environment.
+
+Standard library only, and the one file that spells a variable of accel. The launcher writes
+`Settings.to_env()` into the environment of the processes it starts; the runtime reads it back with
+`Settings.from_env()`. A user may set any of these variables by hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "HOME",
+    "PREFIX",
+    "PROFILE",
+    "Device",
+    "MixedPrecision",
+    "ProcessGroupBackend",
+    "Settings",
+    "SettingsError",
+    "nearest",
+]
+
+PREFIX = "ACCEL_"
+HOME = "ACCEL_HOME"
+"""The folder that holds the user's profiles, in place of the platform's own."""
+PROFILE = "ACCEL_PROFILE"
+"""The name of the profile to use, where `--profile` does not say."""
+EARLY_FP16 = "USE_FP16"
+"""The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
+
+Device = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
+ProcessGroupBackend = Literal["auto", "gloo", "nccl"]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+class SettingsError(ValueError):
+    """An environment variable that says something we cannot do; the message names the variable."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process is told: every field travels as `ACCEL_<FIELD>`.
+
+    `from_env(to_env(s)) == s` for every `s`.
+    """
+
+    device: Device = "auto"
+    """The hardware to compute on; `auto` is the accelerator torch finds, else the CPU."""
+    mixed_precision: MixedPrecision = "no"
+    """The number format of the forward pass; `no` keeps what the model has."""
+    process_group_backend: ProcessGroupBackend = "auto"
+    """What carries collectives; `auto` is torch's own choice for the device."""
+    process_group_timeout: int = 1800
+    """Seconds a collective may wait for the other processes before it is an error."""
+
+    def to_env(self) -> dict[str, str]:
+        """The environment variables that say this."""
+        return {variable(f.name): str(getattr(self, f.name)) for f in fields(self)}
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Settings:
+        """Read the variables back; a field whose variable is absent keeps its default.
+
+        Raises:
+            SettingsError: A variable holds a value we cannot use, or is a near miss of a known name.
+        """
+        _refuse_near_misses(environ)
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {
+            f.name: _parse(variable(f.name), environ[variable(f.name)], hints[f.name])
+            for f in fields(cls)
+            if variable(f.name) in environ
+        }
+        if "mixed_precision" not in values and _switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
+            values["mixed_precision"] = "fp16"
+        return cls(**values)
+
+
+def variable(field: str) -> str:
+    """The environment variable of a field of `Settings`."""
+    return PREFIX + field.upper()
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name that `name` was probably meant to be, or None."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+
+
+def _parse(name: str, text: str, kind: object) -> object:
+    if kind is not int:
+        if text in get_args(kind):
+            return text
+        raise SettingsError(f"{name} must be one of {', '.join(get_args(kind))}; it is {text!r}")
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise SettingsError(f"{name} must be a whole number above 0; it is {text!r}")
+
+
+def _switch(name: str, text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise SettingsError(f"{name} must be one of 1, true, yes, on, 0, false, no, off; it is {text!r}")
+
+
+def _refuse_near_misses(environ: Mapping[str, str]) -> None:
+    known = [HOME, PROFILE, *(variable(f.name) for f in fields(Settings))]
+    for name in environ:
+        if name.startswith(PREFIX) and name not in known and (meant := nearest(name, known)):
+            raise SettingsError(f"{name} is not a variable of accel; did you mean {meant}?")

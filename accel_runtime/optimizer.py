@@ -1,0 +1,120 @@
+"""The prepared optimizer: steps when a window is complete, and through the loss scaler where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from accel_runtime.accumulation import Accumulation
+
+__all__ = ["PreparedOptimizer"]
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose `step` and `zero_grad` wait for the end of the accumulation window.
+
+    Args:
+        optimizer: The script's optimizer; everything not named here is its own.
+        accumulation: Says when a window is complete.
+        scaler: The loss scaler, for formats that need one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        accumulation: Accumulation,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        # Optimizer.__init__ is left out on purpose: groups and state stay those of the wrapped optimizer.
+        self.optimizer = optimizer
+        """The script's own optimizer."""
+        self.step_was_skipped = False
+        """Whether the last `step` was left out, because fp16 gradients had overflowed."""
+        self._accumulation = accumulation
+        self._scaler = scaler
+        self._unscaled = False
+
+    @property
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    @override
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @property
+    @override
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step if the window is complete.
+
+        Raises:
+            ValueError: A closure together with fp16: the scaler cannot run it.
+        """
+        if not self._accumulation.synced:
+            return None
+        if self._scaler is None:
+            return self.optimizer.step(closure)
+        if closure is not None:
+            raise ValueError("optimizer.step(closure) cannot be combined with mixed_precision fp16; use bf16")
+        before = self._scaler.get_scale()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.step_was_skipped = self._scaler.get_scale() < before
+        self._unscaled = False
+        return None
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients if the window is complete."""
+        if self._accumulation.synced:
+            self.optimizer.zero_grad(set_to_none)
+
+    def unscale(self) -> None:
+        """Divide the scale out of the gradients, once a step, so that they can be clipped or read."""
+        if self._scaler is not None and self._accumulation.synced and not self._unscaled:
+            self._scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, loadable without accel."""
+        return self.optimizer.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @override
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)

@@ -1,0 +1,98 @@
+"""Mixed precision from one table: what the forward pass computes in, and whether the loss is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_runtime import tree
+from accel_runtime.env import MixedPrecision
+
+__all__ = ["FORMATS", "AutocastForward", "Format", "Precision"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a `mixed_precision` value means."""
+
+    dtype: torch.dtype | None
+    """What autocast computes in; None computes in whatever the model has."""
+    scaled: bool
+    """Whether the loss is scaled, so that small gradients do not vanish."""
+
+
+FORMATS: dict[MixedPrecision, Format] = {
+    "no": Format(dtype=None, scaled=False),
+    "bf16": Format(dtype=torch.bfloat16, scaled=False),
+    "fp16": Format(dtype=torch.float16, scaled=True),
+}
+
+
+class Precision:
+    """Autocast and loss scaling on one device.
+
+    Args:
+        mixed_precision: A key of `FORMATS`.
+        device: Where the computation runs.
+        autocast_options: Arguments for `torch.autocast`.
+        scaler_options: Arguments for `torch.amp.GradScaler`.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: MixedPrecision,
+        device: torch.device,
+        autocast_options: dict[str, Any],
+        scaler_options: dict[str, Any],
+    ) -> None:
+        self.format = FORMATS[mixed_precision]
+        self.scaler = torch.amp.GradScaler(device.type, **scaler_options) if self.format.scaled else None
+        """The loss scaler, or None where the format needs none."""
+        self._device_type = device.type
+        self._options = autocast_options
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which operations run in the chosen format."""
+        if self.format.dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self.format.dtype, **self._options)
+
+    def wrap(self, model: nn.Module) -> None:
+        """Make `model` compute in the chosen format wherever it is called from, with float32 outputs."""
+        if self.format.dtype is not None and not isinstance(model.forward, AutocastForward):
+            model.forward = AutocastForward(model.forward, self.autocast)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward(**options)`, scaled where the format asks for it."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward(**options)  # type: ignore[no-untyped-call]
+
+
+class AutocastForward:
+    """A model's forward pass under autocast.
+
+    Half-precision outputs come back as float32: a loss computed from them outside the model would
+    otherwise be computed in half precision too.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.forward = forward
+        """The forward pass as it was."""
+        self._autocast = autocast
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; halves come back as float32."""
+        with self._autocast():
+            outputs = self.forward(*args, **kwargs)
+        return tree.map_tensors(_float32, outputs)
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor

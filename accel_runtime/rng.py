@@ -1,0 +1,55 @@
+"""Random state: one call to seed everything, and states shared from the first rank."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from accel_runtime.backends.base import Backend
+
+__all__ = ["RNG_TYPES", "set_seed", "share_states"]
+
+RNG_TYPES = ("generator", "torch", "cuda", "xpu")
+"""What `Accelerator(rng_types=...)` may name. Loaders share their order always, so `generator` asks nothing more."""
+
+
+def set_seed(seed: int, *, device_specific: bool = False, rank: int = 0, deterministic: bool = False) -> None:
+    """Seed Python, NumPy (where it is loaded) and torch on every device.
+
+    Args:
+        seed: From 0 up to, not including, 2**32 (NumPy's range).
+        device_specific: Add `rank`, so that processes draw different numbers.
+        rank: This process's `process_index`; only read with `device_specific`.
+        deterministic: Also allow deterministic algorithms only.
+
+    Raises:
+        ValueError: The seed lies outside NumPy's range.
+    """
+    seed += rank if device_specific else 0
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy as np  # noqa: PLC0415 - torch works without NumPy, so we do
+    except ImportError:
+        pass
+    else:
+        np.random.seed(seed)  # noqa: NPY002 - the legacy global state is what scripts draw from
+    if deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+
+
+def share_states(kinds: list[str], backend: Backend) -> None:
+    """Give every rank the first rank's state of the random number generators named.
+
+    Args:
+        kinds: Names out of `RNG_TYPES`.
+        backend: What carries the states.
+    """
+    for kind in kinds:
+        if kind == "generator":
+            continue
+        module = torch if kind == "torch" else getattr(torch, kind)
+        module.set_rng_state(backend.broadcast(module.get_rng_state()))

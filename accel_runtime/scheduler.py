@@ -1,0 +1,89 @@
+"""The prepared scheduler: advances with the samples all processes have seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.optimizer import PreparedOptimizer
+
+__all__ = ["PreparedScheduler"]
+
+
+class PreparedScheduler(LRScheduler):
+    """A torch scheduler that steps with its optimizer.
+
+    A schedule written for one process counts batches of one process. `strides` of them pass at each
+    step of the run, so the scheduler advances that often: the learning rate follows the samples seen.
+
+    Args:
+        scheduler: The script's scheduler; everything not named here is its own.
+        optimizers: The optimizers it belongs to; while they skip or wait, it waits.
+        accumulation: Says when a window is complete.
+        strides: Steps of the schedule a step of the run; 1 where the batch size is the global one.
+        with_optimizer: False leaves stepping entirely to the script.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: list[PreparedOptimizer],
+        accumulation: Accumulation,
+        *,
+        strides: int,
+        with_optimizer: bool,
+    ) -> None:
+        # LRScheduler.__init__ is left out on purpose: it would take a first step of its own.
+        self.scheduler = scheduler
+        """The script's own scheduler."""
+        self._optimizers = optimizers
+        self._accumulation = accumulation
+        self._strides = strides
+        self._with_optimizer = with_optimizer
+
+    @override
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance by what the run has advanced; arguments go to the script's scheduler."""
+        if not self._with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+        elif self._accumulation.synced and not any(o.step_was_skipped for o in self._optimizers):
+            for _ in range(self._steps()):
+                self.scheduler.step(*args, **kwargs)
+
+    def _steps(self) -> int:
+        # A plateau is judged once a metric, not once a batch.
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            return 1
+        total: int | None = getattr(self.scheduler, "total_steps", None)
+        if total is None:
+            return self._strides
+        # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
+        return max(min(self._strides, total - 1 - self.scheduler.last_epoch), 0)
+
+    @override
+    def get_last_lr(self) -> list[Any]:
+        """The learning rates now in force."""
+        return self.scheduler.get_last_lr()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state, loadable without accel."""
+        return self.scheduler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    @override
+    def get_lr(self) -> Any:
+        """The wrapped scheduler's."""
+        return self.scheduler.get_lr()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

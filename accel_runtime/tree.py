@@ -1,0 +1,70 @@
+"""Walking nested batches: the tensors of any mix of dicts, lists and tuples, in a fixed order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["leaves", "map_leaves", "map_tensors", "paths", "send"]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to everything in it that is not a dict, list or tuple.
+
+    Containers keep their own type: named tuples, subclasses of `dict`, and any other mapping that can
+    be built from a dict.
+    """
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(function, item) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(function, item) for item in tree)
+    if isinstance(tree, Mapping):
+        return _rebuilt(tree, {key: map_leaves(function, value) for key, value in tree.items()})
+    return function(tree)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to its tensors; everything else stays as it is."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def paths(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its place, written as Python would (`['x'][0]`), in the order `map_leaves` visits."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from paths(value, f"{place}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from paths(item, f"{place}[{index}]")
+    else:
+        yield place, tree
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Everything in `tree` that is not a dict, list or tuple."""
+    return [leaf for _, leaf in paths(tree)]
+
+
+def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """`tree` with its tensors on `device`; tensors already there are not copied.
+
+    Objects that are no tensor but can move themselves (`.to(device)`) do.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    return map_leaves(move, tree)
+
+
+def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
+    if type(original) is dict:
+        return items
+    if isinstance(original, defaultdict):
+        return type(original)(original.default_factory, items)
+    return type(original)(items)
