@@ -62,10 +62,17 @@ def _report(rank: int, failure: ProcessFailure, processes: int) -> int:
     from accel_cli import console  # noqa: PLC0415 - only a failure needs it
 
     code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    how = f"exited with code {code}"
-    if failure.exitcode < 0:
-        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
-    elif failure.error_file_data is not None and isinstance(failure.message, dict):
-        how = str(failure.message["message"])
-    console.error(f"rank {rank} of {processes} on {socket.gethostname()} (pid {failure.pid}): {how}")
+    console.error(
+        f"rank {rank} of {processes} on {socket.gethostname()} (pid {failure.pid}): {_how(failure)}"
+    )
     return code
+
+
+def _how(failure: ProcessFailure) -> str:
+    """How a process ended: its exception if it left one, else the signal or code."""
+    if failure.exitcode < 0:
+        return f"was ended by {signal.Signals(-failure.exitcode).name}"
+    recorded = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(recorded, dict):
+        return str(recorded["message"])
+    return f"exited with code {failure.exitcode}"

@@ -7,7 +7,8 @@ import re
 __all__ = ["masked"]
 
 _SECRET = re.compile(
-    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|_PAT$|COOKIE|AUTH", re.I
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|_PAT$|COOKIE|AUTH",
+    re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

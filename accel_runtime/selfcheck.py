@@ -1,1 +1,128 @@
-"""placeholder"""
+"""What `accel test` runs in every process: does what accel promises hold on this machine?"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_runtime.accelerator import Accelerator
+
+__all__ = ["main"]
+
+_TOLERANCE = 1e-5
+
+
+def processes(accelerator: Accelerator) -> str:
+    """Every rank is there once, and knows its place."""
+    ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device))
+    expected = list(range(accelerator.num_processes))
+    _expect(ranks.tolist() == expected, f"ranks {ranks.tolist()} instead of {expected}")
+    return f"{accelerator.num_processes} of {accelerator.num_processes} ranks answer, on {accelerator.device.type}"
+
+
+def collectives(accelerator: Accelerator) -> str:
+    """Gathering and reducing nested tensors give the values they should."""
+    rank, world = accelerator.process_index, accelerator.num_processes
+    mine = torch.full((2, 3), float(rank), device=accelerator.device)
+    everyone = accelerator.gather({"x": mine, "y": [mine[0]]})
+    if world > 1:
+        expected = torch.arange(world, device=accelerator.device).repeat_interleave(2).float()
+        _expect(torch.equal(everyone["x"][:, 0], expected), "gather returned other values than were sent")
+    for name, total in (
+        ("sum", sum(range(world))),
+        ("mean", (world - 1) / 2),
+        ("max", world - 1),
+        ("min", 0),
+    ):
+        got = accelerator.reduce(mine, name)  # type: ignore[arg-type]
+        _expect(
+            bool((got == total).all()), f"reduce {name} gave {got.flatten()[0].item()} instead of {total}"
+        )
+    return "gather, and reduce by sum, mean, max and min"
+
+
+def gradients(accelerator: Accelerator) -> str:
+    """One step on all processes has the gradients of one process on the whole batch."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(accelerator.device)
+    together = accelerator.prepare(copy.deepcopy(alone))
+    batch = torch.randn(4 * accelerator.num_processes, 8, device=accelerator.device)
+    own = batch[4 * accelerator.process_index :][:4]
+    alone(batch).square().mean().backward()
+    accelerator.backward(together(own).square().mean())
+    pairs = zip(alone.parameters(), together.parameters(), strict=True)
+    error = max(_difference(expected.grad, got.grad) for expected, got in pairs)
+    _expect(error < _TOLERANCE, f"gradients differ by {error:.1e}")
+    return f"one step equals one process on the whole batch (largest difference {error:.0e})"
+
+
+def evaluation(accelerator: Accelerator) -> str:
+    """Every sample of a dataset that does not divide comes back once, in order."""
+    count = 4 * accelerator.num_processes + 3
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=2))
+    seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader])
+    _expect(seen.tolist() == list(range(count)), f"{seen.tolist()} instead of 0 to {count - 1}")
+    return f"{count} samples gathered once each, in order"
+
+
+def precision(accelerator: Accelerator) -> str:
+    """The forward pass computes in the format of the profile, and a step changes the weights."""
+    seen: list[torch.dtype] = []
+    layer = nn.Linear(8, 8)
+    model = nn.Sequential(layer)
+    layer.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = layer.weight.detach().clone()
+    loss = prepared(torch.randn(4, 8, device=accelerator.device)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
+    _expect(seen == [wanted], f"computes in {seen} instead of {wanted}")
+    _expect(bool(loss.isfinite()), f"the loss is {loss.item()}")
+    _expect(not torch.equal(before, layer.weight), "a step left the weights as they were")
+    return f"computes in {str(wanted).removeprefix('torch.')}, loss finite, weights move"
+
+
+CHECKS: tuple[Callable[[Accelerator], str], ...] = (processes, collectives, gradients, evaluation, precision)
+
+
+def main() -> int:
+    """Run all checks and print a line each; 0 if all hold on all ranks, else 1."""
+    exact = Accelerator(mixed_precision="no")
+    asked = Accelerator()
+    held = [_check(check, asked if check is precision else exact) for check in CHECKS]
+    exact.print("everything works here" if all(held) else "something does not work here: see above")
+    return 0 if all(held) else 1
+
+
+def _check(check: Callable[[Accelerator], str], accelerator: Accelerator) -> bool:
+    try:
+        said, fine = check(accelerator), True
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong is what the check has to say
+        said, fine = f"{type(error).__name__}: {error}", False
+        print(f"rank {accelerator.process_index}: {check.__name__}: {said}", file=sys.stderr)
+    verdict = torch.tensor(float(fine), device=accelerator.device)
+    everywhere = bool(accelerator.reduce(verdict, "min"))
+    accelerator.print(f"{'ok    ' if everywhere else 'FAILED'} {check.__name__}: {said}")
+    return everywhere
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    _expect(one is not None and other is not None, "a parameter has no gradient")
+    assert one is not None
+    assert other is not None
+    return (one - other).abs().max().item()
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,334 @@
-"""placeholder"""
+"""`accel config`: say once how scripts run on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer()
+from accel_cli.commands import completion
+
+if TYPE_CHECKING:
+    from accel_cli.profile.store import Store
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Say once how scripts run on this machine; without a subcommand, by a few questions.",
+    epilog="Example: accel config set mixed_precision=bf16",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+_LOOK = "Look"
+_CHANGE = "Change"
+
+Name = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", metavar="NAME", help="The named profile.", autocompletion=completion.profile_names
+    ),
+]
+Project = Annotated[bool, typer.Option("--project", help="The project file, accel.yaml.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")]
 
 
-@app.command()
-def x() -> None: ...
+@app.callback(invoke_without_command=True)
+def config(
+    ctx: typer.Context,
+    profile: Name = None,
+    project: Project = False,
+    default: Annotated[
+        bool, typer.Option("--default", help="Ask nothing: write what suits this machine.")
+    ] = False,
+    force: Force = False,
+) -> None:
+    """Say once how scripts run on this machine; without a subcommand, by a few questions."""
+    from accel_cli.errors import UsageError
+
+    if ctx.invoked_subcommand:
+        if profile or project or default or force:
+            raise UsageError(
+                f"options stand after the subcommand: accel config {ctx.invoked_subcommand} --profile NAME"
+            )
+        return
+    if force and not default:
+        raise UsageError("--force belongs to --default; the wizard shows what it will replace, and asks")
+    path = _target(profile, project=project)
+    if default:
+        _write_default(path, force=force)
+    else:
+        _ask(path)
+
+
+@app.command(rich_help_panel=_LOOK, epilog="Example: accel config show --profile gpu")
+def show(profile: Name = None) -> None:
+    """Print every value in force, with the layer it came from."""
+    import os
+
+    from accel_cli import console, planning
+    from accel_cli.masking import masked
+    from accel_cli.profile.layers import flat
+
+    found = planning.look(os.environ, cpu=False)
+    resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
+    values = flat(resolved.profile.model_dump())
+    rows = [(key, masked(key, _text(value)), resolved.source(key)) for key, value in values.items()]
+    console.table(("KEY", "VALUE", "FROM"), rows)
+
+
+@app.command("list", rich_help_panel=_LOOK, epilog="Example: accel config list")
+def list_() -> None:
+    """List the profiles there are."""
+    from accel_cli import console
+
+    store = _store()
+    rows = [(name, str(store.path(name))) for name in store.names()]
+    if found := store.project():
+        rows.append(("(project)", str(found)))
+    if rows:
+        console.table(("NAME", "FILE"), rows)
+    else:
+        console.note("there is no profile yet: accel config writes one")
+
+
+@app.command(rich_help_panel=_LOOK, epilog="Example: accel config path --project")
+def path(profile: Name = None, project: Project = False) -> None:
+    """Print where a profile lives, whether it exists or not."""
+    from accel_cli import console
+
+    console.plain(str(_target(profile, project=project)))
+
+
+@app.command(rich_help_panel=_LOOK, epilog="Example: accel config validate accel.yaml")
+def validate(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Any profile file.")] = None,
+    profile: Name = None,
+    project: Project = False,
+) -> None:
+    """Check a profile and report every mistake at once."""
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+    from accel_cli.profile import layers
+
+    if file and (profile or project):
+        raise UsageError("give FILE or --profile or --project, not two of them")
+    target = file or _target(profile, project=project)
+    _check([*_below(target), layers.file(_existing(target), "file")])
+    console.note(f"{target} is fine")
+
+
+@app.command(rich_help_panel=_LOOK, epilog="Example: accel config schema > accel.schema.json")
+def schema() -> None:
+    """Print the JSON schema of a profile, for editors."""
+    import json
+
+    from accel_cli import console
+    from accel_cli.profile.schema import json_schema
+
+    console.plain(json.dumps(json_schema(), indent=2))
+
+
+@app.command(
+    "set",
+    rich_help_panel=_CHANGE,
+    epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO",
+)
+def set_(
+    assignments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE...", help="Values to set; an empty one takes a key out.",
+            autocompletion=completion.assignments,
+        ),
+    ],
+    profile: Name = None,
+    project: Project = False,
+) -> None:  # fmt: skip
+    """Set values in a profile, which is made if there is none; comments stay."""
+    from accel_cli import console
+    from accel_cli.profile import document, edit, layers, store
+
+    target = _target(profile, project=project)
+    text = store.read_text(target) if target.exists() else store.render({"schema_version": 1})
+    found = store.read(target) if target.exists() else document.parse(text, str(target))
+    updates = layers.assigned(assignments, "set").values
+    data, lost = edit.changed(found.data, updates)
+    _check([*_below(target), _layer(data, target)])
+    store.write(target, edit.edited(text, found, data))
+    for key in lost:
+        console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
+    console.note(f"{target} now says {', '.join(assignments)}")
+
+
+@app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
+def default(profile: Name = None, project: Project = False, force: Force = False) -> None:
+    """Write what suits this machine, without questions."""
+    _write_default(_target(profile, project=project), force=force)
+
+
+@app.command(rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
+def edit(profile: Name = None, project: Project = False) -> None:
+    """Open a profile in $VISUAL or $EDITOR; it is replaced only by one without mistakes."""
+    from accel_cli import console
+    from accel_cli.commands import editor
+    from accel_cli.profile import layers, store
+
+    target = _existing(_target(profile, project=project))
+
+    def check(scratch: Path) -> None:
+        _check([*_below(target), layers.file(scratch, "file")])
+
+    text = editor.edited(target, check)
+    if text is None:
+        console.note(f"{target} was left as it is")
+        return
+    store.write(target, text)
+    console.note(f"{target} is written")
+
+
+@app.command(
+    "import", rich_help_panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
+)
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="An Accelerate config file, or a profile of accel.")
+    ],
+    profile: Name = None,
+    project: Project = False,
+    force: Force = False,
+) -> None:
+    """Make a profile from an Accelerate config file, or from a profile someone gave you.
+
+    What has a place in accel is mapped; everything else is listed by name.
+    """
+    from accel_cli import console
+    from accel_cli.profile import accelerate, document, layers, store
+
+    target = _target(profile, project=project)
+    _free(target, force=force)
+    found = document.parse(store.read_text(file), str(file))
+    if not accelerate.is_accelerate(found.data):
+        _check([layers.file(file, "file")])
+        store.write(target, store.read_text(file))
+        console.note(f"{target} is written")
+        return
+    imported = accelerate.convert(found.data, str(file))
+    _check([_layer(imported.data, target)])
+    store.write(target, store.render(imported.data))
+    console.table(("IN THE FILE", "IN ACCEL"), imported.mapped)
+    if imported.left:
+        console.note(f"{len(imported.left)} value(s) of {file} have no place in this profile:")
+        console.table(("LEFT OUT", "WHY"), imported.left)
+    console.note(f"{target} is written")
+
+
+@app.command(rich_help_panel=_CHANGE, epilog="Example: accel config delete gpu")
+def delete(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The profile.", autocompletion=completion.profile_names)
+    ],
+) -> None:
+    """Delete a profile."""
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+
+    target = _existing(_store().path(name))
+    try:
+        target.unlink()
+    except OSError as error:
+        raise UsageError(f"{target} cannot be deleted: {error.strerror}") from None
+    console.note(f"{target} is deleted")
+
+
+def _store() -> Store:
+    import os
+
+    from accel_cli.profile.store import Store
+
+    return Store.from_env(os.environ, Path.cwd())
+
+
+def _target(profile: str | None, *, project: bool) -> Path:
+    """The file that the options mean."""
+    from accel_cli.errors import UsageError
+    from accel_cli.profile.store import DEFAULT, PROJECT_FILE
+
+    store = _store()
+    if project and profile:
+        raise UsageError("--profile and --project mean different files; give one")
+    if project:
+        return store.project() or store.cwd / PROJECT_FILE
+    return store.path(profile or DEFAULT)
+
+
+def _existing(target: Path) -> Path:
+    from accel_cli.errors import UsageError
+
+    if not target.is_file():
+        there = ", ".join(_store().names()) or "none yet"
+        raise UsageError(f"there is no profile at {target}. Profiles there are: {there}.")
+    return target
+
+
+def _free(target: Path, *, force: bool) -> None:
+    from accel_cli.errors import UsageError
+
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists already; --force replaces it")
+
+
+def _below(target: Path) -> list[Any]:
+    """The layers a file stands on: the user's own profile, for any other file."""
+    from accel_cli.profile import layers
+    from accel_cli.profile.store import DEFAULT
+
+    user = _store().path(DEFAULT)
+    return [layers.file(user, "user")] if user.is_file() and user != target else []
+
+
+def _layer(data: dict[str, Any], target: Path) -> Any:
+    from accel_cli.profile.layers import Layer, flat
+
+    values = {key: value for key, value in flat(data).items() if key != "schema_version"}
+    return Layer("file", values, {"": str(target)})
+
+
+def _check(stack: list[Any]) -> None:
+    """Refuse a profile that could not be used."""
+    from accel_cli.profile import layers
+
+    layers.resolve(stack)
+
+
+def _write_default(target: Path, *, force: bool) -> None:
+    import os
+
+    from accel_cli import console, machine
+    from accel_cli.profile import store
+    from accel_cli.wizard.steps import suggested
+
+    _free(target, force=force)
+    found = machine.detect(os.environ)
+    store.write(target, store.render(suggested(found).data()))
+    console.note(f"{target} is written for {found.summary}")
+
+
+def _ask(target: Path) -> None:
+    """The wizard, which needs a terminal."""
+    import sys
+
+    from accel_cli.errors import UsageError
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "the questions need a terminal. Without one: `accel config --default` writes what suits this machine, "
+            "and `accel config set KEY=VALUE` changes single values."
+        )
+    from accel_cli.wizard.session import converse
+
+    raise typer.Exit(converse(target))
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)

@@ -23,7 +23,7 @@ _HOW = "What runs"
 _OVER = "Over the profile"
 
 
-def launch(  # noqa: PLR0913 - one parameter an option
+def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     script: Annotated[
         str,
         typer.Argument(

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from accel_runtime import rng, tree
@@ -117,8 +124,8 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
-        size: int | None = getattr(self.batch_sampler, "batch_size", None)
-        if size is None:
+        size = getattr(self.batch_sampler, "batch_size", None)
+        if not isinstance(size, int):
             raise ValueError("this loader's batches have no fixed size")
         return size if self._options.split_batches else size * self._backend.topology.world_size
 
@@ -150,12 +157,12 @@ class PreparedLoader(DataLoader[Any]):
         return getattr(self._inner, name)
 
 
-class _Order(BatchSampler):
+class _Order(Sampler[list[Any]]):
     """The batch sampler of one rank: its slices of an order that is the same on all ranks."""
 
     def __init__(self, loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
         source: Any = loader.batch_sampler
-        self._source = source
+        self._source: Any = source
         self._backend = backend
         self._fixed = _is_sequential(source)
         # torch's own attributes of a BatchSampler, which callers read.
@@ -182,14 +189,14 @@ class _Order(BatchSampler):
             shares.append(share)
             yield list(share.indices)
 
-    def _batches(self) -> Iterable[Batch]:
+    def _batches(self) -> Iterable[list[Any]]:
         """One epoch of the script's batches: what the first rank drew.
 
         Every rank draws, so that equal random states stay equal; eight bytes tell whether the draws
         agree, and only where they do not does the first rank's order travel.
         """
         if self._fixed or self._backend.topology.world_size == 1:
-            return self._source
+            return iter(self._source)
         drawn = [list(batch) for batch in self._source]
         prints = self._backend.all_gather(_fingerprint(drawn).to(self._backend.device))
         if bool((prints == prints[0]).all()):

@@ -1,0 +1,92 @@
+"""Changing values in a profile's text, so that a person's comments and order stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from accel_cli.errors import ProfileError
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.profile import document
+from accel_cli.profile.document import Document
+from accel_cli.profile.layers import flat, nested
+from accel_cli.profile.store import render
+
+__all__ = ["changed", "edited"]
+
+
+def changed(data: Mapping[str, Any], updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A profile's data with values replaced, and the launcher keys that its new kind does not have.
+
+    Args:
+        data: The whole of a file.
+        updates: New values by dotted key; None takes a key out.
+    """
+    values = {**flat(data), **updates}
+    chosen = LAUNCHERS.get(str(updates.get("launcher.kind")))
+    lost = [
+        key
+        for key in values
+        if chosen
+        and key not in updates
+        and key.startswith("launcher.")
+        and key.removeprefix("launcher.") not in chosen.model_fields
+    ]
+    kept = {key: value for key, value in values.items() if key not in lost and value is not None}
+    return nested(kept), lost
+
+
+def edited(text: str, found: Document, data: Mapping[str, Any]) -> str:
+    """The text of a file, made to say `data`.
+
+    Single lines are replaced, taken out or added, and the result is read back; what cannot be done line by
+    line is written anew.
+    """
+    before, after = flat(found.data), flat(data)
+    lines = text.splitlines()
+    gone = [key for key in before if key not in after]
+    for key in sorted(gone, key=lambda key: -_line(found, key)):
+        del lines[_line(found, key)]
+    for key, value in after.items():
+        if key in before and before[key] != value:
+            index = _line(found, key) - sum(_line(found, other) < _line(found, key) for other in gone)
+            lines[index] = _replaced(lines[index], key, value)
+    for key in (key for key in after if key not in before):
+        _insert(lines, key, after[key])
+    result = "\n".join(lines) + "\n"
+    try:
+        faithful = document.parse(result, "result").data == data
+    except ProfileError:
+        faithful = False
+    return result if faithful else render(data)
+
+
+def _line(found: Document, key: str) -> int:
+    """The index of the line a key stands on."""
+    return found.lines.get(tuple(key.split(".", 1)), found.lines.get((key,), 1)) - 1
+
+
+def _replaced(line: str, key: str, value: Any) -> str:
+    """The line with a new value; what follows ` #` stays."""
+    name = re.escape(key.rpartition(".")[2])
+    value_text = _inline(value)
+    return re.sub(rf"^(\s*{name}\s*:)\s*.*?(\s+#.*)?$", lambda m: f"{m[1]} {value_text}{m[2] or ''}", line)
+
+
+def _insert(lines: list[str], key: str, value: Any) -> None:
+    """Add a line: below its section's first, or at the end."""
+    section, dot, name = key.partition(".")
+    if not dot:
+        lines.append(f"{key}: {_inline(value)}")
+        return
+    heads = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
+    if heads:
+        lines.insert(heads[0] + 1, f"  {name}: {_inline(value)}")
+    else:
+        lines += [f"{section}:", f"  {name}: {_inline(value)}"]
+
+
+def _inline(value: Any) -> str:
+    """A value on one line, as YAML writes it."""
+    return document.dump({"v": value}).removeprefix("v:").strip()
