@@ -6,7 +6,7 @@ import importlib
 import importlib.machinery
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,8 @@ from accel_runtime.env import nearest
 __all__ = ["Request", "check_target", "look", "make", "resolve", "run"]
 
 Kind = Literal["script", "module", "program"]
+_COUNTS = frozenset({"launcher.nproc_per_node", "launcher.nnodes"})
+"""What only a launcher of several processes can be told."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,16 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     Raises:
         UsageError: A profile, variable or option cannot be used.
     """
-    store = Store.from_env(environ, Path.cwd())
-    said = layers.stack(store, environ, request.profile, [layers.assigned(request.assignments)])
-    kinds = [layer.values["launcher.kind"] for layer in said if "launcher.kind" in layer.values]
-    detected = Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"})
-    base = said if kinds else [detected, *said]
-    kind = (kinds or [detected.values["launcher.kind"]])[-1]
-    return layers.resolve([*base, *_options(request, alone=kind == "single")])
+    said = layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
+    if _kind(said) is None:
+        said.insert(0, Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"}))
+    assigned = layers.assigned(request.assignments)
+    alone = _kind([*said, assigned]) == "single"
+    options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
+    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    if alone and counts:
+        said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
+    return layers.resolve([*said, assigned, *options])
 
 
 def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found: Machine) -> Plan:
@@ -142,24 +147,29 @@ def _check_program(target: str) -> None:
         raise UsageError(f"the program {target!r} was not found, or may not be executed")
 
 
-def _options(request: Request, *, alone: bool) -> list[Layer]:
+def _kind(said: Iterable[Layer]) -> Any:
+    """The launcher that the last layer to name one names."""
+    named = [layer.values["launcher.kind"] for layer in said if "launcher.kind" in layer.values]
+    return named[-1] if named else None
+
+
+def _asks_for_one(layer: Layer) -> bool:
+    """Whether a layer only asks for the one process, or the one machine, that `single` gives anyway."""
+    return _COUNTS.issuperset(layer.values) and set(layer.values.values()) == {1}
+
+
+def _options(request: Request) -> list[Layer]:
     """The options that stand for values of the profile, each a layer of its own."""
-    count = (
-        None
-        if request.nproc_per_node is None
-        else document.scalar(request.nproc_per_node, "--nproc-per-node")
-    )
+    # Empty is what an unset shell variable leaves: it is no number, and not the same as no option.
+    count = request.nproc_per_node and document.scalar(request.nproc_per_node, "--nproc-per-node")
     said: dict[str, tuple[str, Any]] = {
         "--cpu": ("device", "cpu" if request.cpu else None),
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
         "--nproc-per-node": ("launcher.nproc_per_node", count),
         "--nnodes": ("launcher.nnodes", request.nnodes),
     }
-    values: dict[str, dict[str, Any]] = {
-        option: {key: value} for option, (key, value) in said.items() if value is not None
-    }
-    for option, pairs in values.items():
-        # `single` gives one process on one machine; anything else needs the launcher that can count.
-        if alone and option in {"--nproc-per-node", "--nnodes"}:
-            values[option] = {} if 1 in pairs.values() else {"launcher.kind": "torchrun", **pairs}
-    return [Layer(option, pairs, {"": option}) for option, pairs in values.items() if pairs]
+    return [
+        Layer(option, {key: value}, {"": option})
+        for option, (key, value) in said.items()
+        if value is not None
+    ]

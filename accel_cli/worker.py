@@ -26,9 +26,9 @@ def main() -> None:
     try:
         _module(target) if kind == "module" else _script(target)
     except Exception as error:  # noqa: BLE001 - whatever the script raises is its failure
+        error.__traceback__ = _own_frames(error)
         _record(error)
-        # The hook may be the script's own; the traceback begins in its code.
-        sys.excepthook(type(error), error, _own_frames(error))
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
         sys.exit(1)
 
@@ -63,7 +63,7 @@ def _record(error: BaseException) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    lines = traceback.format_exception(type(error), error, _own_frames(error))
+    lines = traceback.format_exception(error)
     extra = {"py_callstack": "".join(lines), "timestamp": str(int(time.time()))}
     message = {"message": lines[-1].strip(), "extraInfo": extra}
     Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -64,9 +64,9 @@ def main() -> None:
     with torch.no_grad():
         for images, labels in test:
             guesses = model(images).argmax(dim=-1)
-            guesses, labels = accelerator.gather_for_metrics((guesses, labels))  # 4: each sample once
-            correct += int((guesses == labels).sum())
-            seen += len(labels)
+            all_guesses, all_labels = accelerator.gather_for_metrics((guesses, labels))  # 4: each sample once
+            correct += int((all_guesses == all_labels).sum())
+            seen += len(all_labels)
     accelerator.print(f"test accuracy {correct / seen:.4f} ({correct} of {seen})")
 
     weights = accelerator.unwrap_model(model).state_dict()  # 5: the names your own model has

@@ -73,6 +73,7 @@ def show(profile: Name = None) -> None:
     found = planning.look(os.environ, cpu=False)
     resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
     values = flat(resolved.profile.model_dump())
+    del values["schema_version"]  # of a file, not of a run
     rows = [(key, masked(key, _text(value)), resolved.source(key)) for key, value in values.items()]
     console.table(("KEY", "VALUE", "FROM"), rows)
 

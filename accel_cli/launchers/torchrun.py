@@ -43,7 +43,7 @@ def _processes(machine: Machine, _: Answers) -> int | str:
 class Torchrun(Launcher):
     """Several processes that train together, through torch.distributed.run's elastic agent."""
 
-    title: ClassVar[str] = "Several processes, on one machine or on several (torchrun)"
+    title: ClassVar[str] = "Several processes (torchrun)"
 
     kind: Literal["torchrun"] = Field(
         "torchrun", description="Several processes, through torch's elastic agent (torch.distributed.run)."
@@ -66,7 +66,7 @@ class Torchrun(Launcher):
         Question(
             "How many processes on each machine?",
             suggest=_processes,
-            hint="a number, or auto: one for each accelerator",
+            hint="a number, or auto",
         ),
     ] = "auto"
     rdzv_endpoint: Annotated[
@@ -76,10 +76,10 @@ class Torchrun(Launcher):
             description="`host:port` where the machines meet; the host is one of them. Needed if nnodes is above 1."
         ),
         Question(
-            "Where do the machines meet (host:port of the first)?",
+            "Where do they meet, as host:port?",
             suggest=lambda *_: "localhost:29400",
             when=lambda answers: answers.get("nnodes", 1) != 1,
-            hint="a name or address that every machine reaches, the same on all of them",
+            hint="an address every machine reaches",
         ),
     ] = None
     rdzv_id: Annotated[

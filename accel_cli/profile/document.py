@@ -42,6 +42,15 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML's plain and single-quoted styles lose line breaks such as U+0085.
+    style = None if text.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
 @dataclass(frozen=True)
 class Document:
     """What a YAML text says."""

@@ -125,7 +125,9 @@ def _literals(section: type[Section], name: str) -> list[Any]:
 
 def _one_of(words: Iterable[str]) -> str:
     listed = list(words)
-    return f"expected {listed[0]}" if len(listed) == 1 else f"expected one of {', '.join(listed)}"
+    return (
+        f"expected {listed[0]}" if len(listed) == 1 else f"expected {', '.join(listed[:-1])} or {listed[-1]}"
+    )
 
 
 def _shown(value: object) -> str:

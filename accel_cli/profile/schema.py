@@ -104,7 +104,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON schema of a profile file, for editors and checkers."""
     schema = Profile.model_json_schema()
     schema["required"] = ["schema_version"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "accel profile", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "accel profile"}
 
 
 def known_keys() -> dict[str, str]:

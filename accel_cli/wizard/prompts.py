@@ -60,7 +60,7 @@ def ask_all(
                 return profile if agreed else None
             asked = asked.back()
             continue
-        answer = _ask(step, step.suggestion(machine, asked.answers, before), first=not asked.answers)
+        answer = _ask(step, step.suggestion(machine, asked.answers, before), asked.answers)
         asked = asked.back() if answer is BACK else _Asked({**asked.answers, step.key: answer})
 
 
@@ -80,35 +80,39 @@ def confirm(question: str) -> bool | None:
     return (True, None, False)[picked]
 
 
-def _ask(step: Step, suggestion: Any, *, first: bool) -> Any:
-    return _pick(step, suggestion, first=first) if step.question.choices else _type(step, suggestion)
+def _ask(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
+    return _pick(step, suggestion, answers) if step.question.choices else _type(step, suggestion, answers)
 
 
-def _pick(step: Step, suggestion: Any, *, first: bool) -> Any:
+def _pick(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
     choices = [Choice(choice.title, value=choice.value) for choice in step.question.choices]
-    if not first:
+    if answers:
         choices.append(Choice("Back", value=BACK))
     return questionary.select(
         step.question.text, choices=choices, default=suggestion, style=_STYLE, instruction="(arrows, Enter)"
     ).unsafe_ask()
 
 
-def _type(step: Step, suggestion: Any) -> Any:
+def _type(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
     hint = step.question.hint + "; " if step.question.hint else ""
 
     def check(text: str) -> bool | str:
-        if text.strip() == _BACK_KEY:
+        if text.strip() in {"", _BACK_KEY}:
             return True
         try:
-            return step.problem(_read(text)) or True
+            return step.problem(_read(text), answers) or True
         except ProfileError:
             return "this cannot be read as a value"
 
-    text = questionary.text(
-        step.question.text, default=str(suggestion), instruction=f"({hint}{_BACK_KEY} goes back) ", validate=check,
+    text: str = questionary.text(
+        step.question.text,
+        instruction=f"({hint}{_BACK_KEY} goes back) ",
+        validate=check,
         style=_STYLE,
-    ).unsafe_ask()  # fmt: skip
-    return BACK if text.strip() == _BACK_KEY else _read(text)
+        # Shown until something is typed, so that nobody has to erase a suggestion first.
+        placeholder=[("class:text", str(suggestion))],
+    ).unsafe_ask()
+    return BACK if text.strip() == _BACK_KEY else _read(text) if text.strip() else suggestion
 
 
 def _read(text: str) -> Any:

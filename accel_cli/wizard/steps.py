@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.machine import Machine
-from accel_cli.profile.fields import Choice, Question, Section, question_of
+from accel_cli.profile.fields import Choice, Question, question_of
 from accel_cli.profile.layers import nested
 from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile
@@ -25,7 +25,7 @@ class Step:
     """One question, with where its answer goes."""
 
     key: str
-    section: type[Section]
+    """The dotted key that the answer fills."""
     question: Question
 
     def suggestion(self, machine: Machine, answers: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
@@ -40,16 +40,12 @@ class Step:
             return before[self.key]
         return self.question.suggest(machine, _local(answers))
 
-    def problem(self, value: Any) -> str | None:
-        """What is wrong with an answer, or None."""
-        name = self.key.rpartition(".")[2]
+    def problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
+        """What is wrong with an answer, given those before it; None if nothing is."""
         try:
-            self.section.model_validate({name: value})
+            Profile.model_validate(nested({**answers, self.key: value}))
         except ValidationError as error:
-            own = [item for item in error.errors() if item["loc"] and item["loc"][0] == name]
-            if own:
-                found = explain(ValidationError.from_exception_data("", own), {})  # type: ignore[arg-type]
-                return found[0].expected
+            return next((found.expected for found in explain(error, {}) if found.key == self.key), None)
         return None
 
 
@@ -84,23 +80,20 @@ def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profi
 
 
 def _steps(answers: Mapping[str, Any]) -> Iterator[Step]:
-    yield Step(_KIND, Profile, _KIND_QUESTION)
+    yield Step(_KIND, _KIND_QUESTION)
     if _KIND not in answers:
         return
-    for key, (section, question) in _questions(answers).items():
+    for key, question in _questions(answers).items():
         if question.when(_local(answers)):
-            yield Step(key, section, question)
+            yield Step(key, question)
 
 
-def _questions(answers: Mapping[str, Any]) -> dict[str, tuple[type[Section], Question]]:
+def _questions(answers: Mapping[str, Any]) -> dict[str, Question]:
     """Every question of the chosen launcher and of the profile itself, by dotted key."""
     launcher = LAUNCHERS[answers[_KIND]]
-    fields: list[tuple[str, type[Section], str]] = [
-        *((f"launcher.{name}", launcher, name) for name in launcher.model_fields),
-        *((name, Profile, name) for name in Profile.model_fields),
-    ]
-    asked = {key: (section, question_of(section, name)) for key, section, name in fields}
-    return {key: (section, question) for key, (section, question) in asked.items() if question}
+    asked = {f"launcher.{name}": question_of(launcher, name) for name in launcher.model_fields}
+    asked |= {name: question_of(Profile, name) for name in Profile.model_fields}
+    return {key: question for key, question in asked.items() if question}
 
 
 def _local(answers: Mapping[str, Any]) -> dict[str, Any]:

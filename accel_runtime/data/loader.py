@@ -124,8 +124,8 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
-        size = getattr(self.batch_sampler, "batch_size", None)
-        if not isinstance(size, int):
+        size: int | None = getattr(self._order, "batch_size", None)
+        if size is None:
             raise ValueError("this loader's batches have no fixed size")
         return size if self._options.split_batches else size * self._backend.topology.world_size
 
@@ -180,7 +180,6 @@ class _Order(Sampler[list[Any]]):
         self.shares = deque()
         return self._walk(self.shares)
 
-    @override
     def __len__(self) -> int:
         return self._sharding.steps(len(self._source))
 
@@ -196,7 +195,8 @@ class _Order(Sampler[list[Any]]):
         agree, and only where they do not does the first rank's order travel.
         """
         if self._fixed or self._backend.topology.world_size == 1:
-            return iter(self._source)
+            source: Iterable[list[Any]] = self._source
+            return source
         drawn = [list(batch) for batch in self._source]
         prints = self._backend.all_gather(_fingerprint(drawn).to(self._backend.device))
         if bool((prints == prints[0]).all()):

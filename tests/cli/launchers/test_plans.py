@@ -1,0 +1,111 @@
+"""Plans are pure data, so launchers are compared by what they would do: no process, no network."""
+
+import pytest
+from pydantic import ValidationError
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers import LAUNCHERS, suggest
+from accel_cli.launchers.base import Job
+from accel_cli.launchers.single import Single
+from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.machine import Machine
+from accel_runtime.env import Settings
+
+CPU = Machine(cpus=8)
+GPUS = Machine(cpus=8, accelerator="cuda", devices=("H100",) * 4, bf16=True, torch="2.13.0")
+SAID = Settings().to_env()
+
+
+def job(kind="script", machine=CPU, env=None, environ=None, **settings):
+    told = Settings(**settings)
+    return Job("train.py", ("--lr", "-1", "a b"), kind, told, env or {}, environ or {}, machine, python="py")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv"),
+    [
+        ("script", ("py", "train.py", "--lr", "-1", "a b")),
+        ("module", ("py", "-m", "train.py", "--lr", "-1", "a b")),
+        ("program", ("train.py", "--lr", "-1", "a b")),
+    ],
+)
+def test_single_runs_what_was_typed(kind, argv):
+    plan = Single().plan(job(kind))
+    assert (plan.argv, plan.nnodes, plan.nproc_per_node, plan.device) == (argv, 1, 1, "cpu")
+    assert plan.env == SAID
+
+
+def test_torchrun_starts_as_many_processes_as_asked_and_divides_the_cores():
+    plan = Torchrun(nproc_per_node=2).plan(job())
+    assert plan.nproc_per_node == 2
+    assert plan.env == {**SAID, "OMP_NUM_THREADS": "4"}
+    assert plan.argv[:2] == ("py", "-u")
+    assert plan.argv[2].endswith("worker.py")
+    assert plan.argv[3:] == ("script", "train.py", "--lr", "-1", "a b")
+    assert plan.agent["rdzv_endpoint"] == "127.0.0.1:0"
+    assert plan.agent["local_addr"] == "127.0.0.1"
+
+
+def test_a_program_is_started_by_itself():
+    assert Torchrun(nproc_per_node=2).plan(job("program")).argv == ("train.py", "--lr", "-1", "a b")
+
+
+def test_several_machines_meet_at_the_endpoint():
+    plan = Torchrun(nnodes=3, nproc_per_node=2, rdzv_endpoint="node0:29400").plan(job())
+    assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["local_addr"]) == (3, "node0:29400", None)
+
+
+def test_auto_is_one_process_for_each_accelerator_or_one_on_the_cpu():
+    assert Torchrun().plan(job(machine=GPUS)).nproc_per_node == 4
+    assert Torchrun().plan(job(machine=GPUS, device="cpu")).nproc_per_node == 1
+    assert Torchrun().plan(job()).nproc_per_node == 1
+
+
+def test_a_variable_the_user_set_is_left_alone():
+    environ = {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "WARN"}
+    plan = Torchrun(nproc_per_node=2).plan(job(env={"NCCL_DEBUG": "INFO", "A": "1"}, environ=environ))
+    assert plan.env == {**SAID, "A": "1"}
+
+
+def test_the_profile_says_the_threads_where_the_user_did_not():
+    assert Torchrun(nproc_per_node=2, omp_num_threads=3).plan(job()).env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "settings", "machine", "said"),
+    [
+        (
+            Torchrun(nproc_per_node=5),
+            {},
+            GPUS,
+            "5 processes were asked for, but this machine has 4 cuda device(s)",
+        ),
+        (Single(), {"device": "cuda"}, CPU, "device: cuda was asked for, but this machine has 8 CPU cores"),
+        (Single(), {"device": "xpu"}, GPUS, "device: xpu was asked for, but this machine has 4 x H100"),
+        (Torchrun(nproc_per_node=2), {"process_group_backend": "nccl"}, CPU, "nccl needs GPUs"),
+        (Single(), {}, Machine(2, problem="torch does not load: No module named 'torch'"), "Install torch"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused(launcher, settings, machine, said):
+    with pytest.raises(UsageError) as caught:
+        launcher.plan(job(machine=machine, **settings))
+    assert said in str(caught.value)
+
+
+def test_more_processes_than_gpus_run_on_the_cpu_when_asked():
+    assert Torchrun(nproc_per_node=5).plan(job(machine=GPUS, device="cpu")).nproc_per_node == 5
+
+
+def test_one_accelerator_or_none_suggests_one_process_and_several_suggest_several():
+    assert [suggest(machine) for machine in (CPU, GPUS)] == ["single", "torchrun"]
+    assert suggest(Machine(8, "cuda", ("H100",))) == "single"
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_every_launcher_of_the_table_carries_its_kind(kind):
+    assert LAUNCHERS[kind].model_fields["kind"].default == kind
+
+
+def test_a_launcher_takes_no_unknown_key():
+    with pytest.raises(ValidationError, match="extra"):
+        Torchrun(procs=2)

@@ -1,0 +1,51 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.profile.document import parse
+from accel_cli.profile.edit import changed, edited
+
+TEXT = """\
+# mine
+schema_version: 1
+launcher:  # how
+  kind: torchrun
+  # two, since the other two are taken
+  nproc_per_node: 2   # of four
+device: cuda
+"""
+KEYS = ["device", "mixed_precision", "launcher.nproc_per_node", "launcher.max_restarts", "env.A", "env.B"]
+VALUES = st.integers(0, 9) | st.text(alphabet="ab#: '\"-", max_size=6) | st.none()
+
+
+def change(text, updates):
+    found = parse(text, "x")
+    data, lost = changed(found.data, updates)
+    return edited(text, found, data), lost
+
+
+def test_a_value_is_replaced_in_its_line_and_comments_stay():
+    text, _ = change(TEXT, {"launcher.nproc_per_node": 4, "device": "cpu"})
+    assert text == TEXT.replace("nproc_per_node: 2 ", "nproc_per_node: 4 ").replace(
+        "device: cuda", "device: cpu"
+    )
+
+
+def test_a_new_value_goes_to_its_section_and_a_none_takes_its_line_out():
+    text, _ = change(TEXT, {"launcher.max_restarts": 3, "env.A": "1", "device": None})
+    assert text == TEXT.replace("# how\n", "# how\n  max_restarts: 3\n").replace(
+        "device: cuda\n", "env:\n  A: '1'\n"
+    )
+
+
+def test_another_kind_of_launcher_loses_the_keys_it_does_not_have_and_says_so():
+    text, lost = change(TEXT, {"launcher.kind": "single"})
+    assert lost == ["launcher.nproc_per_node"]
+    assert parse(text, "x").data["launcher"] == {"kind": "single"}
+    assert "# mine" in text
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+def test_the_text_always_says_the_new_data(updates):
+    found = parse(TEXT, "x")
+    data, _ = changed(found.data, updates)
+    assert parse(edited(TEXT, found, data), "x").data == data

@@ -1,0 +1,106 @@
+import pytest
+
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.profile.layers import assigned, resolve, stack
+from accel_cli.profile.store import Store, write
+
+
+@pytest.fixture
+def store(cwd, home):
+    return Store.from_env({"ACCEL_HOME": str(home)}, cwd)
+
+
+def put(path, text):
+    write(path, f"schema_version: 1\n{text}")
+
+
+def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store, cwd):
+    put(store.path("default"), "mixed_precision: fp16\ndevice: cuda\nprocess_group_timeout: 5\n")
+    put(cwd / "accel.yaml", "device: cpu\nprocess_group_timeout: 6\n")
+    put(store.path("gpu"), "process_group_timeout: 7\n")
+    environ = {"ACCEL_PROCESS_GROUP_BACKEND": "gloo", "ACCEL_PROFILE": "gpu"}
+    resolved = resolve(stack(store, environ, None, [assigned(["env.X=1=2"])]))
+    profile = resolved.profile
+    assert (profile.mixed_precision, profile.device, profile.process_group_timeout) == ("fp16", "cpu", 7)
+    assert (profile.process_group_backend, profile.env) == ("gloo", {"X": "1=2"})
+    assert resolved.source("mixed_precision") == f"user: {store.path('default')}:2"
+    assert resolved.source("device") == f"project: {cwd / 'accel.yaml'}:2"
+    assert resolved.source("process_group_timeout") == f"profile gpu: {store.path('gpu')}:2"
+    assert resolved.source("process_group_backend") == "environment: ACCEL_PROCESS_GROUP_BACKEND"
+    assert resolved.source("env.X") == "--set"
+    assert resolved.source("launcher.kind") == "default"
+
+
+def test_the_option_is_stronger_than_the_variable_that_names_a_profile(store):
+    put(store.path("a"), "device: cpu\n")
+    put(store.path("b"), "device: cuda\n")
+    assert resolve(stack(store, {"ACCEL_PROFILE": "a"}, "b")).profile.device == "cuda"
+
+
+def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
+    put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
+    put(cwd / "accel.yaml", "launcher:\n  kind: single\n")
+    resolved = resolve(stack(store, {}, None))
+    assert resolved.profile.launcher.kind == "single"
+    assert "launcher.nproc_per_node" not in resolved.sources
+
+
+def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
+    put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n")
+    put(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
+    launcher = resolve(stack(store, {}, None)).profile.launcher
+    assert (launcher.nproc_per_node, launcher.max_restarts) == (2, 2)
+
+
+def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(store, cwd):
+    put(cwd / "accel.yaml", "device: cpu\n")
+    inside = cwd / "a" / "b"
+    inside.mkdir(parents=True)
+    assert Store(store.home, inside).project() == cwd / "accel.yaml"
+    (inside / ".git").mkdir()
+    assert Store(store.home, inside).project() is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            {"ACCEL_MIXED_PRECISION": "half"},
+            "ACCEL_MIXED_PRECISION must be one of no, bf16, fp16; it is 'half'",
+        ),
+        ({"ACCEL_PROFILE": "gone"}, "ACCEL_PROFILE asks for the profile 'gone'"),
+        ({"ACCEL_PROFILE": "a/b"}, "'a/b' is no profile name"),
+        ({"ACCEL_MIXED_PRECISON": "bf16"}, "did you mean ACCEL_MIXED_PRECISION?"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(store, environ, said):
+    with pytest.raises(UsageError, match=r"ACCEL|name") as caught:
+        stack(store, environ, None)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mixed_precision", "--set takes KEY=VALUE"),
+        (
+            "mixed_precison=bf16",
+            "--set: mixed_precison: this key is not known (did you mean mixed_precision?)",
+        ),
+        ("nproc_per_node=2", "did you mean launcher.nproc_per_node?"),
+        ("device=[", "this is not YAML"),
+    ],
+)
+def test_an_assignment_that_cannot_be_used_says_why(text, said):
+    with pytest.raises(UsageError) as caught:
+        assigned([text])
+    assert said in str(caught.value)
+
+
+def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
+    put(cwd / "accel.yaml", "device: gpu\n")
+    with pytest.raises(ProfileError) as caught:
+        resolve(stack(store, {}, None, [assigned(["process_group_timeout=soon"])]))
+    said = str(caught.value)
+    assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps or xpu, got 'gpu'" in said
+    assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said

@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from accel_cli.errors import ProfileError
+from accel_cli.launchers import LAUNCHERS, PLANNED
+from accel_cli.launchers.single import Single
+from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.profile import document
+from accel_cli.profile.layers import Layer, flat, resolve
+from accel_cli.profile.problems import explain
+from accel_cli.profile.schema import Profile, json_schema, known_keys
+
+NAMES = st.text(alphabet=st.characters(exclude_characters="=\0", codec="utf-8"), min_size=1, max_size=12)
+VALUES = st.text(alphabet=st.characters(exclude_characters="\0", codec="utf-8"), max_size=12)
+TORCHRUN = st.builds(
+    Torchrun,
+    nnodes=st.integers(1, 99),
+    nproc_per_node=st.integers(1, 99) | st.just("auto"),
+    rdzv_endpoint=st.just("host:29400") | st.just("[::1]:1"),
+    rdzv_id=st.text(min_size=1, max_size=9),
+    max_restarts=st.integers(0, 9),
+    monitor_interval=st.floats(0.001, 99),
+    omp_num_threads=st.none() | st.integers(1, 64),
+)
+PROFILES = st.builds(
+    Profile,
+    launcher=st.builds(Single) | TORCHRUN,
+    device=st.sampled_from(["auto", "cpu", "cuda", "mps", "xpu"]),
+    mixed_precision=st.sampled_from(["no", "bf16", "fp16"]),
+    process_group_backend=st.sampled_from(["auto", "gloo", "nccl"]),
+    process_group_timeout=st.integers(1, 10**6),
+    env=st.dictionaries(NAMES, VALUES, max_size=3),
+)
+
+
+@given(PROFILES)
+def test_a_profile_that_is_written_is_read_back_the_same(profile):
+    data = document.parse(document.dump(profile.data()), "x").data
+    assert Profile.model_validate(data) == profile
+
+
+@given(PROFILES)
+def test_a_profile_in_layers_is_the_same_profile(profile):
+    values = {key: value for key, value in flat(profile.data()).items() if key != "schema_version"}
+    assert resolve([Layer("file", values)]).profile == profile
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*known_keys(), "nonsense"]), st.none() | st.integers() | st.text(max_size=5)
+    )
+)
+def test_any_values_are_a_profile_or_problems_with_their_keys(values):
+    try:
+        resolve([Layer("file", values)])
+    except ProfileError as error:
+        assert all(problem.key and problem.expected for problem in error.problems)
+
+
+def problems(data):
+    with pytest.raises(ValidationError) as caught:
+        Profile.model_validate(data)
+    return "\n".join(map(str, explain(caught.value, {"": "f.yaml"})))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"mixed_precison": "bf16"}, "mixed_precison: this key is not known (did you mean mixed_precision?)"),
+        ({"mixed_precision": "bf61"}, "mixed_precision: expected no, bf16 or fp16, got 'bf61' (did you mean bf16?)"),
+        ({"mixed_precision": False}, "mixed_precision: expected no, bf16 or fp16, got False"),
+        ({"nproc_per_node": 2}, "did you mean launcher.nproc_per_node?"),
+        ({"launcher": {"kind": "single", "nnodes": 2}}, "launcher.nnodes: this key belongs to launcher.kind: torchrun"),
+        ({"launcher": {"kind": "torchrun", "nproc_per_node": "2"}}, "expected a whole number or auto, got '2'"),
+        ({"launcher": {"kind": "torchrun", "nproc_per_node": 0}}, "at least 1, or auto, got 0"),
+        ({"launcher": {"kind": "torchrun", "nproc_per_node": -1}}, "at least 1, or auto, got -1"),
+        ({"launcher": {"kind": "torchrun", "nproc_per_node": True}}, "expected a whole number or auto, got True"),
+        ({"launcher": {"kind": "torchrun", "nnodes": 2}}, "rdzv_endpoint (host:port) is needed if nnodes is above 1"),
+        ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "host"}}, "expected host:port with a port from 1 to 65535"),
+        ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "h:70000"}}, "expected host:port"),
+        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single or torchrun, got 'torchrn' (did you mean torchrun?)"),
+        ({"launcher": {}}, "launcher.kind: expected single or torchrun, got nothing"),
+        ({"launcher": 3}, "launcher: expected keys and values, got 3"),
+        ({"process_group_timeout": 0}, "process_group_timeout: expected at least 1, got 0"),
+        ({"env": {"A": [1]}}, "env.A: expected text, got [1]"),
+        ({"env": {"A=B": "x"}}, "'A=B' is no name of an environment variable"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_key_expectation_value_and_nearest_name(data, said):
+    assert said in problems(data)
+
+
+def test_all_mistakes_are_reported_at_once():
+    said = problems(
+        {"devise": "cpu", "mixed_precision": 3, "launcher": {"kind": "torchrun", "nnodes": 0, "x": 1}}
+    )
+    assert all(key in said for key in ("devise", "mixed_precision", "launcher.nnodes", "launcher.x"))
+
+
+@pytest.mark.parametrize("kind", PLANNED)
+def test_a_launcher_of_later_is_refused_by_name(kind):
+    assert f"is not in this version of accel; expected single or torchrun, got {kind}" in problems(
+        {"launcher": {"kind": kind}}
+    )
+
+
+def test_numbers_in_env_are_the_text_a_shell_would_pass():
+    assert Profile.model_validate({"env": {"NCCL_IB_DISABLE": 1}}).env == {"NCCL_IB_DISABLE": "1"}
+
+
+def test_the_json_schema_knows_every_key_and_is_json():
+    text = json.dumps(json_schema())
+    assert all(f'"{key.rpartition(".")[2]}"' in text for key in known_keys())
+
+
+def test_every_key_and_launcher_is_described():
+    assert all(known_keys().values())
+    assert all(launcher.title for launcher in LAUNCHERS.values())
+
+
+def test_a_profile_does_not_change():
+    with pytest.raises(ValidationError, match="frozen"):
+        Profile().device = "cpu"

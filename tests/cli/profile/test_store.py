@@ -1,0 +1,80 @@
+import json
+import os
+
+import pytest
+
+from accel_cli.errors import UsageError
+from accel_cli.profile import store
+from accel_cli.profile.store import Store
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä"])
+def test_a_name_that_could_not_be_a_file_everywhere_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="is no profile name"):
+        Store(tmp_path, tmp_path).path(name)
+
+
+def test_profiles_live_where_the_variable_says_else_where_the_platform_does(tmp_path):
+    assert Store.from_env({"ACCEL_HOME": str(tmp_path)}, tmp_path).home == tmp_path / "profiles"
+    assert Store.from_env({}, tmp_path).home.parts[-2:] == ("accel", "profiles")
+
+
+def test_the_first_line_of_a_written_file_points_at_a_schema_that_is_there(tmp_path):
+    path = tmp_path / "new" / "x.yaml"
+    store.write(path, store.render({"schema_version": 1}))
+    pointer = path.read_text().splitlines()[0].partition("$schema=")[2]
+    assert json.loads((path.parent / pointer).read_text())["title"] == "accel profile"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x.yaml"
+    store.write(path, "schema_version: 1\n")
+
+    def broken(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(UsageError, match=r"x\.yaml cannot be written: No space left on device"):
+        store.write(path, "schema_version: 1\ndevice: cpu\n")
+    assert path.read_text() == "schema_version: 1\n"
+    assert sorted(item.name for item in tmp_path.iterdir()) == [".accel.schema.json", "x.yaml"]
+
+
+def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
+    real = tmp_path / "dotfiles" / "x.yaml"
+    store.write(real, "schema_version: 1\n")
+    real.chmod(0o600)
+    link = tmp_path / "x.yaml"
+    link.symlink_to(real)
+    store.write(link, "schema_version: 1\ndevice: cpu\n")
+    assert link.is_symlink()
+    assert "device" in real.read_text()
+    assert real.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "is not text in UTF-8"),
+        (b"a: [", "this is not YAML"),
+        (b"device: cpu\n", "schema_version"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, content, said):
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        store.read(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+        store.read(tmp_path)
+
+
+def test_a_folder_in_place_of_the_home_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        store.write(tmp_path / "file" / "x.yaml", "")

@@ -1,0 +1,32 @@
+"""The ready profiles load, check and plan."""
+
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launchers.base import Job
+from accel_cli.machine import Machine
+from accel_cli.profile.layers import file, resolve
+
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0")
+EXPECTED = {
+    "bf16": ("torchrun", 1, 4, "cuda", "bf16"),
+    "cpu": ("single", 1, 1, "cpu", "no"),
+    "cpu-two-processes": ("torchrun", 1, 2, "cpu", "no"),
+    "one-gpu": ("single", 1, 1, "cuda", "no"),
+    "several-gpus": ("torchrun", 1, 4, "cuda", "no"),
+    "several-machines": ("torchrun", 2, 4, "cuda", "no"),
+}
+
+
+def test_every_ready_profile_is_expected_here():
+    assert {path.stem for path in FILES} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_ready_profile_plans_what_its_name_says(path):
+    profile = resolve([file(path, "file")]).profile
+    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, GPUS, "python"))
+    planned = (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device, profile.mixed_precision)
+    assert planned == EXPECTED[path.stem]

@@ -1,0 +1,99 @@
+import os
+
+import pytest
+
+from accel_cli import planning
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.machine import Machine
+from accel_cli.planning import Request, check_target
+from accel_cli.profile.store import write
+
+CPU = Machine(8)
+GPUS = Machine(8, "cuda", ("H100",) * 4)
+
+
+def resolved(machine=CPU, **request):
+    return planning.resolve(Request("x.py", **request), os.environ, machine)
+
+
+def test_without_a_profile_the_machine_decides(cwd):
+    assert resolved().profile.launcher.kind == "single"
+    assert resolved(GPUS).profile.launcher.kind == "torchrun"
+    assert resolved(GPUS).source("launcher.kind") == "detected"
+
+
+def test_a_profile_that_names_a_launcher_is_not_overruled_by_the_machine(cwd, home):
+    write(home / "profiles" / "default.yaml", "schema_version: 1\nlauncher:\n  kind: single\n")
+    assert resolved(GPUS).profile.launcher.kind == "single"
+
+
+def test_asking_for_several_processes_chooses_the_launcher_that_counts(cwd):
+    launcher = resolved(nproc_per_node="2").profile.launcher
+    assert (launcher.kind, launcher.nproc_per_node) == ("torchrun", 2)
+
+
+def test_asking_for_one_process_of_single_changes_nothing(cwd):
+    assert resolved(nproc_per_node="1", nnodes=1).profile.launcher.kind == "single"
+
+
+def test_options_are_named_as_the_source(cwd):
+    found = resolved(nproc_per_node="2", mixed_precision="bf16", cpu=True)
+    keys = ("launcher.nproc_per_node", "mixed_precision", "device")
+    assert [found.source(key) for key in keys] == ["--nproc-per-node", "--mixed-precision", "--cpu"]
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", ""])
+def test_a_number_of_processes_that_is_none_is_refused(cwd, count):
+    with pytest.raises(
+        ProfileError, match=r"--nproc-per-node: launcher\.nproc_per_node: expected a whole number"
+    ):
+        resolved(nproc_per_node=count)
+
+
+def test_two_machines_need_a_place_to_meet(cwd):
+    with pytest.raises(ProfileError, match="rdzv_endpoint"):
+        resolved(nnodes=2)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "said"),
+    [
+        ("gone.py", "script", "the script gone.py does not exist"),
+        ("trian.py", "script", "did you mean train.py?"),
+        (".", "script", ". is a directory"),
+        ("no_such_module_x", "module", "there is no module named 'no_such_module_x'"),
+        ("no-such-program-x", "program", "the program 'no-such-program-x' was not found"),
+        ("", "script", "is a directory"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(cwd, target, kind, said):
+    (cwd / "train.py").write_text("")
+    with pytest.raises(UsageError) as caught:
+        check_target(target, kind)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [("train.py", "script"), ("json.tool", "module"), ("train", "module"), ("sh", "program")],
+)
+def test_what_can_run_is_let_through(cwd, target, kind):
+    (cwd / "train.py").write_text("")
+    check_target(target, kind)
+
+
+def test_one_process_of_a_launcher_chosen_on_the_command_line_is_one(cwd):
+    launcher = resolved(CPU, assignments=("launcher.kind=torchrun",), nproc_per_node="1").profile.launcher
+    assert (launcher.kind, launcher.nproc_per_node) == ("torchrun", 1)
+
+
+def test_asking_for_several_of_a_launcher_that_gives_one_is_refused(cwd):
+    with pytest.raises(
+        ProfileError, match=r"launcher\.nproc_per_node: this key belongs to launcher\.kind: torchrun"
+    ):
+        resolved(assignments=("launcher.kind=single",), nproc_per_node="2")
+
+
+def test_an_assignment_and_an_option_of_one_section_are_both_heard(cwd):
+    launcher = resolved(assignments=("launcher.max_restarts=3",), nproc_per_node="2").profile.launcher
+    assert (launcher.max_restarts, launcher.nproc_per_node) == (3, 2)

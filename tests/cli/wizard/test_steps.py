@@ -1,0 +1,89 @@
+import pytest
+
+from accel_cli.launchers.base import Job
+from accel_cli.machine import Machine
+from accel_cli.profile.layers import flat
+from accel_cli.wizard.steps import next_step, profile_from, suggested
+
+MACHINES = [
+    Machine(1),
+    Machine(8),
+    Machine(8, "mps", ("Apple M3",)),
+    Machine(8, "cuda", ("T4",)),
+    Machine(8, "cuda", ("H100",) * 8, bf16=True),
+]
+
+
+def asked(answers):
+    """The questions of a conversation with these answers, Enter on all others."""
+    given, keys = {}, []
+    while step := next_step(given):
+        keys.append(step.key)
+        given[step.key] = answers.get(step.key, step.suggestion(MACHINES[-1], given, {}))
+    return keys
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.summary)
+@pytest.mark.parametrize("kind", ["single", "torchrun", None])
+def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind):
+    profile = suggested(machine, {"launcher.kind": kind} if kind else None)
+    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
+    assert plan.nnodes * plan.nproc_per_node >= 1
+
+
+def test_the_common_path_is_four_questions_and_a_yes():
+    assert asked({}) == ["launcher.kind", "launcher.nnodes", "launcher.nproc_per_node", "mixed_precision"]
+    assert asked({"launcher.kind": "single"}) == ["launcher.kind", "mixed_precision"]
+
+
+def test_where_machines_meet_is_asked_only_of_several():
+    assert "launcher.rdzv_endpoint" in asked({"launcher.nnodes": 2})
+
+
+def test_what_was_found_is_suggested():
+    best = suggested(MACHINES[-1])
+    assert (best.launcher.kind, best.launcher.nproc_per_node, best.mixed_precision) == (
+        "torchrun",
+        "auto",
+        "bf16",
+    )
+    assert (suggested(MACHINES[1]).launcher.kind, suggested(MACHINES[1]).mixed_precision) == ("single", "no")
+
+
+def test_what_the_profile_said_before_is_suggested_and_what_was_never_asked_stays():
+    before = {
+        "launcher.kind": "torchrun",
+        "launcher.nproc_per_node": 3,
+        "launcher.max_restarts": 2,
+        "env.A": "1",
+    }
+    profile = suggested(MACHINES[1], before)
+    assert (profile.launcher.nproc_per_node, profile.launcher.max_restarts, profile.env) == (3, 2, {"A": "1"})
+
+
+def test_an_answer_no_longer_asked_for_is_not_kept():
+    before = {"launcher.kind": "torchrun", "launcher.nnodes": 2, "launcher.rdzv_endpoint": "a:1"}
+    answers = {
+        "launcher.kind": "torchrun",
+        "launcher.nnodes": 1,
+        "launcher.nproc_per_node": 2,
+        "mixed_precision": "no",
+    }
+    assert "launcher.rdzv_endpoint" not in flat(profile_from(answers, before).data())
+
+
+def test_another_launcher_keeps_nothing_of_the_one_before():
+    before = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 3, "device": "cpu"}
+    profile = profile_from({"launcher.kind": "single", "mixed_precision": "no"}, before)
+    assert (profile.launcher.kind, profile.device) == ("single", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"), [(0, True), ("x", True), (1.5, True), (3, False), ("auto", False)]
+)
+def test_an_answer_is_checked_by_the_field_it_fills(value, wrong):
+    answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1}
+    step = next_step(answers)
+    assert step.key == "launcher.nproc_per_node"
+    problem = step.problem(value, answers)
+    assert ("whole number" in problem) if wrong else problem is None

@@ -1,0 +1,65 @@
+"""What tests share: a home of their own, and the real `accel` as a subprocess."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+_LAUNCHED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A home without profiles, and no variable of accel or of a launcher."""
+    for name in os.environ:
+        if name.startswith("ACCEL_") or name in (*_LAUNCHED, "USE_FP16"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def cwd(tmp_path, monkeypatch):
+    """An empty working folder that no project file reaches."""
+    folder = tmp_path / "cwd"
+    (folder / ".git").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def accel(cwd):
+    """Runs the real `accel` in an empty folder."""
+
+    def run(*args, timeout=120, **options):
+        command = [sys.executable, "-m", "accel_cli", *map(str, args)]
+        options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "cwd": cwd} | options
+        return subprocess.run(command, timeout=timeout, check=False, **options)
+
+    return run
+
+
+@pytest.fixture
+def script(cwd):
+    """Writes a script into the working folder."""
+
+    def write(text, name="train.py"):
+        path = cwd / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write

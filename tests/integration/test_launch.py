@@ -1,0 +1,364 @@
+"""`accel launch` for real: processes, exit codes, arguments, signals, and what it says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+TELL = """
+import json, os, sys
+from pathlib import Path
+rank = os.environ.get("RANK", "0")
+told = {"argv": sys.argv, "file": __file__, "path0": sys.path[0], "name": __name__,
+        "world": os.environ.get("WORLD_SIZE"), "omp": os.environ.get("OMP_NUM_THREADS"),
+        "precision": os.environ.get("ACCEL_MIXED_PRECISION"), "package": __package__}
+Path(os.environ["OUT"], rank + ".json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """What each rank of a launched script wrote down."""
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setenv("OUT", str(out))
+    return lambda: {path.stem: json.loads(path.read_text()) for path in sorted(out.iterdir())}
+
+
+def test_one_process_is_the_launcher_itself_and_its_exit_code_its_own(accel, script):
+    script("import os, sys; print(os.getpid()); sys.exit(7)")
+    command = [sys.executable, "-m", "accel_cli", "launch", "train.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out.strip()) == (7, str(process.pid))
+    assert err.startswith(
+        "accel: single, 1 process, cpu, mixed precision no; profile: none, detected defaults"
+    )
+
+
+def test_the_number_of_processes_asked_for_is_the_number_that_runs(accel, script, told):
+    script(TELL)
+    done = accel("launch", "--cpu", "--nproc-per-node", 3, "train.py", "x")
+    assert done.returncode == 0, done.stderr
+    assert {rank: said["world"] for rank, said in told().items()} == {"0": "3", "1": "3", "2": "3"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_script_sees_what_python_would_show_it(accel, script, told, count):
+    path = script(TELL, "sub/train.py")
+    done = accel(
+        "launch", "--nproc-per-node", count, "--mixed-precision", "bf16", "sub/train.py", "--lr", "-1"
+    )
+    assert done.returncode == 0, done.stderr
+    said = told()["0"]
+    assert (said["argv"], said["file"]) == (["sub/train.py", "--lr", "-1"], str(path))
+    assert (said["path0"], said["name"], said["precision"]) == (str(path.parent), "__main__", "bf16")
+    assert said["package"] is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_module_runs_as_python_dash_m_would(accel, script, told, count, cwd):
+    script("", "pack/__init__.py")
+    path = script("from . import __name__ as own\nassert own == 'pack'\n" + TELL, "pack/train.py")
+    done = accel("launch", "--nproc-per-node", count, "-m", "pack.train", "--", "-m")
+    assert done.returncode == 0, done.stderr
+    said = told()["0"]
+    assert (said["argv"], said["package"], said["name"]) == ([str(path), "--", "-m"], "pack", "__main__")
+    assert said["path0"] == str(cwd)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_program_runs_without_python(accel, count):
+    done = accel(
+        "launch",
+        "-q",
+        "--nproc-per-node",
+        count,
+        "--no-python",
+        "sh",
+        "-c",
+        'echo "rank ${RANK:-0}: $1"',
+        "_",
+        "$$ x",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: $$ x" for rank in range(count)]
+
+
+ARGS = st.lists(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12), max_size=4
+)
+AWKWARD = [
+    "",
+    " ",
+    "a b",
+    "--",
+    "-1",
+    "--help",
+    "--cpu",
+    "-m",
+    "$$",
+    "${local_rank}",
+    "$HOME",
+    "*",
+    "'",
+    '"',
+    "\n",
+    "é",
+    "--set",
+    "=",
+    "\\",
+]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(args=ARGS)
+def test_arguments_reach_one_process_byte_for_byte(accel, script, args):
+    script("import sys; print(ascii(sys.argv[1:]))")
+    assert accel("launch", "-q", "train.py", *args).stdout.strip() == ascii(args)
+
+
+def test_awkward_arguments_reach_every_process_byte_for_byte(accel, script, told):
+    script(TELL)
+    args = [*AWKWARD, "train.py", *reversed(AWKWARD)]
+    done = accel("launch", "--nproc-per-node", 2, "train.py", *args)
+    assert done.returncode == 0, done.stderr
+    assert [said["argv"][1:] for said in told().values()] == [args, args]
+
+
+def test_arguments_that_are_no_text_reach_the_script_as_their_bytes(script, cwd):
+    script("import os, sys; print(os.fsencode(sys.argv[1]))")
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "train.py", b"\xff\xfe"]
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == r"b'\xff\xfe'"
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(args=ARGS | st.permutations(AWKWARD))
+def test_the_elastic_agent_hands_on_what_it_is_given(args):
+    from torch.distributed.elastic.utils import macros
+
+    from accel_cli.agent import _literal
+
+    assert macros.substitute([_literal(arg) for arg in args], "0") == args
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        ("os.abort()", 134, "was ended by SIGABRT"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_and_the_last_line_names_it(
+    accel, script, ends, code, said
+):
+    script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(60)")
+    done = accel("launch", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("accel: error: rank 1 of 2 on ")
+    assert said in last
+
+
+def test_a_traceback_begins_in_the_script(accel, script):
+    path = script("def f():\n    raise ValueError('boom')\nf()\n")
+    done = accel("launch", "--nproc-per-node", 2, "train.py")
+    lines = done.stderr.splitlines()
+    assert f'  File "{path}", line 3, in <module>' in lines
+    assert not [line for line in lines if "worker.py" in line or "runpy" in line or "elastic" in line]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_process_and_leaves_none(script, cwd, count, number):
+    script(
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "def stop(*_):\n    Path('saved' + os.environ.get('RANK', '0')).touch(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nsignal.signal(signal.SIGINT, stop)\n"
+        "Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(count), "train.py"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        wait_for(
+            lambda: len(list(cwd.glob("pid*"))) == count and all(p.read_text() for p in cwd.glob("pid*"))
+        )
+        process.send_signal(number)
+        code = process.wait(timeout=40)
+    # One process is the script, which saved and left with 0; an agent that was told to stop says so.
+    assert code == (0 if count == 1 else 128 + number)
+    assert len(list(cwd.glob("saved*"))) == count
+    assert not [path for path in cwd.glob("pid*") if alive(int(path.read_text()))]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("gone.py",), "the script gone.py does not exist"),
+        (("sub",), "sub is a directory"),
+        (
+            ("--set", "mixed_precison=bf16", "train.py"),
+            "mixed_precison: this key is not known (did you mean mixed_precision?)",
+        ),
+        (("--set", "process_group_timeout=soon", "train.py"), "expected a whole number, got 'soon'"),
+        (("--nproc-per-node", "0", "train.py"), "expected a whole number of at least 1, or auto, got 0"),
+        (("--nproc-per-node", "-1", "train.py"), "at least 1, or auto, got -1"),
+        (("--nproc-per-node", "", "train.py"), "expected a whole number"),
+        (("--nnodes", "0", "train.py"), "launcher.nnodes: expected at least 1, got 0"),
+        (("--profile", "a/b", "train.py"), "'a/b' is no profile name"),
+        (("--profile", "gone", "train.py"), "--profile asks for the profile 'gone', which does not exist"),
+        (("--set", "device=cuda", "--nproc-per-node", "9", "train.py"), "device: cuda was asked for"),
+        (("-m", "--no-python", "train.py"), "-m and --no-python contradict each other"),
+        (("-m", "no_such_module_x"), "there is no module named 'no_such_module_x'"),
+        (("--no-python", "no-such-program-x"), "was not found"),
+        (("--frobnicate", "train.py"), "No such option"),
+        ((), "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_message_and_code_2_and_nothing_starts(accel, script, cwd, args, said):
+    script("from pathlib import Path; Path('started').touch()")
+    (cwd / "sub").mkdir()
+    done = accel("launch", *args)
+    assert done.returncode == 2, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not (cwd / "started").exists()
+
+
+def test_a_profile_that_cannot_be_read_is_named(accel, script, home):
+    script("")
+    (home / "profiles" / "default.yaml").mkdir(parents=True)
+    (home / "profiles" / "x.yaml").write_bytes(b"\xff")
+    done = accel("launch", "--profile", "x", "train.py")
+    assert done.returncode == 2
+    assert "x.yaml is not text in UTF-8" in done.stderr
+
+
+def test_a_dry_run_prints_the_plan_and_runs_nothing(accel, script, cwd):
+    script("from pathlib import Path; Path('started').touch()")
+    done = accel(
+        "launch", "--dry-run", "--nproc-per-node", 2, "--set", "env.MY_TOKEN=hunter2", "train.py", "a b"
+    )
+    assert done.returncode == 0
+    assert "processes: 2 (2 on each of 1 machine(s))" in done.stdout
+    assert "script train.py 'a b'" in done.stdout
+    assert "hunter2" not in done.stdout + done.stderr
+    assert not (cwd / "started").exists()
+
+
+def test_explain_says_where_every_value_came_from(accel, script, home):
+    script("")
+    accel("config", "set", "mixed_precision=bf16")
+    done = accel("launch", "--explain", "--cpu", "train.py")
+    assert f"  mixed_precision: bf16  [user: {home}/profiles/default.yaml:3]" in done.stdout.splitlines()
+    assert "  device: cpu  [--cpu]" in done.stdout.splitlines()
+    assert "  process_group_timeout: 1800  [default]" in done.stdout.splitlines()
+
+
+def test_the_line_at_the_start_names_the_profile_and_quiet_leaves_it_out(accel, script, home):
+    script("")
+    accel("config", "set", "mixed_precision=bf16")
+    assert accel("launch", "train.py").stderr == (
+        f"accel: single, 1 process, cpu, mixed precision bf16; profile: user ({home}/profiles/default.yaml)\n"
+    )
+    assert accel("launch", "-q", "train.py").stderr == ""
+
+
+def test_the_profile_in_force_reaches_the_library_in_every_process(accel, script):
+    script(
+        "from accel_runtime import Accelerator\na = Accelerator()\n"
+        "a.wait_for_everyone()\nprint(a.mixed_precision, a.device, a.num_processes, a.process_index)\n"
+    )
+    done = accel("launch", "-q", "--cpu", "--mixed-precision", "bf16", "--nproc-per-node", 2, "train.py")
+    assert sorted(done.stdout.splitlines()) == ["bf16 cpu 2 0", "bf16 cpu 2 1"], done.stderr
+
+
+@pytest.mark.slow
+def test_two_machines_meet_by_the_same_command(accel, script, tmp_path):
+    """Both agents run here, on loopback, as two machines would."""
+    script(
+        "from accel_runtime import Accelerator\na = Accelerator()\nprint('I am', a.process_index, 'of', a.num_processes)\n"
+    )
+    port = free_port()
+    command = [
+        sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1",
+        "--set", f"launcher.rdzv_endpoint=localhost:{port}", "train.py",
+    ]  # fmt: skip
+    machines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        said = [machine.communicate(timeout=120)[0].strip() for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert sorted(said) == ["I am 0 of 2", "I am 1 of 2"]
+    assert [machine.returncode for machine in machines] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_restart_starts_all_processes_again(accel, script, cwd):
+    script(
+        "import os, sys, time\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"
+        "first = not Path('failed').exists()\n"
+        "dist.init_process_group('gloo')\n"
+        "if first and os.environ['RANK'] == '1':\n    Path('failed').touch(); sys.exit(5)\n"
+        "if first:\n    time.sleep(60)\n"
+        "t = torch.ones(1); dist.all_reduce(t); print('sum', int(t)); time.sleep(0.1)\n"
+    )
+    done = accel("launch", "-q", "--nproc-per-node", 2, "--set", "launcher.max_restarts=1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["sum 2", "sum 2"]
+
+
+@pytest.mark.slow
+def test_the_example_learns_the_same_on_one_process_and_on_two(accel):
+    example = Path(__file__).parents[2] / "examples" / "digits.py"
+    ways = {
+        "python": [sys.executable, example],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", example],
+        "accel": [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", example],
+    }
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = {
+        way: subprocess.run(
+            [*map(str, command), "--epochs", "4"], env=environ, capture_output=True, text=True, check=True
+        ).stdout
+        for way, command in ways.items()
+    }
+    assert said["python"] == said["torchrun"] == said["accel"]
+    accuracy = float(said["accel"].partition("test accuracy ")[2].split()[0])
+    assert accuracy > 0.95
+    assert "of 450)" in said["accel"]
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,246 @@
+"""The wizard in a real pseudo-terminal: what a person sees, types and gets."""
+
+import os
+import sys
+import time
+
+import pexpect
+import pyte
+import pytest
+
+from accel_cli.profile.layers import file, resolve
+
+ENTER, DOWN, CTRL_C = "\r", "\x1b[B", "\x03"
+KIND, NNODES, NPROC = "How should scripts run?", "How many machines?", "How many processes on each machine?"
+PRECISION, WRITE = "Mixed precision?", "default.yaml?"
+
+
+class Screen(pyte.Screen):
+    """A screen that answers where its cursor is, as terminals do."""
+
+    def __init__(self, columns, lines):
+        super().__init__(columns, lines)
+        self.answer = lambda _: None
+
+    def write_process_input(self, data):
+        self.answer(data)
+
+
+class Terminal:
+    """A screen on which `accel config` runs."""
+
+    def __init__(self, *args, columns=80, lines=40):
+        self._screen = Screen(columns, lines)
+        self._stream = pyte.Stream(self._screen)
+        environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
+        self.process = pexpect.spawn(
+            sys.executable,
+            ["-m", "accel_cli", "config", *args],
+            dimensions=(lines, columns),
+            env=environ,
+            encoding="utf-8",
+        )
+
+        self._screen.answer = self.process.send
+
+    def text(self):
+        return "\n".join(line.rstrip() for line in self._screen.display).strip()
+
+    def question(self):
+        """The question in hand, without the line breaks that a narrow window makes, and spaces."""
+        lines = self._screen.display
+        asked = [index for index, line in enumerate(lines) if line.startswith("? ")]
+        return "".join(lines[asked[-1] :] if asked else lines).replace(" ", "")
+
+    def see(self, text, seconds=30):
+        """Wait until the question in hand shows this text."""
+        end = time.monotonic() + seconds
+        while text.replace(" ", "") not in self.question():
+            assert time.monotonic() < end, f"{text!r} did not come; the screen is\n{self.text()}"
+            self._read()
+
+    def _read(self):
+        try:
+            self._stream.feed(self.process.read_nonblocking(4096, timeout=0.05))
+        except pexpect.TIMEOUT:
+            return
+        except pexpect.EOF:
+            return
+
+    def answer(self, question, keys):
+        """Wait for a question, then press keys."""
+        self.see(question)
+        # The question is drawn a moment before its keys are heard.
+        time.sleep(0.1)
+        self.process.send(keys)
+
+    def end(self):
+        """Read to the end; the exit code."""
+        end = time.monotonic() + 30
+        while self.process.isalive() and time.monotonic() < end:
+            self._read()
+        self._read()
+        self.process.close()
+        return self.process.exitstatus
+
+
+@pytest.fixture
+def terminal(cwd):
+    """Opens terminals, and closes what a failed test left open."""
+    opened = []
+
+    def open_(*args, **size):
+        opened.append(Terminal(*args, **size))
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.process.close(force=True)
+
+
+@pytest.fixture
+def written(home):
+    """The profile the wizard wrote."""
+    return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile
+
+
+def test_enter_on_every_question_writes_a_profile_that_launches(terminal, written, accel, script):
+    screen = terminal()
+    for question in (KIND, PRECISION, WRITE):
+        screen.answer(question, ENTER)
+    assert screen.end() == 0
+    assert "is written; next: accel launch train.py" in screen.text().replace("\n", "")
+    assert written().launcher.kind == "single"
+    script("print('it ran')")
+    assert accel("launch", "train.py").stdout == "it ran\n"
+
+
+def test_several_processes_are_four_questions_and_the_yaml_is_shown_before_it_is_written(
+    terminal, written, home
+):
+    screen = terminal()
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, ENTER)
+    screen.answer(NPROC, "3" + ENTER)
+    screen.answer(PRECISION, DOWN + ENTER)
+    screen.see(WRITE)
+    assert "nproc_per_node: 3" in screen.text()
+    assert not (home / "profiles").exists()
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (written().launcher.nproc_per_node, written().mixed_precision) == (3, "bf16")
+
+
+def test_a_person_goes_back_from_every_question(terminal, written):
+    screen = terminal()
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, "<" + ENTER)
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, ENTER)
+    screen.answer(NPROC, "4" + ENTER)
+    screen.answer(PRECISION, DOWN * 3 + ENTER)  # Back
+    screen.answer(NPROC, "2" + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, DOWN + ENTER)  # Back
+    screen.answer(PRECISION, DOWN + ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (written().launcher.nproc_per_node, written().mixed_precision) == (2, "bf16")
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
+    screen = terminal()
+    keys = [(KIND, DOWN + ENTER), (NNODES, ENTER), (NPROC, ENTER), (PRECISION, ENTER), (WRITE, ENTER)]
+    for question, answer in keys[:at]:
+        screen.answer(question, answer)
+    screen.answer(keys[at][0], CTRL_C)
+    assert screen.end() == 130
+    assert "nothing was written" in screen.text()
+    assert "Traceback" not in screen.text()
+    assert not home.exists()
+
+
+def test_no_at_the_end_writes_nothing(terminal, home):
+    screen = terminal()
+    screen.answer(KIND, ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, DOWN * 2 + ENTER)
+    assert screen.end() == 0
+    assert not home.exists()
+
+
+def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written):
+    screen = terminal()
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, "2" + ENTER)
+    screen.answer(NPROC, "0" + ENTER)
+    screen.see("expected a whole number of at least 1, or auto")
+    screen.process.send("\x7f2" + ENTER)
+    screen.answer("Where do they meet", "nowhere" + ENTER)
+    screen.see("expected host:port")
+    screen.process.send("\x15node0:29400" + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (written().launcher.nnodes, written().launcher.rdzv_endpoint) == (2, "node0:29400")
+
+
+def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
+    accel(
+        "config",
+        "set",
+        "launcher.kind=torchrun",
+        "launcher.nproc_per_node=3",
+        "mixed_precision=fp16",
+        "env.A=1",
+    )
+    screen = terminal()
+    for question in (KIND, NNODES, NPROC, PRECISION):
+        screen.answer(question, ENTER)
+    screen.answer("Replace", ENTER)
+    assert screen.end() == 0
+    kept = written()
+    assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
+
+
+def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, accel):
+    accel("config", "set", "device=xpu")
+    screen = terminal()
+    screen.answer(KIND, ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer("Replace", ENTER)
+    assert screen.end() == 0
+    assert "cannot be used here" in screen.text().replace("\n", "")
+    assert written().device == "auto"
+
+
+@pytest.mark.parametrize("columns", [40, 30])
+def test_a_narrow_window_asks_the_same(terminal, written, columns):
+    screen = terminal(columns=columns, lines=60)
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, ENTER)
+    screen.answer(NPROC, "2" + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer("Write", ENTER)
+    assert screen.end() == 0
+    assert written().launcher.nproc_per_node == 2
+
+
+def test_a_named_profile_and_the_project_file_are_written_where_they_belong(terminal, written, cwd):
+    for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
+        screen = terminal(*options)
+        screen.answer(KIND, ENTER)
+        screen.answer(PRECISION, ENTER)
+        screen.answer("Write", ENTER)
+        assert screen.end() == 0
+        profile = resolve([file(path, "file")]).profile if path else written("gpu")
+        assert profile.launcher.kind == "single"
+
+
+def test_without_a_terminal_it_says_what_to_do_instead(accel, home):
+    done = accel("config")
+    assert done.returncode == 2
+    assert "accel config --default" in done.stderr
+    assert "accel config set KEY=VALUE" in done.stderr
+    assert not home.exists()
