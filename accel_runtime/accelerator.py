@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -344,9 +343,8 @@ class Accelerator:
         if not isinstance(f, (str, os.PathLike)):
             torch.save(obj, f)
             return
-        path = Path(f)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as beside:
-            scratch = Path(beside.name)
+        path = Path(f).resolve()
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             save_file(obj, scratch) if safe_serialization else torch.save(obj, scratch)
             scratch.replace(path)

@@ -43,7 +43,8 @@ def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend)
     """`gather`, with every rank's repeats left out.
 
     Args:
-        data: As for `gather`; also lists or strings, one entry a sample.
+        data: As for `gather`. Where it holds more than tensors, a list has one entry a sample, whatever
+            the entries are; columns go into a dict or a tuple, or into a list together with tensors.
         valid: How many samples at the front of each rank's batch are no repeats.
         size: How many samples each rank's batch has.
         backend: Carries it.
@@ -53,13 +54,15 @@ def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend)
         rows a sample keeps all rows of the valid samples; a scalar a rank is kept from every rank.
 
     Raises:
+        MismatchError: The ranks' data differ in structure, shape or dtype. Raised on every rank.
         ValueError: A tensor's first dimension has nothing to do with the batch, so it is not known which
             rows are repeats.
     """
+    if backend.topology.world_size == 1:
+        return data
     if any(not isinstance(leaf, torch.Tensor) for leaf in tree.leaves(data)):
+        _compare("gather_for_metrics of objects", backend)
         return _gather_objects(data, valid, size, backend)
-    if backend.topology.world_size == 1 or all(count == size for count in valid):
-        return gather(data, backend)
     _agree("gather_for_metrics", data, backend)
     return tree.map_tensors(lambda t: _without_repeats(backend.all_gather(t.detach()), valid, size), data)
 
@@ -93,8 +96,21 @@ def reduce(data: Any, reduction: Reduction, backend: Backend) -> Any:
 
 
 def _agree(operation: str, data: Any, backend: Backend) -> None:
-    """Compare eight bytes over the ranks before anything of unequal shape can be sent."""
-    call = operation + _signature(data)
+    """See to it that nothing of unequal shape is sent, and nothing but tensors.
+
+    Raises:
+        TypeError: Something in `data` is no tensor, on all ranks alike.
+        MismatchError: The ranks differ.
+    """
+    found = list(tree.paths(data))
+    _compare(f"{operation} " + ", ".join(f"{place}: {_described(leaf)}" for place, leaf in found), backend)
+    for place, leaf in found:
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"only tensors can be gathered or reduced; data{place} is {_described(leaf)}")
+
+
+def _compare(call: str, backend: Backend) -> None:
+    """Send eight bytes that tell whether all ranks make this very call."""
     if backend.topology.world_size == 1:
         return
     digest = hashlib.blake2b(call.encode(), digest_size=8).digest()
@@ -106,14 +122,11 @@ def _agree(operation: str, data: Any, backend: Backend) -> None:
     raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
 
 
-def _signature(data: Any) -> str:
+def _described(leaf: Any) -> str:
     """What has to be equal on all ranks, as text."""
-    parts = []
-    for place, leaf in tree.paths(data):
-        if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"only tensors can be gathered or reduced; data{place} is {type(leaf).__name__}")
-        parts.append(f"{place}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
-    return " " + ", ".join(parts)
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return type(leaf).__name__
 
 
 def _concatenated(everyone: torch.Tensor) -> torch.Tensor:
@@ -122,8 +135,8 @@ def _concatenated(everyone: torch.Tensor) -> torch.Tensor:
 
 
 def _without_repeats(everyone: torch.Tensor, valid: tuple[int, ...], size: int) -> torch.Tensor:
-    if everyone.dim() == 1:
-        return everyone
+    if everyone.dim() == 1 or all(count == size for count in valid):
+        return _concatenated(everyone)
     rows = everyone.shape[1]
     if rows % size:
         raise ValueError(
@@ -136,9 +149,7 @@ def _without_repeats(everyone: torch.Tensor, valid: tuple[int, ...], size: int) 
 
 def _gather_objects(data: Any, valid: tuple[int, ...], size: int, backend: Backend) -> Any:
     """Data that holds more than tensors: it travels pickled, and is merged leaf by leaf."""
-    if backend.topology.world_size == 1:
-        return data
-    everyone = backend.all_gather_objects(tree.send(data, torch.device("cpu")))
+    everyone = backend.all_gather_objects(tree.map_tensors(lambda t: t.detach().cpu(), data))
     return tree.send(_merged(everyone, valid, size), backend.device)
 
 
@@ -148,10 +159,18 @@ def _merged(everyone: list[Any], valid: tuple[int, ...], size: int) -> Any:
     if isinstance(first, torch.Tensor):
         return _without_repeats(torch.stack(everyone), valid, size)
     if isinstance(first, Mapping):
-        return {key: _merged([own[key] for own in everyone], valid, size) for key in first}
+        return tree.rebuilt(first, {key: _merged([own[key] for own in everyone], valid, size) for key in first})
     if not isinstance(first, (list, tuple)):
         return everyone
-    if any(isinstance(item, (torch.Tensor, Mapping, list, tuple)) for item in first):
-        return type(first)(_merged(list(items), valid, size) for items in zip(*everyone, strict=True))
+    if _holds_columns(first):
+        columns = zip(*everyone, strict=True)
+        return tree.rebuilt(first, [_merged(list(items), valid, size) for items in columns])
     kept = [own[:count] if len(own) == size else own for own, count in zip(everyone, valid, strict=True)]
     return [item for own in kept for item in own]
+
+
+def _holds_columns(items: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the items are one a column, rather than one a sample."""
+    if any(isinstance(item, torch.Tensor) for item in items):
+        return True
+    return isinstance(items, tuple) and any(isinstance(item, (Mapping, list, tuple)) for item in items)

@@ -112,7 +112,10 @@ def _switch(name: str, text: str) -> bool:
 
 
 def _refuse_near_misses(environ: Mapping[str, str]) -> None:
-    known = [HOME, PROFILE, *(variable(f.name) for f in fields(Settings))]
+    # The prefix is left out of the comparison: it alone would make any short name a near miss.
+    ours = [HOME, PROFILE, *(variable(f.name) for f in fields(Settings))]
+    known = [name.removeprefix(PREFIX) for name in ours]
     for name in environ:
-        if name.startswith(PREFIX) and name not in known and (meant := nearest(name, known)):
-            raise SettingsError(f"{name} is not a variable of accel; did you mean {meant}?")
+        own = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and own not in known and (meant := nearest(own, known)):
+            raise SettingsError(f"{name} is not a variable of accel; did you mean {PREFIX}{meant}?")

@@ -64,7 +64,11 @@ class Precision:
 
     def wrap(self, model: nn.Module) -> None:
         """Make `model` compute in the chosen format wherever it is called from, with float32 outputs."""
-        if self.format.dtype is not None and not isinstance(model.forward, AutocastForward):
+        before = model.forward
+        if isinstance(before, AutocastForward):
+            # Prepared before, perhaps in another format.
+            model.forward = before.forward
+        if self.format.dtype is not None:
             model.forward = AutocastForward(model.forward, self.autocast)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

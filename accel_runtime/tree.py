@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_leaves", "map_tensors", "paths", "send"]
+__all__ = ["leaves", "map_leaves", "map_tensors", "paths", "rebuilt", "send"]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -17,12 +17,10 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     Containers keep their own type: named tuples, subclasses of `dict`, and any other mapping that can
     be built from a dict.
     """
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(function, item) for item in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(function, item) for item in tree)
+        return rebuilt(tree, [map_leaves(function, item) for item in tree])
     if isinstance(tree, Mapping):
-        return _rebuilt(tree, {key: map_leaves(function, value) for key, value in tree.items()})
+        return rebuilt(tree, {key: map_leaves(function, value) for key, value in tree.items()})
     return function(tree)
 
 
@@ -62,9 +60,10 @@ def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     return map_leaves(move, tree)
 
 
-def _rebuilt(original: Any, items: dict[Any, Any]) -> Any:
-    if type(original) is dict:
-        return items
+def rebuilt(original: Any, items: Any) -> Any:
+    """A container of `original`'s type that holds `items`: a list for lists and tuples, else a dict."""
+    if isinstance(original, tuple) and hasattr(original, "_fields"):
+        return type(original)(*items)
     if isinstance(original, defaultdict):
         return type(original)(original.default_factory, items)
-    return type(original)(items)
+    return items if type(original) is type(items) else type(original)(items)

@@ -103,7 +103,7 @@ def path(profile: Name = None, project: Project = False) -> None:
 
 @app.command(rich_help_panel=_LOOK, epilog="Example: accel config validate accel.yaml")
 def validate(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Any profile file.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Any profile file.")] = None,
     profile: Name = None,
     project: Project = False,
 ) -> None:
@@ -139,7 +139,7 @@ def set_(
     assignments: Annotated[
         list[str],
         typer.Argument(
-            metavar="KEY=VALUE...", help="Values to set; an empty one takes a key out.",
+            metavar="KEY=VALUE", help="Values to set; an empty one takes a key out.",
             autocompletion=completion.assignments,
         ),
     ],

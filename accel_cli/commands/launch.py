@@ -31,7 +31,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments, passed on untouched.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, passed on untouched.")
     ] = None,
     module: Annotated[
         bool,
@@ -115,19 +115,22 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 def headline(plan: Plan, resolved: Resolved) -> str:
     """The line at every start: launcher, processes, devices, precision, and which profile said so."""
-    processes = f"{plan.nproc_per_node} process{'es' if plan.nproc_per_node > 1 else ''}"
-    where = f" on each of {plan.nnodes} machines" if plan.nnodes > 1 else ""
     files = [
         layer
         for layer in resolved.layers
         if layer.name in {"user", "project"} or layer.name.startswith("profile ")
     ]
     said = " + ".join(f"{layer.name} ({_short(layer.where[''])})" for layer in files)
-    precision = resolved.profile.mixed_precision
     return (
-        f"{plan.launcher}, {processes}{where}, {plan.device}, mixed precision {precision}; "
+        f"{plan.launcher}, {_processes(plan)}, {plan.device}, mixed precision {resolved.profile.mixed_precision}; "
         f"profile: {said or 'none, detected defaults (accel config writes one)'}"
     )
+
+
+def _processes(plan: Plan) -> str:
+    if plan.nnodes > 1:
+        return f"{plan.nnodes * plan.nproc_per_node} processes ({plan.nproc_per_node} on each of {plan.nnodes} machines)"
+    return "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
 
 
 def described(plan: Plan, resolved: Resolved | None) -> str:
@@ -139,7 +142,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
 
     lines = [
         f"launcher: {plan.launcher}",
-        f"processes: {plan.nnodes * plan.nproc_per_node} ({plan.nproc_per_node} on each of {plan.nnodes} machine(s))",
+        f"start: {_processes(plan)}",
         f"device: {plan.device}",
         f"command: {shlex.join(plan.argv)}",
         "environment:",

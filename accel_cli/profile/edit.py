@@ -75,14 +75,17 @@ def _replaced(line: str, key: str, value: Any) -> str:
 
 
 def _insert(lines: list[str], key: str, value: Any) -> None:
-    """Add a line: below its section's first, or at the end."""
+    """Add a line: at the end of its section, or of the file."""
     section, dot, name = key.partition(".")
     if not dot:
         lines.append(f"{key}: {_inline(value)}")
         return
     heads = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
     if heads:
-        lines.insert(heads[0] + 1, f"  {name}: {_inline(value)}")
+        end = next(
+            (i for i, line in enumerate(lines[heads[0] + 1 :], heads[0] + 1) if line[:1] != " "), len(lines)
+        )
+        lines.insert(end, f"  {name}: {_inline(value)}")
     else:
         lines += [f"{section}:", f"  {name}: {_inline(value)}"]
 

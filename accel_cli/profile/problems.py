@@ -13,7 +13,7 @@ from accel_cli.profile.fields import Section
 from accel_cli.profile.schema import Profile, known_keys
 from accel_runtime.env import nearest
 
-__all__ = ["did_you_mean", "explain", "unknown_key"]
+__all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
 
 _WORDS = {
     "int_type": "expected a whole number",
@@ -63,6 +63,14 @@ def did_you_mean(meant: str | None) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
+def one_of(words: Iterable[str]) -> str:
+    """What was expected where there are only these: `expected a, b or c`."""
+    listed = list(words)
+    return (
+        f"expected {listed[0]}" if len(listed) == 1 else f"expected {', '.join(listed[:-1])} or {listed[-1]}"
+    )
+
+
 def _nearest_key(key: str, last: Mapping[str, str]) -> str | None:
     meant = nearest(key.rpartition(".")[2], list(last))
     return nearest(key, list(known_keys())) or (last[meant] if meant else None)
@@ -85,7 +93,7 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
     if kind == "union_tag_invalid":
         return _unknown_kind(str(item["ctx"]["tag"]), where)
     if kind == "union_tag_not_found":
-        return Problem(where, "launcher.kind", _one_of(LAUNCHERS), came="nothing")
+        return Problem(where, "launcher.kind", one_of(LAUNCHERS), came="nothing")
     if kind == "value_error":
         whole = isinstance(came, (dict, BaseModel))
         return Problem(where, key, str(item["ctx"]["error"]), "" if whole else _shown(came))
@@ -98,10 +106,10 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
 
 def _unknown_kind(kind: str, where: str) -> Problem:
     if kind in PLANNED:
-        reason = f"{PLANNED[kind]} is not in this version of accel; {_one_of(LAUNCHERS)}"
+        reason = f"{PLANNED[kind]} is not in this version of accel; {one_of(LAUNCHERS)}"
         return Problem(where, "launcher.kind", reason, came=kind)
     return Problem(
-        where, "launcher.kind", _one_of(LAUNCHERS), repr(kind), did_you_mean(nearest(kind, list(LAUNCHERS)))
+        where, "launcher.kind", one_of(LAUNCHERS), repr(kind), did_you_mean(nearest(kind, list(LAUNCHERS)))
     )
 
 
@@ -109,7 +117,7 @@ def _expected(item: Mapping[str, Any], key: str, section: type[Section], literal
     if literals and item["type"] in {"literal_error", "int_type", "string_type"}:
         field = section.model_fields[key.rpartition(".")[2]]
         number = ["a whole number"] if int in get_args(field.annotation) else []
-        return _one_of([*number, *map(str, literals)])
+        return one_of([*number, *map(str, literals)])
     words = _WORDS.get(item["type"])
     return words.format(**item.get("ctx", {})) if words else str(item["msg"])
 
@@ -121,13 +129,6 @@ def _literals(section: type[Section], name: str) -> list[Any]:
         return []
     parts = (field.annotation, *get_args(field.annotation))
     return [value for part in parts for value in get_args(part) if isinstance(value, (str, int))]
-
-
-def _one_of(words: Iterable[str]) -> str:
-    listed = list(words)
-    return (
-        f"expected {listed[0]}" if len(listed) == 1 else f"expected {', '.join(listed[:-1])} or {listed[-1]}"
-    )
 
 
 def _shown(value: object) -> str:

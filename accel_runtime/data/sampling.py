@@ -94,15 +94,16 @@ class Sharding:
             missing = self.world_size - len(round_)
             return [*round_, *([[]] * missing)], max(len(batch) for batch in round_)
         order = list(chain.from_iterable(round_))
-        size = batch_size or len(order)
+        size = batch_size or 0
         if self.split:
-            size = math.ceil(size / self.world_size)
+            size = math.ceil(max(size, len(order)) / self.world_size)
         return [order[rank * size : (rank + 1) * size] for rank in range(self.world_size)], size
 
 
 def _regular(round_: list[Sequence[Hashable]], batch_size: int | None) -> bool:
     """Whether all batches but the last are full, so that only the end of the order is missing."""
-    return batch_size is not None and all(len(batch) == batch_size for batch in round_[:-1])
+    *full, tail = map(len, round_)
+    return batch_size is not None and all(size == batch_size for size in full) and tail <= batch_size
 
 
 def _with_last(rounds: Iterator[list[Sequence[Hashable]]]) -> Iterator[tuple[list[Sequence[Hashable]], bool]]:

@@ -251,7 +251,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(accel, script, cwd):
         "launch", "--dry-run", "--nproc-per-node", 2, "--set", "env.MY_TOKEN=hunter2", "train.py", "a b"
     )
     assert done.returncode == 0
-    assert "processes: 2 (2 on each of 1 machine(s))" in done.stdout
+    assert "start: 2 processes\n" in done.stdout
     assert "script train.py 'a b'" in done.stdout
     assert "hunter2" not in done.stdout + done.stderr
     assert not (cwd / "started").exists()
@@ -318,6 +318,39 @@ def test_a_restart_starts_all_processes_again(accel, script, cwd):
     done = accel("launch", "-q", "--nproc-per-node", 2, "--set", "launcher.max_restarts=1", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["sum 2", "sum 2"]
+
+
+EARLY = """
+import torch
+from accel_runtime import Accelerator, DistributedDataParallelKwargs
+handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+accelerator = Accelerator(fp16=FP16, cpu=True, split_batches=True, device_placement=True,
+                          rng_types=["torch", "generator"], kwargs_handlers=handlers)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.wait_for_everyone()
+if accelerator.is_main_process():
+    weights = accelerator.unwrap_model(model).weight
+    print(accelerator.mixed_precision, [round(w, 3) for w in weights.flatten().tolist()])
+"""
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_script_in_the_early_spelling_trains_alike_on_one_process_and_two(accel, script, fp16):
+    script(EARLY.replace("FP16", str(fp16)))
+    said = [accel("launch", "-q", "--nproc-per-node", count, "train.py") for count in (1, 2)]
+    assert said[0].stdout.startswith("fp16 [" if fp16 else "no ["), said[0].stderr
+    assert said[0].stdout == said[1].stdout, said[1].stderr
 
 
 @pytest.mark.slow

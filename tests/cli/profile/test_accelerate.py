@@ -467,7 +467,9 @@ def test_all_mistakes_are_said_at_once():
     assert told["num_procceses"] == (
         "config.yaml: num_procceses: Accelerate does not know this key (did you mean num_processes?)"
     )
-    assert "fp8 is not in this version of accel" in told["mixed_precision"]
+    assert told["mixed_precision"] == (
+        "config.yaml: mixed_precision: fp8 is not in this version of accel; expected no, bf16 or fp16, got 'fp8'"
+    )
     assert told["use_cpu"] == "config.yaml: use_cpu: expected true or false, got 'maybe'"
     assert told["fsdp_config"] == "config.yaml: fsdp_config: expected keys and values, got 3"
     assert len(error.problems) == 5
@@ -501,6 +503,15 @@ def test_a_value_that_cannot_be_understood_is_a_problem_of_its_key(line, key):
     with pytest.raises(ProfileError) as caught:
         convert(data, "config.yaml")
     assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_the_words_a_key_may_have_are_said_as_for_a_profile():
+    error = refused("compute_environment: CLOUD\ndistributed_type: NO\nmixed_precision: fp32\n")
+    told = {problem.key: problem.expected for problem in error.problems}
+    assert told == {
+        "compute_environment": "expected LOCAL_MACHINE or AMAZON_SAGEMAKER",
+        "mixed_precision": "expected no, bf16 or fp16",
+    }
 
 
 def test_a_file_must_say_how_processes_are_distributed():

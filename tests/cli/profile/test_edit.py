@@ -32,7 +32,7 @@ def test_a_value_is_replaced_in_its_line_and_comments_stay():
 
 def test_a_new_value_goes_to_its_section_and_a_none_takes_its_line_out():
     text, _ = change(TEXT, {"launcher.max_restarts": 3, "env.A": "1", "device": None})
-    assert text == TEXT.replace("# how\n", "# how\n  max_restarts: 3\n").replace(
+    assert text == TEXT.replace("# of four\n", "# of four\n  max_restarts: 3\n").replace(
         "device: cuda\n", "env:\n  A: '1'\n"
     )
 

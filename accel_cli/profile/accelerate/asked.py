@@ -1,0 +1,121 @@
+"""What an Accelerate config file asks for, in the words of accel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_cli.launchers import PLANNED
+
+__all__ = ["LOCAL", "NO_DEVICE", "SAGEMAKER", "WAYS", "Asked", "Way"]
+
+LOCAL, SAGEMAKER = "LOCAL_MACHINE", "AMAZON_SAGEMAKER"
+_PORT = 29500
+"""Where Accelerate lets machines meet unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a `distributed_type` runs in accel."""
+
+    kind: str
+    device: str = "auto"
+    engine: str = ""
+    """What else it asks for, that accel has not yet."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one process."""
+        return self.kind != "single"
+
+
+WAYS: Mapping[str, Way] = {
+    "NO": Way("single"),
+    "MPS": Way("single", "mps"),  # of early releases
+    "MULTI_CPU": Way("torchrun", "cpu"),
+    "MULTI_GPU": Way("torchrun", "cuda"),
+    "MULTI_XPU": Way("torchrun", "xpu"),
+    "FSDP": Way("torchrun", engine="sharding (FSDP)"),
+    "DEEPSPEED": Way("torchrun", engine="DeepSpeed"),
+    "MEGATRON_LM": Way("torchrun", engine="Megatron-LM"),
+    "XLA": Way("xla"),
+    "TPU": Way("xla"),  # of early releases
+}
+"""By `distributed_type`."""
+NO_DEVICE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
+"""Each asks for a device that accel does not know."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The keys that shape the profile, with Accelerate's defaults."""
+
+    compute_environment: str = LOCAL
+    distributed_type: str = "NO"
+    num_processes: int = -1
+    num_machines: int = 1
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    mixed_precision: str | None = None
+    fp16: bool = False
+    use_cpu: bool = False
+    gpu_ids: str = "all"
+
+    @property
+    def way(self) -> Way:
+        """How this runs in accel."""
+        return Way("sagemaker") if self.compute_environment == SAGEMAKER else WAYS[self.distributed_type]
+
+    @property
+    def planned(self) -> str:
+        """The launcher this needs, in words, if it is not here yet."""
+        return PLANNED.get(self.way.kind, "")
+
+    @property
+    def spread(self) -> bool:
+        """Whether machines have to meet."""
+        return self.way.several and self.num_machines > 1
+
+    @property
+    def per_node(self) -> int | str:
+        """The processes on each machine."""
+        return "auto" if self.num_processes == -1 else self.num_processes // self.num_machines
+
+    @property
+    def endpoint(self) -> str:
+        """Where the machines meet."""
+        host = self.main_process_ip or ""
+        return f"{f'[{host}]' if ':' in host else host}:{self.main_process_port or _PORT}"
+
+    @property
+    def device(self) -> str:
+        """The hardware to compute on."""
+        return "cpu" if self.use_cpu else self.way.device
+
+    @property
+    def precision(self) -> str:
+        """The number format."""
+        return self.mixed_precision or ("fp16" if self.fp16 else "no")
+
+    @property
+    def visible(self) -> dict[str, str]:
+        """The variable that shows the processes some of the devices only."""
+        if self.gpu_ids.lower() == "all" or self.device in {"cpu", "mps"}:
+            return {}
+        return {"ZE_AFFINITY_MASK" if self.device == "xpu" else "CUDA_VISIBLE_DEVICES": self.gpu_ids}
+
+    def profile(self) -> dict[str, Any]:
+        """The keys of a profile that say the same."""
+        several = {"nnodes": self.num_machines, "nproc_per_node": self.per_node}
+        meeting = {"rdzv_endpoint": self.endpoint}
+        return {
+            "launcher": {
+                "kind": self.way.kind,
+                **(several if self.way.several else {}),
+                **(meeting if self.spread else {}),
+            },
+            "device": self.device,
+            "mixed_precision": self.precision,
+            "env": self.visible,
+        }

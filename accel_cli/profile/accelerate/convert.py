@@ -1,0 +1,165 @@
+"""Making a profile of an Accelerate config file, or every reason why there can be none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accel_cli.errors import Problem, ProfileError
+from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
+from accel_cli.profile.accelerate.fates import NOT_SET, Fate
+from accel_cli.profile.accelerate.keys import CLUSTER, JOB, LATER, Key
+from accel_cli.profile.accelerate.sections import SECTIONS
+from accel_cli.profile.accelerate.values import Refused, shown, without_secrets
+from accel_cli.profile.problems import did_you_mean
+from accel_cli.profile.schema import Profile
+from accel_runtime.env import nearest
+
+__all__ = ["Imported", "convert", "is_accelerate"]
+
+Path = tuple[str, ...]
+"""The keys that lead to a value."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A profile made of an Accelerate config file; every key of the file is in `mapped` or in `left`."""
+
+    data: dict[str, Any]
+    """The whole profile, its version first."""
+    mapped: tuple[tuple[str, str], ...]
+    """The keys that took effect, or ask for what accel does anyway: `num_processes: 8`, and what it became."""
+    left: tuple[tuple[str, str], ...]
+    """The other keys: `fsdp_config.fsdp_version: 2`, and the reason."""
+
+
+def is_accelerate(data: Mapping[str, Any]) -> bool:
+    """Whether this is an Accelerate config file rather than a profile."""
+    return "compute_environment" in data or "distributed_type" in data
+
+
+def convert(data: Mapping[str, Any], where: str) -> Imported:
+    """The profile that says what an Accelerate config file says, as far as this version of accel can.
+
+    Args:
+        data: The file, parsed.
+        where: What to call it in errors.
+
+    Raises:
+        ProfileError: Everything in it that cannot be understood; or, if it is for a launcher that is not
+            here yet, that and what will become of each key.
+    """
+    values, problems = _read(data, where)
+    asked = Asked(**{f.name: values[f.name] for f in fields(Asked) if f.name in values})
+    if asked.planned:
+        raise ProfileError(_refusal(asked, data, problems, where))
+    for key, expected, came in _conflicts(asked, data):
+        problems.setdefault(key, Problem(where, key, expected, came))
+    if problems:
+        raise ProfileError(list(problems.values()))
+    fates = [(_line(path, value), _fate(asked, path, value)) for path, value in _leaves(data)]
+    return Imported(
+        data=Profile.model_validate(asked.profile()).data(),
+        mapped=tuple((line, fate.text) for line, fate in fates if fate.taken),
+        left=tuple((line, fate.text) for line, fate in fates if not fate.taken),
+    )
+
+
+def _read(data: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Problem]]:
+    """The values that can be understood, and what is wrong with the others."""
+    form, other = _forms(data.get("compute_environment"))
+    values: dict[str, Any] = {}
+    problems: dict[str, Problem] = {}
+    for key, raw in data.items():
+        if key not in form:
+            problems[key] = Problem(
+                where, key, "Accelerate does not know this key", hint=_meant(key, form, other)
+            )
+        elif raw is not None:
+            values[key] = form[key].read(raw)
+            if isinstance(values[key], Refused):
+                refused = values.pop(key)
+                problems[key] = Problem(where, key, refused.expected, _came(key, raw), refused.hint)
+    return values, problems
+
+
+def _forms(environment: object) -> tuple[Mapping[str, Key], Mapping[str, Key]]:
+    """The keys that a file of this `compute_environment` may have, and those of the other kind of file."""
+    return (JOB, CLUSTER) if environment == SAGEMAKER else (CLUSTER, JOB)
+
+
+def _meant(key: str, form: Mapping[str, Key], other: Mapping[str, Key]) -> str:
+    if key in other:
+        return f"it belongs to compute_environment: {SAGEMAKER if other is JOB else LOCAL}"
+    return did_you_mean(nearest(key, list(form)))
+
+
+def _came(key: str, value: object) -> str:
+    return repr(without_secrets(key, value)) if isinstance(value, str) else shown(key, value)
+
+
+def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Keys whose values do not go together: key, what was expected, what came."""
+    if data.get("distributed_type") is None:
+        yield "distributed_type", "every Accelerate config file says one", "nothing"
+    if asked.use_cpu and asked.way.device not in {"auto", "cpu"}:
+        yield "use_cpu", f"this contradicts distributed_type: {asked.distributed_type}", "true"
+    if not asked.spread:
+        return
+    if asked.main_process_ip is None:
+        reason = f"{asked.num_machines} machines (num_machines) need the address of one of them"
+        yield "main_process_ip", reason, "nothing"
+    if asked.main_process_port == 0:
+        yield "main_process_port", "several machines need one port that all of them know", "0"
+    if asked.num_processes != -1 and asked.num_processes % asked.num_machines:
+        reason = f"expected a multiple of num_machines, {asked.num_machines}: accel starts as many on each"
+        yield "num_processes", reason, str(asked.num_processes)
+
+
+def _refusal(
+    asked: Asked, data: Mapping[str, Any], problems: Mapping[str, Problem], where: str
+) -> list[Problem]:
+    """That the launcher is not here yet, and for every other key what will become of it."""
+    cause = "distributed_type" if asked.compute_environment == LOCAL else "compute_environment"
+    reason = (
+        f"{data[cause]} needs a launcher for {asked.planned}, which this version of accel has not; a profile that "
+        "ran on this machine instead would be wrong, so none was made. What will become of the other keys:"
+    )
+    found = [Problem(where, cause, reason)]
+    for path, value in _leaves(data):
+        if path[0] in problems:
+            found.append(problems[path[0]])
+        elif path[0] != cause:
+            text = f"{shown('.'.join(path), value)} -> {_later(asked, path, value)}"
+            found.append(Problem(where, ".".join(path), text))
+    return list(dict.fromkeys(found))
+
+
+def _fate(asked: Asked, path: Path, value: Any) -> Fate:
+    if len(path) > 1 and path[0] in SECTIONS:
+        return SECTIONS[path[0]].fate(path[1], value)
+    if value is None:
+        return NOT_SET
+    key = _forms(asked.compute_environment)[0][path[0]]
+    return key.fate(asked, key.read(value))
+
+
+def _later(asked: Asked, path: Path, value: Any) -> str:
+    """What becomes of a key once the launcher is here."""
+    if value is not None and path[0] in LATER:
+        return LATER[path[0]]
+    return _fate(asked, path, value).text
+
+
+def _leaves(data: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _line(path: Path, value: object) -> str:
+    key = ".".join(path)
+    return f"{key}: {shown(key, value)}"

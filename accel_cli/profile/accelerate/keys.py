@@ -1,0 +1,123 @@
+"""The keys at the top of an Accelerate config file: how each is read, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
+from accel_cli.profile.accelerate.fates import FATES, OFF, Fate, left
+from accel_cli.profile.accelerate.sections import SECTIONS
+from accel_cli.profile.accelerate.values import (
+    Read,
+    choice,
+    distributed_type,
+    host,
+    ids,
+    job_type,
+    precision,
+    processes,
+    section,
+    text,
+    texts,
+    truth,
+    whole,
+)
+
+__all__ = ["CLUSTER", "JOB", "LATER", "Key"]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key at the top of the file."""
+
+    read: Read
+    fate: Callable[[Asked, Any], Fate]
+    """What becomes of it, from all that is asked and its value."""
+
+
+def _unused(read: Read, reason: str, default: Any = None) -> Key:
+    """A key that no profile has: nothing is lost where it is off, or at its default."""
+    return Key(read, lambda _, value: OFF if not value or value == default else left(reason))
+
+
+def _tpu(read: Read, words: str) -> Key:
+    """A key for TPUs."""
+
+    def fate(asked: Asked, value: Any) -> Fate:
+        if not value:
+            return OFF
+        return Fate(words) if asked.planned else left("it is for TPUs, and this does not run on one")
+
+    return Key(read, fate)
+
+
+def _job(read: Read, words: str) -> Key:
+    """A key for SageMaker."""
+    return Key(read, lambda *_: Fate(words))
+
+
+LATER: Mapping[str, str] = {
+    "num_processes": "the number of processes",
+    "num_machines": "the number of machines",
+    "main_process_ip": "where the machines meet",
+    "main_process_port": "where the machines meet",
+}
+"""What keys will be for launchers that are planned, where it is not what they are for the others."""
+
+_SECTION = Key(section, lambda *_: OFF)
+_LAST_PORT = 65535
+_BASE: Mapping[str, Key] = {
+    "compute_environment": Key(choice(LOCAL, SAGEMAKER), FATES["compute_environment"]),
+    "mixed_precision": Key(precision, FATES["mixed_precision"]),
+    "fp16": Key(truth, FATES["fp16"]),
+    "use_cpu": Key(truth, FATES["use_cpu"]),
+    "gpu_ids": Key(ids, FATES["gpu_ids"]),
+    "num_machines": Key(whole("expected a whole number of at least 1", 1), FATES["num_machines"]),
+    "debug": _unused(truth, "this version of accel has no such check of collectives to switch on"),
+    "enable_cpu_affinity": _unused(truth, "accel does not bind processes to processor cores"),
+    "dynamo_backend": Key(text, lambda _, value: SECTIONS["dynamo_config"].fate("dynamo_backend", value)),
+    "dynamo_config": _SECTION,
+}
+CLUSTER: Mapping[str, Key] = {
+    **_BASE,
+    "distributed_type": Key(distributed_type, FATES["distributed_type"]),
+    "num_processes": Key(processes, FATES["num_processes"]),
+    "machine_rank": Key(whole("expected a whole number of at least 0", 0), FATES["machine_rank"]),
+    "main_process_ip": Key(host, FATES["main_process_ip"]),
+    "main_process_port": Key(
+        whole(f"expected a port, 0 to {_LAST_PORT}", 0, _LAST_PORT), FATES["main_process_port"]
+    ),
+    "rdzv_backend": Key(text, FATES["rdzv_backend"]),
+    "same_network": Key(truth, FATES["same_network"]),
+    "main_training_function": _unused(text, "accel runs the script itself, no function of it", "main"),
+    "downcast_bf16": _tpu(truth, "the number format on the TPU"),
+    "tpu_name": _tpu(text, "the name of the TPU"),
+    "tpu_zone": _tpu(text, "the zone of the TPU"),
+    "tpu_use_cluster": _tpu(truth, "whether the TPU is a pod"),
+    "tpu_use_sudo": _tpu(truth, "whether the pod's commands use sudo"),
+    "tpu_vm": _tpu(texts, "the pod's machines"),
+    "tpu_env": _tpu(texts, "variables for the processes"),
+    "commands": _tpu(texts, "what the pod's machines run first"),
+    "command_file": _tpu(text, "what the pod's machines run first"),
+    **dict.fromkeys(SECTIONS, _SECTION),
+}
+"""The keys of a file for machines of one's own."""
+JOB: Mapping[str, Key] = {
+    **_BASE,
+    "distributed_type": _job(job_type, "how the processes of the job train together"),
+    "ec2_instance_type": _job(text, "the instance type of the job"),
+    "iam_role_name": _job(text, "the role the job runs as"),
+    "image_uri": _job(text, "the container image of the job"),
+    "profile": _job(text, "the AWS profile that submits the job"),
+    "region": _job(text, "the AWS region of the job"),
+    "base_job_name": _job(text, "what the job's name starts with"),
+    "pytorch_version": _job(text, "the torch of the container image"),
+    "transformers_version": _job(text, "nothing: accel's jobs do not use that image"),
+    "py_version": _job(text, "the Python of the container image"),
+    "sagemaker_inputs_file": _job(text, "the inputs of the job"),
+    "sagemaker_metrics_file": _job(text, "the metrics of the job"),
+    "additional_args": _job(section, "an argument of the job"),
+}
+"""The keys of a file for Amazon SageMaker."""

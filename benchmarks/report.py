@@ -1,0 +1,57 @@
+"""What was measured, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+__all__ = ["NONE", "Table", "beside", "number", "ratio", "spread"]
+
+NONE = "–"  # noqa: RUF001 - a dash that says there is nothing here
+_UNCERTAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Table:
+    """One subject: a heading, what was done, and the numbers."""
+
+    title: str
+    text: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """The subject as a section; first column left, numbers right."""
+        lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"## {self.title}\n\n{self.text}\n\n{table}\n"
+
+
+def number(value: float) -> str:
+    """Three digits that count."""
+    size = abs(value)
+    return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"  # noqa: PLR2004
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the smallest in brackets."""
+    return f"{number(median(values))} ({number(min(values))})"
+
+
+def ratio(other: Sequence[float], ours: Sequence[float]) -> str:
+    """How often accel's median goes into the other's; bold where accel needs more."""
+    value = median(other) / median(ours)
+    return f"{value:.2f}" if value > 1 - _UNCERTAIN else f"**{value:.2f}**"
+
+
+def beside(
+    label: str, columns: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
+) -> tuple[str, ...]:
+    """A row: each column's spread, then each one's ratio to accel's; none where it is accel's own row."""
+    pairs = zip(columns, ours, strict=True)
+    return (
+        label,
+        *map(spread, columns),
+        *(NONE if other is own else ratio(other, own) for other, own in pairs),
+    )
