@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Material for MkDocs advertises its successor at every build.
+export NO_MKDOCS_2_WARNING := 1
 READY := $(VENV)/.ready
 
 .PHONY: help demo test test-fast check fmt docs bench clean

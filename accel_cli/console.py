@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["error", "note", "plain", "show", "table"]
+__all__ = ["error", "note", "plain", "short", "show", "table"]
 
 
 def note(text: str) -> None:
@@ -30,6 +31,11 @@ def plain(text: str) -> None:
 def show(text: str) -> None:
     """Text for a person, with rich's markup."""
     Console().print(text, highlight=False, soft_wrap=True)
+
+
+def short(text: str) -> str:
+    """A text in which the person's home is `~`."""
+    return text.replace(f"{Path.home()}/", "~/")
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -127,11 +127,13 @@ def _check_script(target: str) -> None:
 
 
 def _beside(path: Path) -> str:
-    """The nearest file of the same folder, as a hint."""
-    meant = None
-    if path.parent.is_dir():
-        meant = nearest(path.name, [item.name for item in path.parent.iterdir()])
-    return f"; did you mean {path.parent / meant}?" if meant else ""
+    """The file that was probably meant, if one name on the way to it is a near miss."""
+    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+    if not missing.parent.is_dir():
+        return ""
+    meant = nearest(missing.name, [item.name for item in missing.parent.iterdir()])
+    found = missing.parent / meant / path.relative_to(missing) if meant else path
+    return f"; did you mean {found}?" if found.is_file() else ""
 
 
 def _check_module(target: str) -> None:

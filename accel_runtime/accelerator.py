@@ -77,7 +77,7 @@ class Accelerator:
         self.settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
         """What the launcher and the arguments came to."""
         self._backend = connect(
-            self.settings, Topology.from_env(os.environ), chosen(kwargs_handlers, InitProcessGroupKwargs)
+            self.settings, Topology.here(), chosen(kwargs_handlers, InitProcessGroupKwargs)
         )
         self._precision = Precision(
             wanted,
@@ -205,7 +205,7 @@ class Accelerator:
         """Make an optimizer wait for complete windows and use the loss scaler."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self.scaler)
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
         self._optimizers.append(prepared)
         return prepared
 

@@ -60,7 +60,8 @@ def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend)
     """
     if backend.topology.world_size == 1:
         return data
-    if any(not isinstance(leaf, torch.Tensor) for leaf in tree.leaves(data)):
+    leaves = tree.leaves(data)
+    if not leaves or any(not isinstance(leaf, torch.Tensor) for leaf in leaves):
         _compare("gather_for_metrics of objects", backend)
         return _gather_objects(data, valid, size, backend)
     _agree("gather_for_metrics", data, backend)
@@ -159,7 +160,9 @@ def _merged(everyone: list[Any], valid: tuple[int, ...], size: int) -> Any:
     if isinstance(first, torch.Tensor):
         return _without_repeats(torch.stack(everyone), valid, size)
     if isinstance(first, Mapping):
-        return tree.rebuilt(first, {key: _merged([own[key] for own in everyone], valid, size) for key in first})
+        return tree.rebuilt(
+            first, {key: _merged([own[key] for own in everyone], valid, size) for key in first}
+        )
     if not isinstance(first, (list, tuple)):
         return everyone
     if _holds_columns(first):

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.precision import LossScaler
 
 __all__ = ["PreparedOptimizer"]
 
@@ -26,7 +27,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
-        scaler: torch.amp.GradScaler | None,
+        scaler: LossScaler | None,
     ) -> None:
         # Optimizer.__init__ is left out on purpose: groups and state stay those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -35,7 +36,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Whether the last `step` was left out, because fp16 gradients had overflowed."""
         self._accumulation = accumulation
         self._scaler = scaler
-        self._unscaled = False
+        if scaler is not None:
+            scaler.join(optimizer)
 
     @property
     @override
@@ -68,11 +70,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return self.optimizer.step(closure)
         if closure is not None:
             raise ValueError("optimizer.step(closure) cannot be combined with mixed_precision fp16; use bf16")
-        before = self._scaler.get_scale()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        self.step_was_skipped = self._scaler.get_scale() < before
-        self._unscaled = False
+        self.step_was_skipped = not self._scaler.attempt(self.optimizer)
         return None
 
     @override
@@ -83,9 +81,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def unscale(self) -> None:
         """Divide the scale out of the gradients, once a step, so that they can be clipped or read."""
-        if self._scaler is not None and self._accumulation.synced and not self._unscaled:
-            self._scaler.unscale_(self.optimizer)
-            self._unscaled = True
+        if self._scaler is not None and self._accumulation.synced:
+            self._scaler.unscale_once(self.optimizer)
 
     @override
     def state_dict(self) -> dict[str, Any]:

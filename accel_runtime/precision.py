@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from accel_runtime import tree
 from accel_runtime.env import MixedPrecision
 
-__all__ = ["FORMATS", "AutocastForward", "Format", "Precision"]
+__all__ = ["FORMATS", "AutocastForward", "Format", "LossScaler", "Precision"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,51 @@ FORMATS: dict[MixedPrecision, Format] = {
     "bf16": Format(dtype=torch.bfloat16, scaled=False),
     "fp16": Format(dtype=torch.float16, scaled=True),
 }
+
+
+class LossScaler(torch.amp.GradScaler):
+    """torch's scaler, shared by optimizers that each step by themselves.
+
+    The scale may change only when all optimizers of an iteration have stepped. Which those are is known
+    once every optimizer has, or with the next backward pass.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._known: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for the steps of this optimizer too."""
+        self._known.add(id(optimizer))
+
+    def begin(self) -> None:
+        """A backward pass begins: what has stepped by now were the optimizers of the last iteration."""
+        if self._stepped:
+            self.update()
+
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the scale out of the gradients, unless that is done already."""
+        if id(optimizer) not in self._unscaled | self._stepped:
+            self.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def attempt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step unless the gradients have overflowed; whether it did."""
+        self.step(optimizer)
+        found = self._found_inf_per_device(optimizer) if self.is_enabled() else {}
+        overflowed = any(bool(count) for count in found.values())
+        self._stepped.add(id(optimizer))
+        if self._stepped >= self._known:
+            self.update()
+        return not overflowed
+
+    @override
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        self._unscaled.clear()
+        self._stepped.clear()
 
 
 class Precision:
@@ -51,7 +97,7 @@ class Precision:
         scaler_options: dict[str, Any],
     ) -> None:
         self.format = FORMATS[mixed_precision]
-        self.scaler = torch.amp.GradScaler(device.type, **scaler_options) if self.format.scaled else None
+        self.scaler = LossScaler(device.type, **scaler_options) if self.format.scaled else None
         """The loss scaler, or None where the format needs none."""
         self._device_type = device.type
         self._options = autocast_options
@@ -73,8 +119,10 @@ class Precision:
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward(**options)`, scaled where the format asks for it."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward(**options)  # type: ignore[no-untyped-call]
+        if self.scaler is not None:
+            self.scaler.begin()
+            loss = self.scaler.scale(loss)
+        loss.backward(**options)  # type: ignore[no-untyped-call]
 
 
 class AutocastForward:

@@ -7,6 +7,7 @@ import random
 import torch
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.topology import Topology
 
 __all__ = ["RNG_TYPES", "set_seed", "share_states"]
 
@@ -14,19 +15,18 @@ RNG_TYPES = ("generator", "torch", "cuda", "xpu")
 """What `Accelerator(rng_types=...)` may name. Loaders share their order always, so `generator` asks nothing more."""
 
 
-def set_seed(seed: int, *, device_specific: bool = False, rank: int = 0, deterministic: bool = False) -> None:
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy (where it is loaded) and torch on every device.
 
     Args:
         seed: From 0 up to, not including, 2**32 (NumPy's range).
-        device_specific: Add `rank`, so that processes draw different numbers.
-        rank: This process's `process_index`; only read with `device_specific`.
+        device_specific: Add the rank, so that processes draw different numbers.
         deterministic: Also allow deterministic algorithms only.
 
     Raises:
         ValueError: The seed lies outside NumPy's range.
     """
-    seed += rank if device_specific else 0
+    seed += Topology.here().rank if device_specific else 0
     if not 0 <= seed < 2**32:
         raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
     random.seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,11 @@ class Topology:
     """Number of processes of this machine."""
     launched: bool = False
     """Whether a launcher placed this process; False for plain `python script.py`."""
+
+    @classmethod
+    def here(cls) -> Topology:
+        """The place of this process; see `from_env`."""
+        return cls.from_env(os.environ)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:

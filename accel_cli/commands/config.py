@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,9 @@ def show(profile: Name = None) -> None:
     resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
     values = flat(resolved.profile.model_dump())
     del values["schema_version"]  # of a file, not of a run
-    rows = [(key, masked(key, _text(value)), resolved.source(key)) for key, value in values.items()]
+    rows = [
+        (key, masked(key, _text(value)), console.short(resolved.source(key))) for key, value in values.items()
+    ]
     console.table(("KEY", "VALUE", "FROM"), rows)
 
 
@@ -155,7 +158,7 @@ def set_(
     found = store.read(target) if target.exists() else document.parse(text, str(target))
     updates = layers.assigned(assignments, "set").values
     data, lost = edit.changed(found.data, updates)
-    _check([*_below(target), _layer(data, target)])
+    _check([*_below(target), _layer(data, target, updates)])
     store.write(target, edit.edited(text, found, data))
     for key in lost:
         console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
@@ -288,11 +291,12 @@ def _below(target: Path) -> list[Any]:
     return [layers.file(user, "user")] if user.is_file() and user != target else []
 
 
-def _layer(data: dict[str, Any], target: Path) -> Any:
+def _layer(data: dict[str, Any], target: Path, said: Iterable[str] = ()) -> Any:
+    """The layer of a file that is not written yet; `said` are the keys of the command line."""
     from accel_cli.profile.layers import Layer, flat
 
     values = {key: value for key, value in flat(data).items() if key != "schema_version"}
-    return Layer("file", values, {"": str(target)})
+    return Layer("file", values, {"": str(target)} | dict.fromkeys(said, "set"))
 
 
 def _check(stack: list[Any]) -> None:
@@ -311,6 +315,8 @@ def _write_default(target: Path, *, force: bool) -> None:
 
     _free(target, force=force)
     found = machine.detect(os.environ)
+    if found.problem:
+        console.note(found.problem)
     store.write(target, store.render(suggested(found).data()))
     console.note(f"{target} is written for {found.summary}")
 

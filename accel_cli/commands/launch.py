@@ -115,12 +115,14 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 def headline(plan: Plan, resolved: Resolved) -> str:
     """The line at every start: launcher, processes, devices, precision, and which profile said so."""
+    from accel_cli.console import short
+
     files = [
         layer
         for layer in resolved.layers
         if layer.name in {"user", "project"} or layer.name.startswith("profile ")
     ]
-    said = " + ".join(f"{layer.name} ({_short(layer.where[''])})" for layer in files)
+    said = " + ".join(f"{layer.name} ({short(layer.where[''])})" for layer in files)
     return (
         f"{plan.launcher}, {_processes(plan)}, {plan.device}, mixed precision {resolved.profile.mixed_precision}; "
         f"profile: {said or 'none, detected defaults (accel config writes one)'}"
@@ -160,10 +162,3 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
             *(f"  {key}: {value}  [{resolved.source(key)}]" for key, value in values.items()),
         ]
     return "\n".join(lines)
-
-
-def _short(path: str) -> str:
-    from pathlib import Path
-
-    home = str(Path.home())
-    return "~" + path.removeprefix(home) if path.startswith(home + "/") else path

@@ -97,7 +97,7 @@ class PreparedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
-        steps = self._ordered() if self._order else self._streamed()
+        steps = self._ordered(self._order) if self._order is not None else self._streamed()
         loop = object()
         try:
             for batch, share in steps:
@@ -129,12 +129,12 @@ class PreparedLoader(DataLoader[Any]):
             raise ValueError("this loader's batches have no fixed size")
         return size if self._options.split_batches else size * self._backend.topology.world_size
 
-    def _ordered(self) -> Iterator[tuple[Any, Share]]:
+    def _ordered(self, order: _Order) -> Iterator[tuple[Any, Share]]:
         """Batches of a known order, each with its share."""
-        assert self._order is not None
-        iterator = iter(self._inner)
-        shares = self._order.shares
-        for batch in iterator:
+        shares: deque[Share] | None = None
+        for batch in self._inner:
+            # Not before the first batch: a subclass may begin its walk as late as that.
+            shares = order.shares if shares is None else shares
             yield batch, shares.popleft()
 
     def _streamed(self) -> Iterator[tuple[Any, Share]]:
@@ -176,7 +176,7 @@ class _Order(Sampler[list[Any]]):
 
     @override
     def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator: each iterator has its own queue, and the loader picks it up right away.
+        # Not a generator: each iterator has its own queue, and the loader picks it up with its first batch.
         self.shares = deque()
         return self._walk(self.shares)
 
@@ -217,6 +217,14 @@ def _fingerprint(batches: list[list[Any]]) -> torch.Tensor:
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
 
+def _has_length(source: Any) -> bool:
+    try:
+        len(source)
+    except (TypeError, NotImplementedError):  # a BatchSampler has one only if its sampler has
+        return False
+    return True
+
+
 def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> None:
     """Refuse what could not be shared out exactly."""
     if world_size == 1:
@@ -232,7 +240,7 @@ def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> 
         "its sampler is a DistributedSampler, and sharding twice would skip samples: leave the sampler to "
         "prepare()": isinstance(loader.sampler, DistributedSampler)
         or isinstance(getattr(source, "sampler", None), DistributedSampler),
-        "its sampler has no length, so an epoch cannot be shared out": not hasattr(source, "__len__"),
+        "its sampler has no length, so an epoch cannot be shared out": not _has_length(source),
         "in_order=False lets batches overtake each other": not getattr(loader, "in_order", True),
         f"split_batches needs a batch size that {world_size} processes divide; it is {size}": bool(
             options.split_batches and (size is None or size % world_size)

@@ -1,0 +1,195 @@
+"""Pages that mkdocs makes while it builds: the reference, from the sources it describes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import griffe
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from pydantic.fields import FieldInfo
+from typer.core import TyperArgument, TyperGroup
+
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.main import app
+from accel_cli.profile.fields import Section
+from accel_cli.profile.schema import Profile
+from accel_runtime import env
+from accel_runtime.env import Settings
+
+__all__ = ["cli_page", "on_files", "profile_page"]
+
+_NOT_MEASURED = """\
+# Benchmarks
+
+This copy of the pages was built before the benchmarks were run. `make bench` measures accel beside bare torch,
+torchrun and Accelerate on your machine, and writes this page.
+"""
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that no file holds; `mkdocs` calls this once a build."""
+    pages = {"reference/cli.md": cli_page(), "reference/profile.md": profile_page()}
+    if files.get_file_from_path("benchmarks.md") is None:
+        pages["benchmarks.md"] = _NOT_MEASURED
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+# The command line ----------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Every command with its arguments and options, from the typer app."""
+    intro = (
+        "# Command line\n\n"
+        "Made from the commands themselves; `accel COMMAND --help` says the same. Every command also takes "
+        "`--help` or `-h`. Exit codes are listed under [first launch](../first-launch.md#exit-codes).\n"
+    )
+    return "\n".join([intro, *_commands("accel", typer.main.get_command(app))])
+
+
+def _commands(name: str, command: Any) -> Iterator[str]:
+    """The section of a command, and those of the commands below it."""
+    yield _command(name, command)
+    if isinstance(command, TyperGroup):
+        for below, inner in command.commands.items():
+            yield from _commands(f"{name} {below}", inner)
+
+
+def _command(name: str, command: Any) -> str:
+    parts = [f"## `{name}`", command.help or ""]
+    if isinstance(command, TyperGroup):
+        parts.append(_table(("Command", "What it does"), _summaries(name, command)))
+    arguments = [p for p in command.params if isinstance(p, TyperArgument)]
+    options = [p for p in command.params if not isinstance(p, TyperArgument)]
+    if arguments:
+        rows = [(_argument(p), _cell(p.help or "")) for p in arguments]
+        parts.append(_table(("Argument", "Meaning"), rows))
+    if options:
+        rows = [(_option(p), _meaning(p)) for p in options]
+        parts.append(_table(("Option", "Meaning"), rows))
+    if command.epilog:
+        label, _, example = command.epilog.partition(": ")
+        parts.append(f"{label}: `{example}`")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _summaries(name: str, group: TyperGroup) -> list[tuple[str, str]]:
+    return [
+        (f"[`{name} {below}`](#{name.replace(' ', '-')}-{below})", (inner.help or "").splitlines()[0])
+        for below, inner in group.commands.items()
+    ]
+
+
+def _argument(argument: Any) -> str:
+    several = "..." if argument.nargs == -1 else ""
+    word = f"{argument.metavar or argument.name}{several}"
+    return f"`{word}`" if argument.required else f"`[{word}]`"
+
+
+def _option(option: Any) -> str:
+    value = "" if option.is_flag else f" {option.metavar or 'TEXT'}"
+    return ", ".join(f"`{spelling}{value}`" for spelling in sorted(option.opts, key=len))
+
+
+def _meaning(option: Any) -> str:
+    default = "" if option.default in (None, False) else f" Without it: `{option.default}`."
+    return _cell((option.help or "") + default)
+
+
+# The profile and the variables ---------------------------------------------------------
+
+
+def profile_page() -> str:
+    """Every key of a profile and every environment variable, from the models that check them."""
+    parts = [
+        "# Profile and variables",
+        _MADE,
+        "## Keys of a profile",
+        _keys(Profile, "", leave_out=("launcher",)),
+        "## `launcher`",
+        _KINDS,
+    ]
+    for kind, launcher in LAUNCHERS.items():
+        parts += [f"### `kind: {kind}`", f"{launcher.title}.", _keys(launcher, "launcher.")]
+    parts += ["## Environment variables", _VARIABLES, _table(("Variable", "Values", "Meaning"), _variables())]
+    return "\n\n".join(parts) + "\n"
+
+
+_MADE = """\
+Made from the models that check a profile. How profiles are found and combined is told under
+[profiles](../profile.md)."""
+_KINDS = """\
+How the processes start. `kind` chooses the launcher; the other keys of the section are those of the kind that was
+chosen."""
+_VARIABLES = """\
+Set one by hand to override the files for one run; `--set` and the other options of `accel launch` are stronger
+still. The launcher passes the same variables on to the processes it starts. A value accel cannot use is an error
+that names the variable, and so is a near miss of a name."""
+
+
+def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) -> str:
+    rows = [
+        (f"`{prefix}{name}`", _kind(field), _default(name, field), _cell(field.description or ""))
+        for name, field in section.model_fields.items()
+        if name not in leave_out
+    ]
+    return _table(("Key", "Type", "Default", "Meaning"), rows)
+
+
+def _kind(field: FieldInfo) -> str:
+    """What a field may hold, in words."""
+    least = [f", at least {m.ge}" for m in field.metadata if hasattr(m, "ge")]
+    above = [f", above {m.gt}" for m in field.metadata if hasattr(m, "gt")]
+    return _words(field.annotation) + "".join([*least, *above])
+
+
+def _words(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) in {Union, types.UnionType}:
+        return " or ".join(_words(part) for part in get_args(annotation) if part is not types.NoneType)
+    if get_origin(annotation) is dict:
+        return "names with their text"
+    return _WORDS[annotation]
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    """What holds where nothing is said; a launcher has to be named."""
+    if name == "kind":
+        return "none"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "unset" if value is None else f"`{value}`" if value else "empty"
+
+
+def _variables() -> list[tuple[str, str, str]]:
+    """Every variable of `accel_runtime.env`, described by the docstrings that stand there."""
+    module = griffe.load("accel_runtime.env", search_paths=[Path(__file__).resolve().parents[1]])
+    hints = get_type_hints(Settings)
+    rows = [
+        (f"`{env.variable(f.name)}`", _words(hints[f.name]), _said(module[f"Settings.{f.name}"]))
+        for f in fields(Settings)
+    ]
+    others = {"HOME": "a folder", "PROFILE": "a name", "EARLY_FP16": "`1`, `true`, `0`, `false`"}
+    return rows + [(f"`{getattr(env, name)}`", kind, _said(module[name])) for name, kind in others.items()]
+
+
+def _said(item: Any) -> str:
+    return _cell(item.docstring.value)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,195 @@
+"""The picture of the wizard: the real `accel config` in a pseudo-terminal, drawn as docs/img/wizard.svg.
+
+python docs/screenshots.py [FILE]
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pexpect
+import pyte
+from pyte.screens import Char
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from accel_runtime.env import HOME
+
+__all__ = ["draw", "main", "screens"]
+
+COLUMNS, LINES = 80, 24
+PICTURE = Path(__file__).parent / "img" / "wizard.svg"
+_TIMEOUT_S = 120
+_SETTLED_S = 0.3
+_DOWN, _ENTER = "\x1b[B", "\r"
+_COLOURS = {"brown": "yellow"}
+"""pyte's names of colours where rich has others."""
+_HEX = 6
+
+# rich's own template fetches a font; this one takes what the reader has.
+_SVG = """\
+<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+    <style>
+    .{unique_id}-matrix {{
+        font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+        font-size: {char_height}px;
+        line-height: {line_height}px;
+    }}
+    .{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif; }}
+    {styles}
+    </style>
+    <defs>
+    <clipPath id="{unique_id}-clip-terminal">
+      <rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+    </clipPath>
+    {lines}
+    </defs>
+    {chrome}
+    <g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+    {backgrounds}
+    <g class="{unique_id}-matrix">
+    {matrix}
+    </g>
+    </g>
+</svg>
+"""
+
+
+def screens() -> Iterator[list[Text]]:
+    """What a person sees: with the third question open, then at the end.
+
+    Raises:
+        RuntimeError: The wizard did not ask what is answered here, or did not end well.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        terminal = _Terminal(folder)
+        terminal.answer("How should scripts run?", _DOWN + _ENTER)
+        terminal.answer("How many machines?", _ENTER)
+        terminal.answer("How many processes on each machine?", "2")
+        yield terminal.shown()
+        terminal.type(_ENTER)
+        terminal.answer("Mixed precision?", _ENTER)
+        terminal.answer("Write home", _ENTER)
+        terminal.end()
+        yield terminal.shown()
+
+
+def draw(shown: Iterable[list[Text]]) -> str:
+    """Screens below each other, as one SVG."""
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    for index, lines in enumerate(shown):
+        if index:
+            console.rule("and after two more times Enter", style="dim")
+        for line in lines:
+            console.print(line, no_wrap=True, highlight=False)
+    return console.export_svg(title="accel config", code_format=_SVG, unique_id="wizard")
+
+
+def main(arguments: list[str]) -> None:
+    """Draw the picture into the file named, or where the docs have it."""
+    target = Path(arguments[0]) if arguments else PICTURE
+    target.write_text(draw(screens()), encoding="utf-8")
+    print(f"{target} is written")
+
+
+class _Terminal:
+    """`accel config` behind a screen of 80 columns and 24 lines."""
+
+    def __init__(self, folder: str) -> None:
+        self._screen = pyte.Screen(COLUMNS, LINES)
+        self._stream = pyte.ByteStream(self._screen)
+        self._child = pexpect.spawn(
+            sys.executable,
+            ["-m", "accel_cli", "config"],
+            cwd=folder,
+            # A relative home keeps the paths of the machine that draws out of the picture.
+            env={
+                **os.environ,
+                HOME: "home",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PROMPT_TOOLKIT_NO_CPR": "1",
+                "TERM": "xterm",
+            },
+            dimensions=(LINES, COLUMNS),
+        )
+
+    def answer(self, question: str, keys: str) -> None:
+        """Wait for a question, and type."""
+        self._until(lambda: any(question in line for line in self._screen.display), question)
+        self.type(keys)
+
+    def type(self, keys: str) -> None:
+        """Type, and let the screen settle."""
+        self._child.send(keys)
+        settled = time.monotonic() + _SETTLED_S
+        while time.monotonic() < settled:
+            self._read()
+
+    def end(self) -> None:
+        """Wait until the command has ended."""
+        self._until(self._child.eof, "its end")
+        self._child.close()
+        if self._child.exitstatus:
+            raise RuntimeError(f"accel config ended with code {self._child.exitstatus}")
+
+    def shown(self) -> list[Text]:
+        """The screen as rich's text, without the empty lines at its end."""
+        cursor = self._screen.cursor
+        if self._child.isalive():
+            under = self._screen.buffer[cursor.y][cursor.x]
+            self._screen.buffer[cursor.y][cursor.x] = under._replace(data="\N{FULL BLOCK}")
+        lines = [_line(self._screen.buffer[row]) for row in range(LINES)]
+        while not lines[-1].plain:
+            lines.pop()
+        return lines
+
+    def _until(self, holds: Callable[[], bool], what: str) -> None:
+        late = time.monotonic() + _TIMEOUT_S
+        while not holds():
+            self._read()
+            if time.monotonic() > late:
+                raise RuntimeError(f"no sign of {what}; the screen is\n" + "\n".join(self._screen.display))
+
+    def _read(self) -> None:
+        try:
+            self._stream.feed(self._child.read_nonblocking(65536, timeout=0.05))
+        except pexpect.TIMEOUT:
+            pass
+        except pexpect.EOF:
+            self._child.flag_eof = True
+
+
+def _line(row: Mapping[int, Char]) -> Text:
+    line = Text()
+    for column in range(COLUMNS):
+        line.append(row[column].data, _style(row[column]))
+    line.rstrip()
+    return line
+
+
+def _style(char: Char) -> Style:
+    return Style(
+        color=_colour(char.fg), bgcolor=_colour(char.bg), bold=char.bold, italic=char.italics,
+        underline=char.underscore, reverse=char.reverse,
+    )  # fmt: skip
+
+
+def _colour(name: str) -> str | None:
+    if name == "default":
+        return None
+    if len(name) == _HEX and set(name) <= set("0123456789abcdef"):
+        return f"#{name}"
+    return _COLOURS.get(name, name.replace("bright", "bright_"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
