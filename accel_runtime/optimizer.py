@@ -110,7 +110,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+        # A scheduler built on this optimizer put its own `step` on the instance, which cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name != "step"}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

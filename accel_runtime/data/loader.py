@@ -98,11 +98,11 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
         steps = self._ordered(self._order) if self._order is not None else self._streamed()
-        loop = object()
+        placed, enter, loop = self._placed, self._batches.enter, object()
         try:
             for batch, share in steps:
-                self._batches.enter(loop, share)
-                yield self._placed(batch)
+                enter(loop, share)
+                yield placed(batch)
         finally:
             self._batches.leave(loop)
 
@@ -186,7 +186,7 @@ class _Order(Sampler[list[Any]]):
     def _walk(self, shares: deque[Share]) -> Iterator[list[Any]]:
         for share in self._sharding.shares(self._batches(), self.batch_size):
             shares.append(share)
-            yield list(share.indices)
+            yield share.indices
 
     def _batches(self) -> Iterable[list[Any]]:
         """One epoch of the script's batches: what the first rank drew.

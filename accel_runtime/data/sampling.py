@@ -11,12 +11,12 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
+from typing import NamedTuple
 
 __all__ = ["Sharding", "Share"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """One rank's part of one step."""
 
     indices: list[Hashable]
@@ -80,9 +80,12 @@ class Sharding:
         self, round_: list[Sequence[Hashable]], start: list[Hashable], batch_size: int | None, *, last: bool
     ) -> Share:
         parts, size = self._parts(round_, batch_size)
-        filler = cycle(start)
-        filled = [[*part, *islice(filler, size - len(part))] for part in parts]
-        return Share(filled[self.rank], tuple(len(part) for part in parts), size, last)
+        own = list(parts[self.rank])
+        if len(own) < size:
+            # One walk over the start fills all ranks, in rank order.
+            taken = sum(size - len(part) for part in parts[: self.rank])
+            own += islice(cycle(start), taken, taken + size - len(own))
+        return Share(own, tuple(map(len, parts)), size, last)
 
     def _parts(
         self, round_: list[Sequence[Hashable]], batch_size: int | None
