@@ -12,7 +12,7 @@ help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
-	$(BIN)/accel launch --nproc-per-node 2 examples/digits.py --output $(VENV)/digits.safetensors
+	$(BIN)/accel launch --cpu --nproc-per-node 2 examples/digits.py --output $(VENV)/digits.safetensors
 	@printf '\nThat was examples/digits.py: a plain training loop on 2 processes. Where to go next:\n'
 	@printf '  source $(BIN)/activate         put accel on your PATH\n'
 	@printf '  accel config                   say once how scripts run on this machine\n'
@@ -47,6 +47,7 @@ clean:  ## Remove everything the other targets made
 
 # One environment for everything, made anew when what it is made from changes.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo 'Setting up $(VENV): a minute, or as long as torch takes to download'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
