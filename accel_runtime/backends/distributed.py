@@ -91,7 +91,8 @@ class Distributed(Backend):
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         # DDP refuses a model that learns nothing, and one that learns nothing needs no averaging.
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        learns = any(parameter.requires_grad for parameter in model.parameters())
+        if isinstance(model, DistributedDataParallel) or not learns:
             return model
         return DistributedDataParallel(model, device_ids=self._device_ids, **options)
 

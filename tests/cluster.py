@@ -1,0 +1,145 @@
+"""Real processes that stay: started once, they call whatever function a test ships to them.
+
+This file is both sides. Tests see `Cluster` and `Alone`; run as a script, it is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+import cloudpickle
+
+CALL_S = 60
+"""How long the ranks may take over one function."""
+STRAGGLER_S = 5
+"""How long the others may still take once a rank has failed, and how long to end."""
+
+
+class RanksFailedError(AssertionError):
+    """A function raised, or did not come back, on some ranks; the message has their tracebacks."""
+
+
+class Alone:
+    """The cluster of this one process."""
+
+    size = 1
+
+    def run(self, function, *args):
+        """Call `function(*args)` here."""
+        assert "RANK" not in os.environ
+        return [function(*args)]
+
+    def close(self):
+        """Nothing was started."""
+
+
+class Cluster:
+    """`size` processes a launcher might have started, over gloo; they start at the first `run`."""
+
+    def __init__(self, size):
+        self.size = size
+        self._processes = []
+        self._connections = []
+
+    def run(self, function, *args):
+        """Call `function(*args)`, both taken by value, on every rank; the results in rank order."""
+        if not self._processes:
+            self._start()
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        call = cloudpickle.dumps((function, args))
+        try:
+            for connection in self._connections:
+                connection.send_bytes(call)
+            return self._results()
+        except BaseException:
+            self.close()  # the ranks may be out of step: the next run starts new ones
+            raise
+
+    def close(self):
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _start(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
+        for rank in range(self.size):
+            ours, theirs = Pipe()
+            place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+            group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+            settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S}
+            told = {name: str(value) for name, value in (place | group | settings).items()}
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._processes.append(
+                subprocess.Popen(command, env=inherited | told, pass_fds=[theirs.fileno()])
+            )
+            self._connections.append(ours)
+            theirs.close()
+
+    def _results(self):
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        results, errors = {}, {}
+        deadline = time.monotonic() + CALL_S
+        while waiting and (ready := wait(list(waiting), max(0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    fine, value = cloudpickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    fine, value = False, "the process ended"
+                (results if fine else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + STRAGGLER_S)
+        errors |= dict.fromkeys(waiting.values(), "no answer")
+        if errors:
+            told = "\n".join(f"rank {rank} of {self.size}: {text}" for rank, text in sorted(errors.items()))
+            raise RanksFailedError(told)
+        return [results[rank] for rank in range(self.size)]
+
+
+def serve(connection):
+    """Be one rank: call what comes, until the other end is gone."""
+    calls = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
+    import torch  # noqa: F401 - before warnings are errors: not all of its own are ours to mend
+
+    warnings.simplefilter("error")
+    while (call := calls.get()) is not None:
+        try:
+            function, args = cloudpickle.loads(call)
+            answer = cloudpickle.dumps((True, function(*args)))
+        except BaseException:  # noqa: BLE001 - whatever it is, the test is told
+            answer = cloudpickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _receive(connection, calls):
+    """Pass calls on; when the other end is gone, end this process even if it is in the midst of a call."""
+    try:
+        while True:
+            calls.put(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        calls.put(None)
+    time.sleep(STRAGGLER_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

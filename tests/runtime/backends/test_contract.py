@@ -1,0 +1,175 @@
+"""Every backend keeps the promises of `backends/base.py`."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime.backends import connect
+from accel_runtime.backends.distributed import Distributed
+from accel_runtime.backends.single import Single
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+
+
+def backend():
+    return connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
+
+
+def test_a_launched_process_joins_the_others_and_one_on_its_own_is_a_backend_too(ranks):
+    def places():
+        b = backend()
+        return type(b).__name__, b.topology.rank, b.topology.world_size, str(b.device)
+
+    kind = Single if ranks.size == 1 else Distributed
+    assert ranks.run(places) == [(kind.__name__, rank, ranks.size, "cpu") for rank in range(ranks.size)]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64, torch.complex64])
+def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
+    def gathered(shape, dtype):
+        b = backend()
+        return b.all_gather(torch.full(shape, b.topology.rank).to(dtype))
+
+    wanted = torch.stack([torch.full(shape, rank).to(dtype) for rank in range(ranks.size)])
+    for got in ranks.run(gathered, shape, dtype):
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted)
+
+
+def test_all_gather_takes_a_tensor_that_is_not_contiguous(ranks):
+    def gathered():
+        return backend().all_gather(torch.arange(6).view(2, 3).T)
+
+    for got in ranks.run(gathered):
+        assert all(torch.equal(own, torch.arange(6).view(2, 3).T) for own in got)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "of"),
+    [("sum", sum), ("mean", lambda xs: sum(xs) / len(xs)), ("max", max), ("min", min)],
+)
+def test_all_reduce_combines_into_a_new_tensor(ranks, reduction, of):
+    def reduced(reduction):
+        b = backend()
+        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (b.topology.rank + 1)
+        before = mine.clone()
+        total, transposed = b.all_reduce(mine, reduction), b.all_reduce(mine.T, reduction)
+        assert torch.equal(mine, before)
+        return total, transposed
+
+    wanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * of([rank + 1 for rank in range(ranks.size)])
+    for total, transposed in ranks.run(reduced, reduction):
+        torch.testing.assert_close(total, wanted)
+        torch.testing.assert_close(transposed, wanted.T)
+
+
+def test_broadcast_writes_the_tensor_of_the_source_everywhere(ranks):
+    def broadcast():
+        b = backend()
+        received = []
+        for source in range(b.topology.world_size):
+            mine = torch.tensor([b.topology.rank * 10])
+            assert b.broadcast(mine, source) is mine
+            received.append(mine.item())
+        return received
+
+    assert ranks.run(broadcast) == [[source * 10 for source in range(ranks.size)]] * ranks.size
+
+
+def test_objects_travel_from_all_to_all_and_from_one_to_all(ranks):
+    def exchanged():
+        b = backend()
+        mine = {"rank": b.topology.rank, "text": "x" * b.topology.rank}
+        return b.all_gather_objects(mine), b.broadcast_object(mine, b.topology.world_size - 1)
+
+    everyone = [{"rank": rank, "text": "x" * rank} for rank in range(ranks.size)]
+    assert ranks.run(exchanged) == [(everyone, everyone[-1])] * ranks.size
+
+
+def test_nobody_passes_a_barrier_before_everybody_is_there(ranks, tmp_path):
+    def arrived(folder):
+        import time
+
+        b = backend()
+        time.sleep(0.2 * b.topology.rank)
+        (folder / str(b.topology.rank)).touch()
+        b.barrier()
+        return len(list(folder.iterdir()))
+
+    assert ranks.run(arrived, tmp_path) == [ranks.size] * ranks.size
+
+
+def model_and_batch():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(6, 4)
+
+
+def test_a_replicated_model_averages_its_gradients(ranks):
+    def gradients():
+        b = backend()
+        model, batch = model_and_batch()
+        replica = b.replicate(model, {})
+        replica(batch.chunk(b.topology.world_size)[b.topology.rank]).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    model, batch = model_and_batch()
+    model(batch).square().mean().backward()
+    for got in ranks.run(gradients):
+        torch.testing.assert_close(got, [p.grad for p in model.parameters()], atol=1e-6, rtol=0)
+
+
+def test_replicas_start_as_the_first_rank(ranks):
+    def weights():
+        b = backend()
+        torch.manual_seed(b.topology.rank)
+        return b.original(b.replicate(nn.Linear(2, 2), {})).weight.detach()
+
+    torch.manual_seed(0)
+    first = nn.Linear(2, 2).weight
+    assert all(torch.equal(got, first) for got in ranks.run(weights))
+
+
+def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks):
+    def gradients():
+        b = backend()
+        model, batch = model_and_batch()
+        own = batch.chunk(b.topology.world_size)[b.topology.rank]
+        twin = copy.deepcopy(model)
+        replica = b.replicate(model, {})
+        with b.no_sync(replica):
+            replica(own).square().mean().backward()
+        twin(own).square().mean().backward()
+        local = torch.equal(model[0].weight.grad, twin[0].weight.grad)
+        replica(own).square().mean().backward()
+        return local, model[0].weight.grad
+
+    model, batch = model_and_batch()
+    (2 * model(batch).square().mean()).backward()
+    for local, got in ranks.run(gradients):
+        assert local
+        torch.testing.assert_close(got, model[0].weight.grad, atol=1e-6, rtol=0)
+
+
+def test_the_original_of_a_replica_is_the_very_module(ranks):
+    def originals():
+        b = backend()
+        model = nn.Linear(2, 2)
+        frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+        assert b.original(b.replicate(model, {})) is model
+        assert b.original(model) is model
+        assert b.replicate(frozen, {}) is frozen
+        with b.no_sync(frozen):
+            return True
+
+    assert all(ranks.run(originals))
+
+
+def test_a_device_that_is_not_there_is_refused_by_name():
+    with pytest.raises(RuntimeError, match="device 'xpu' was asked for"):
+        connect(Settings(device="xpu"), Topology())

@@ -1,0 +1,54 @@
+"""One, two and three processes, started once and shared by all tests of the runtime."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
+cluster = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cluster)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(home, monkeypatch):
+    """The machine's accelerator is not what these tests are about; every test starts unseeded by others."""
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def clusters():
+    """The cluster of each size; `run(function, *args)` calls a function of a test on every rank."""
+    torch.set_num_threads(1)
+    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2), 3: cluster.Cluster(3)}
+    yield sizes
+    for some in sizes.values():
+        some.close()
+
+
+@pytest.fixture(params=[1, 2, 3], ids=["1 process", "2 processes", "3 processes"])
+def ranks(request, clusters):
+    """One, two and three processes in turn."""
+    return clusters[request.param]
+
+
+@pytest.fixture(params=[2, 3], ids=["2 processes", "3 processes"])
+def several(request, clusters):
+    """Two and three processes in turn."""
+    return clusters[request.param]
+
+
+@pytest.fixture
+def alone(clusters):
+    """This process only."""
+    return clusters[1]
+
+
+@pytest.fixture
+def pair(clusters):
+    """Two processes."""
+    return clusters[2]

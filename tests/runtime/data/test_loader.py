@@ -1,0 +1,409 @@
+"""The prepared loader: one order on any number of processes, every sample once."""
+
+from __future__ import annotations
+
+from itertools import chain, product
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from accel_runtime import Accelerator
+from accel_runtime.backends.single import Single
+from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.topology import Topology
+
+SEED = 5
+GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide
+COUNT = 20
+
+
+def unprepared(epochs=1, **options):
+    """The batches of some epochs of the script's own loader, on one process."""
+    torch.manual_seed(SEED)
+    loader = DataLoader(range(COUNT), batch_size=GLOBAL_BATCH, **options)
+    return [[batch.tolist() for batch in loader] for _ in range(epochs)]
+
+
+def prepared(accelerator, dataset=range(COUNT), **options):
+    """A prepared loader that walks the global batches of `unprepared`."""
+    if "batch_sampler" not in options and not accelerator.split_batches:
+        options = {"batch_size": GLOBAL_BATCH // accelerator.num_processes} | options
+    elif "batch_sampler" not in options:
+        options = {"batch_size": GLOBAL_BATCH} | options
+    return accelerator.prepare(DataLoader(dataset, **options))
+
+
+def walked(accelerator, loader, epochs=1):
+    """The global batches of some epochs, as gathered."""
+    return [[accelerator.gather_for_metrics(batch).tolist() for batch in loader] for _ in range(epochs)]
+
+
+class Halves(Sampler):
+    """Draws half of the indices, from the global generator, as scripts of every age do."""
+
+    def __iter__(self):
+        return iter(torch.randperm(COUNT)[: COUNT // 2].tolist())
+
+    def __len__(self):
+        return COUNT // 2
+
+
+class Uneven(Sampler):
+    """Batches of different lengths, without a `batch_size`."""
+
+    batches = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Endless(Sampler):
+    """Has no length."""
+
+    def __iter__(self):
+        while True:
+            yield 0
+
+
+class Stream(IterableDataset):
+    """Seven samples of unknown number."""
+
+    def __iter__(self):
+        return iter(range(7))
+
+
+class Doubling(DataLoader):
+    """A subclass with a walk, an attribute and a method of its own."""
+
+    factor = 2
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch * self.factor
+
+    def described(self):
+        return f"times {self.factor}"
+
+
+# One order -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["per process", "split"])
+@pytest.mark.parametrize("seeded", ["the global generator", "an own generator"])
+def test_the_order_is_what_the_unprepared_loader_draws_on_one_process(ranks, split, seeded):
+    def epochs(seeded, split):
+        torch.manual_seed(SEED)
+        own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
+        accelerator = Accelerator(split_batches=split)
+        return walked(accelerator, prepared(accelerator, shuffle=True, **own), epochs=3)
+
+    own = {"generator": torch.Generator().manual_seed(7)} if seeded == "an own generator" else {}
+    assert ranks.run(epochs, seeded, split) == [unprepared(3, shuffle=True, **own)] * ranks.size
+
+
+def test_workers_that_stay_walk_as_the_unprepared_loader_does_even_after_a_break(pair):
+    def epochs():
+        accelerator = Accelerator()
+        options = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
+        loaders = [prepared(accelerator, **options), DataLoader(range(COUNT), GLOBAL_BATCH, **options)]
+        seen = []
+        for loader, whole in zip(loaders, (accelerator.gather_for_metrics, lambda batch: batch), strict=True):
+            torch.manual_seed(SEED)
+            seen.append([whole(batch).tolist() for batch in loader])
+            for _ in loader:
+                break
+            seen.append([whole(batch).tolist() for batch in loader])
+        return seen
+
+    for first, third, wanted_first, wanted_third in pair.run(epochs):
+        assert first == wanted_first == unprepared(shuffle=True)[0]
+        assert third == wanted_third != first
+
+
+@pytest.mark.parametrize("sampler", [None, Halves()], ids=["shuffle", "a sampler of the script"])
+def test_ranks_seeded_apart_walk_the_order_of_the_first(several, sampler):
+    def epochs(sampler):
+        accelerator = Accelerator()
+        torch.manual_seed(SEED + accelerator.process_index)
+        return walked(accelerator, prepared(accelerator, shuffle=sampler is None, sampler=sampler), epochs=2)
+
+    wanted = unprepared(2, shuffle=sampler is None, sampler=sampler)
+    assert several.run(epochs, sampler) == [wanted] * several.size
+
+
+def test_after_an_epoch_the_global_generator_is_where_the_unprepared_loader_leaves_it(ranks):
+    def state():
+        torch.manual_seed(SEED)
+        accelerator = Accelerator()
+        walked(accelerator, prepared(accelerator, shuffle=True), epochs=2)
+        return torch.get_rng_state()
+
+    unprepared(2, shuffle=True)
+    wanted = torch.get_rng_state()
+    assert all(torch.equal(got, wanted) for got in ranks.run(state))
+
+
+def test_rng_types_make_all_ranks_draw_the_same_in_an_epoch(several):
+    def drawn():
+        accelerator = Accelerator(rng_types=["torch", "generator"])
+        torch.manual_seed(SEED + accelerator.process_index)
+        return [torch.rand(1).item() for _ in prepared(accelerator)]
+
+    got = several.run(drawn)
+    assert got == [got[0]] * several.size
+
+
+def test_an_epoch_number_reaches_the_sampler(ranks):
+    class Remembering(SequentialSampler):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    def epoch():
+        sampler = Remembering(range(COUNT))
+        prepared(Accelerator(), sampler=sampler).set_epoch(3)
+        return sampler.epoch
+
+    assert ranks.run(epoch) == [3] * ranks.size
+
+
+# Exactly once ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["per process", "split"])
+def test_every_sample_is_gathered_once_and_in_order(ranks, split):
+    def lost_or_repeated(split):
+        accelerator = Accelerator(split_batches=split)
+        world = accelerator.num_processes
+        wrong = []
+        for count, size in product(range(14), (1, 2, 3, 5)):
+            dataset = TensorDataset(torch.arange(count))
+            loader = accelerator.prepare(DataLoader(dataset, batch_size=size * world if split else size))
+            seen = [index for (batch,) in loader for index in accelerator.gather_for_metrics(batch).tolist()]
+            if seen != list(range(count)):
+                wrong.append((count, size, seen))
+        return wrong
+
+    assert ranks.run(lost_or_repeated, split) == [[]] * ranks.size
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * COUNT, num_samples=2 * COUNT + 1)},
+        {"sampler": Halves()},
+        {"sampler": [3, 1, 2]},
+        {"drop_last": True},
+    ],
+    ids=["weighted", "half", "list", "drop last"],
+)
+def test_what_a_sampler_draws_is_gathered_whatever_the_length_of_the_dataset(ranks, options):
+    def gathered(options):
+        torch.manual_seed(SEED)
+        accelerator = Accelerator()
+        return walked(accelerator, prepared(accelerator, **options))
+
+    assert ranks.run(gathered, options) == [unprepared(**options)] * ranks.size
+
+
+def test_batches_of_different_lengths_stay_whole_on_a_rank_each(ranks):
+    def shared():
+        accelerator = Accelerator()
+        loader = prepared(accelerator, batch_sampler=Uneven())
+        own = [batch.tolist() for batch in loader]
+        return own, walked(accelerator, loader)[0]
+
+    shares = ranks.run(shared)
+    steps = [Uneven.batches[at : at + ranks.size] for at in range(0, len(Uneven.batches), ranks.size)]
+    for rank, (own, gathered) in enumerate(shares):
+        assert gathered == [list(chain.from_iterable(step)) for step in steps]
+        for step, batch in zip(steps, own, strict=True):
+            assert len(batch) == max(map(len, step))
+            if rank < len(step):
+                assert batch[: len(step[rank])] == step[rank]
+
+
+def test_two_loops_over_one_loader_at_once_do_not_mix(ranks):
+    def both():
+        accelerator = Accelerator()
+        loader = prepared(accelerator, shuffle=True)
+        return [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+
+    for steps in ranks.run(both):
+        assert len(steps) == 4
+        assert all(len(one) == len(other) == GLOBAL_BATCH // ranks.size for one, other in steps[:3])
+
+
+def test_a_loop_inside_a_loop_leaves_the_outer_batch_in_hand(ranks):
+    def gathered():
+        accelerator = Accelerator()
+        outer, inner = prepared(accelerator), prepared(accelerator, range(7))
+        seen = []
+        for batch in outer:
+            assert walked(accelerator, inner)[0] == [[0, 1, 2, 3, 4, 5], [6]]
+            seen += accelerator.gather_for_metrics(batch).tolist()
+        return seen
+
+    assert ranks.run(gathered) == [list(range(COUNT))] * ranks.size
+
+
+@pytest.mark.parametrize("end", ["break", "exception"])
+def test_a_loop_left_early_leaves_no_batch_in_hand(ranks, end):
+    def gathered(end):
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+
+        def leave():
+            for index, _ in enumerate(prepared(accelerator)):
+                if index == 3 and end == "exception":
+                    raise KeyError
+                if index == 3:  # the last step, which has repeats
+                    break
+
+        try:
+            leave()
+        except KeyError as error:
+            kept = error  # its traceback keeps the frame, as a debugger or a log would
+            assert kept is not None
+        with accelerator.accumulate():
+            synced = accelerator.sync_gradients
+        return accelerator.gather_for_metrics(torch.arange(2)).tolist(), synced
+
+    assert ranks.run(gathered, end) == [([0, 1] * ranks.size, False)] * ranks.size
+
+
+def test_steps_are_counted_alike_everywhere(ranks):
+    def lengths():
+        accelerator = Accelerator()
+        made = [prepared(accelerator), prepared(accelerator, drop_last=True), prepared(accelerator, [])]
+        return [(len(loader), len(list(loader)), loader.total_batch_size) for loader in made]
+
+    assert ranks.run(lengths) == [[(4, 4, 6), (3, 3, 6), (0, 0, 6)]] * ranks.size
+
+
+# The script's own loader -----------------------------------------------------------------
+
+
+def test_a_prepared_loader_is_a_data_loader_with_the_attributes_of_the_script(ranks):
+    def attributes():
+        accelerator = Accelerator()
+        dataset = TensorDataset(torch.arange(4))
+        script = DataLoader(dataset, batch_size=2, shuffle=True, timeout=0, drop_last=True)
+        script.note = "mine"
+        loader = accelerator.prepare(script)
+        assert isinstance(loader, DataLoader)
+        assert accelerator.prepare(loader) is loader
+        assert loader.dataset is dataset
+        assert loader.sampler is script.sampler
+        assert loader.batch_sampler is script.batch_sampler
+        assert not hasattr(loader, "no_such_attribute")
+        assert len(script) == 2
+        return loader.batch_size, loader.drop_last, loader.note
+
+    assert ranks.run(attributes) == [(2, True, "mine")] * ranks.size
+
+
+def test_a_subclass_keeps_its_walk_its_attributes_and_its_methods(ranks):
+    def doubled():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(Doubling(range(7), batch_size=2))
+        assert loader.factor == 2
+        assert loader.described() == "times 2"
+        epochs = walked(accelerator, loader, epochs=2)
+        return [list(chain.from_iterable(epoch)) for epoch in epochs]
+
+    assert ranks.run(doubled) == [[[0, 2, 4, 6, 8, 10, 12]] * 2] * ranks.size
+
+
+def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
+    def both():
+        script = DataLoader(range(7), batch_size=2)
+        Accelerator().prepare(script)
+        return len(list(script))
+
+    assert ranks.run(both) == [4] * ranks.size
+
+
+@pytest.mark.parametrize("place", [True, False])
+def test_batches_are_placed_on_the_device_where_asked(place):
+    backend = Single(Topology(), torch.device("meta"))
+    loader = PreparedLoader(DataLoader(range(3)), backend, Batches(), LoaderOptions(place=place))
+    assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
+
+
+# What cannot be shared out ---------------------------------------------------------------
+
+REFUSED = {
+    "a stream": (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
+    "no batches": (lambda: DataLoader(range(7), batch_size=None), "batch_size=None"),
+    "sharded already": (
+        lambda: DataLoader(range(7), sampler=DistributedSampler(range(7), 1, 0, shuffle=False)),
+        "DistributedSampler",
+    ),
+    "overtaking": (lambda: DataLoader(range(7), num_workers=1, in_order=False), "in_order=False"),
+    "no end": (lambda: DataLoader(range(7), sampler=Endless()), "no length"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_several_processes_cannot_share_is_refused_with_the_reason(several, kind):
+    def refused(make, reason):
+        with pytest.raises(ValueError, match=f"cannot be prepared for .* processes: .*{reason}"):
+            Accelerator().prepare(make())
+        return True
+
+    assert all(several.run(refused, *REFUSED[kind]))
+
+
+@pytest.mark.parametrize("kind", ["a stream", "no batches", "sharded already"])
+def test_what_several_processes_cannot_share_works_on_one(kind):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(REFUSED[kind][0]())
+    seen = [accelerator.gather_for_metrics(torch.as_tensor(batch)).flatten().tolist() for batch in loader]
+    assert list(chain.from_iterable(seen)) == list(range(7))
+
+
+def test_a_sampler_without_end_works_on_one_process():
+    loader = iter(Accelerator().prepare(REFUSED["no end"][0]()))
+    assert [next(loader).tolist() for _ in range(3)] == [[0]] * 3
+
+
+def test_the_end_of_a_stream_is_known_with_its_last_batch():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    synced = []
+    for _ in accelerator.prepare(DataLoader(Stream(), batch_size=2)):
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, True]
+
+
+def test_split_batches_the_ranks_cannot_divide_are_refused_with_both_numbers(several):
+    def refused():
+        accelerator = Accelerator(split_batches=True)
+        size = accelerator.num_processes + 1
+        with pytest.raises(ValueError, match=f"a batch size that {size - 1} processes divide; it is {size}"):
+            accelerator.prepare(DataLoader(range(7), batch_size=size))
+        return True
+
+    assert all(several.run(refused))
+
+
+def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
+    def refused():
+        with pytest.raises(ValueError, match="no fixed size"):
+            _ = prepared(Accelerator(), batch_sampler=Uneven()).total_batch_size
+        return True
+
+    assert all(ranks.run(refused))

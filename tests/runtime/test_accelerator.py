@@ -1,0 +1,519 @@
+"""The facade, as scripts use it, on one, two and three processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import stat
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_runtime import (
+    Accelerator,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
+from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.scheduler import PreparedScheduler
+
+GLOBAL_BATCH = 6  # what 1, 2 and 3 processes divide
+DATA = torch.linspace(-2, 2, 5 * GLOBAL_BATCH * 4).view(-1, 4).sin()
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def sgd(model, rate=0.1):
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def loss_of(model, batch):
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def part(accelerator, batch):
+    """This process's slice of a global batch."""
+    return batch.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def same(got, wanted, tolerance=1e-6):
+    return all(torch.allclose(g, w, rtol=0, atol=tolerance) for g, w in zip(got, wanted, strict=True))
+
+
+def fp16():
+    """With a scale under which the gradients of these tests do not overflow by themselves."""
+    return Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)])
+
+
+def prepared_network(accelerator, rate=0.1):
+    model = network()
+    return accelerator.prepare(model, sgd(model, rate))
+
+
+# Where a process stands ------------------------------------------------------------------
+
+
+def test_every_process_knows_its_place_as_a_property_and_as_a_call(ranks):
+    def place():
+        a = Accelerator()
+        flags = [a.is_main_process, a.is_local_main_process, a.is_last_process]
+        assert [bool(flag) for flag in flags] == [flag() for flag in flags]
+        return a.num_processes, a.process_index, a.local_process_index, str(a.device), [f() for f in flags]
+
+    wanted = [
+        (ranks.size, rank, rank, "cpu", [rank == 0, rank == 0, rank == ranks.size - 1])
+        for rank in range(ranks.size)
+    ]
+    assert ranks.run(place) == wanted
+
+
+def test_a_line_is_printed_once(ranks):
+    def printed():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            Accelerator().print("epoch", 1, sep=" = ", end="!\n")
+        return out.getvalue()
+
+    assert ranks.run(printed) == ["epoch = 1!\n"] + [""] * (ranks.size - 1)
+
+
+# Preparing -------------------------------------------------------------------------------
+
+
+def test_objects_come_back_prepared_in_any_order_and_nesting(ranks):
+    def kinds():
+        accelerator = Accelerator()
+        model = network()
+        optimizer = sgd(model)
+        scheduler = LambdaLR(optimizer, lambda _: 1.0)
+        loader = DataLoader(DATA)
+        prepared = accelerator.prepare(
+            scheduler, {"train": loader, "rest": (optimizer, ["text", None])}, [model]
+        )
+        first, named, (last,) = prepared
+        assert isinstance(first, PreparedScheduler)
+        assert isinstance(named["train"], PreparedLoader)
+        assert isinstance(named["rest"][0], PreparedOptimizer)
+        assert named["rest"][1] == ["text", None]
+        assert accelerator.unwrap_model(last) is model
+        optimizer.step()
+        first.step()
+        return type(prepared), first.last_epoch, isinstance(last, DistributedDataParallel)
+
+    assert ranks.run(kinds) == [(tuple, ranks.size, ranks.size > 1)] * ranks.size
+
+
+def test_a_single_object_comes_back_on_its_own_and_nothing_is_prepared_twice(ranks):
+    def again():
+        accelerator = Accelerator()
+        model = network()
+        optimizer = sgd(model)
+        objects = [model, optimizer, LambdaLR(optimizer, lambda _: 1.0), DataLoader(DATA)]
+        prepared = [accelerator.prepare(item) for item in objects]
+        assert all(accelerator.prepare(item) is item for item in prepared)
+        assert all(one is other for one, other in zip(accelerator.prepare(*prepared), prepared, strict=True))
+        return True
+
+    assert all(ranks.run(again))
+
+
+def test_a_model_that_averages_its_gradients_already_is_not_wrapped_again(several):
+    def wrapped():
+        first, second = Accelerator(), Accelerator()
+        mine = DistributedDataParallel(network())
+        theirs = first.prepare(network())
+        return first.prepare(mine) is mine, second.prepare(theirs) is theirs
+
+    assert several.run(wrapped) == [(True, True)] * several.size
+
+
+def test_a_model_without_trainable_parameters_is_prepared_and_used(ranks):
+    def output():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        frozen = accelerator.prepare(network().requires_grad_(requires_grad=False))
+        with accelerator.accumulate(frozen), accelerator.no_sync(frozen):
+            return frozen(DATA)
+
+    assert all(torch.equal(got, network()(DATA)) for got in ranks.run(output))
+
+
+def test_unwrapping_gives_the_model_of_the_script_with_the_names_of_the_script(ranks):
+    def names():
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = network()
+        prepared = accelerator.prepare(model)
+        assert accelerator.unwrap_model(prepared) is model
+        assert accelerator.unwrap_model(model) is model
+        exact = [torch.equal(model(DATA), network()(DATA))]
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        exact += [torch.equal(model(DATA), network()(DATA))]
+        return list(model.state_dict()), exact
+
+    assert ranks.run(names) == [(list(network().state_dict()), [False, True])] * ranks.size
+
+
+def test_a_second_accelerator_works_beside_the_first(ranks):
+    def both():
+        first, second = Accelerator(mixed_precision="fp16"), Accelerator(gradient_accumulation_steps=2)
+        with second.accumulate():
+            pass
+        seen = [a.gather(torch.tensor([a.process_index])).tolist() for a in (first, second)]
+        return seen, first.sync_gradients, second.sync_gradients, second.scaler
+
+    wanted = ([list(range(ranks.size))] * 2, True, False, None)
+    assert ranks.run(both) == [wanted] * ranks.size
+
+
+# The same mathematics --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_gradients_are_those_of_one_process_on_the_same_global_batches(ranks, steps):
+    def averaged(steps):
+        accelerator = Accelerator(gradient_accumulation_steps=steps)
+        model = accelerator.prepare(network())
+        for batch in DATA.split(GLOBAL_BATCH)[:steps]:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, part(accelerator, batch)))
+        return gradients(model)
+
+    model = network()
+    for batch in DATA.split(GLOBAL_BATCH)[:steps]:
+        (loss_of(model, batch) / steps).backward()
+    assert all(same(got, gradients(model)) for got in ranks.run(averaged, steps))
+
+
+def test_gradients_travel_only_at_the_end_of_a_window(several):
+    def alike():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = accelerator.prepare(network())
+        seen = []
+        for batch in DATA.split(GLOBAL_BATCH)[:2]:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, part(accelerator, batch)))
+            everyone = accelerator.gather(gradients(model)[0].unsqueeze(0))
+            seen.append(bool((everyone == everyone[0]).all()))
+        return seen
+
+    assert several.run(alike) == [[False, True]] * several.size
+
+
+def trained(accelerator):
+    """The parameters and the rate after 5 steps of a loop as scripts have it."""
+    model = network()
+    optimizer = sgd(model)
+    torch.manual_seed(9)
+    size = GLOBAL_BATCH if accelerator.split_batches else GLOBAL_BATCH // accelerator.num_processes
+    loader = DataLoader(TensorDataset(DATA), batch_size=size, shuffle=True)
+    scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for (batch,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return values(model), optimizer.param_groups[0]["lr"]
+
+
+def test_a_run_of_split_batches_is_that_of_the_plain_loop_on_any_number_of_processes(ranks):
+    def run():
+        return trained(Accelerator(split_batches=True))
+
+    model = network()
+    optimizer = sgd(model)
+    torch.manual_seed(9)
+    for (batch,) in DataLoader(TensorDataset(DATA), batch_size=GLOBAL_BATCH, shuffle=True):
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.zero_grad()
+    for got, rate in ranks.run(run):
+        assert same(got, values(model))
+        assert rate == pytest.approx(0.1 * 0.9**5)
+
+
+def test_the_last_micro_batch_of_an_epoch_steps_and_the_next_epoch_begins_a_window(ranks):
+    def steps():
+        accelerator = Accelerator(gradient_accumulation_steps=2, split_batches=True)
+        model = network()
+        loader = accelerator.prepare(DataLoader(DATA, batch_size=GLOBAL_BATCH))
+        accelerator.prepare(model)
+        seen = []
+        for _ in range(2):
+            for _ in loader:
+                with accelerator.accumulate(model):
+                    seen.append(accelerator.sync_gradients)
+        return seen
+
+    assert ranks.run(steps) == [[False, True, False, True, True] * 2] * ranks.size
+
+
+# Mixed precision -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_a_prepared_model_computes_in_the_format_and_returns_float32(ranks, mixed_precision, dtype):
+    def dtypes(mixed_precision):
+        accelerator = Accelerator(mixed_precision=mixed_precision)
+        model, optimizer = prepared_network(accelerator)
+        seen = []
+        accelerator.unwrap_model(model)[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+        output = model(DATA)
+        with accelerator.autocast():
+            seen.append((DATA @ DATA.T).dtype)
+        before = values(model)
+        accelerator.backward(output.square().mean())
+        optimizer.step()
+        assert not same(values(model), before)
+        return accelerator.mixed_precision, seen, output.dtype, {p.dtype for p in model.parameters()}
+
+    wanted = (mixed_precision, [dtype, dtype], torch.float32, {torch.float32})
+    assert ranks.run(dtypes, mixed_precision) == [wanted] * ranks.size
+
+
+def test_a_step_of_overflowed_gradients_is_skipped_by_all_with_its_scheduler(ranks):
+    def run():
+        accelerator = fp16()
+        model = network()
+        optimizer = sgd(model)
+        model, optimizer, scheduler = accelerator.prepare(
+            model, optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+        )
+        seen = []
+        for overflows in (False, True, False):
+            before, scale = values(model), accelerator.scaler.get_scale()
+            loss = loss_of(model, part(accelerator, DATA))
+            first = accelerator.is_main_process
+            accelerator.backward(loss * float("inf") if overflows and first else loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            backed_off = accelerator.scaler.get_scale() == scale / 2
+            moved = not same(values(model), before, tolerance=0)
+            seen.append((accelerator.optimizer_step_was_skipped, moved, backed_off, scheduler.last_epoch))
+        return seen
+
+    n = ranks.size
+    wanted = [(False, True, False, n), (True, False, True, n), (False, True, False, 2 * n)]
+    assert ranks.run(run) == [wanted] * n
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_the_norm_of_the_gradients_is_the_true_one_and_they_are_clipped_to_it(ranks, mixed_precision):
+    def norms(mixed_precision):
+        accelerator = fp16() if mixed_precision == "fp16" else Accelerator()
+        model, _ = prepared_network(accelerator)
+        accelerator.backward(10 * loss_of(model, part(accelerator, DATA)))
+        first = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        second = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+        return first.item(), second.item(), max(g.abs().max().item() for g in gradients(model))
+
+    model = network()
+    (10 * loss_of(model, DATA)).backward()
+    wanted = nn.utils.get_total_norm(gradients(model)).item()
+    assert wanted > 1
+    for first, second, largest in ranks.run(norms, mixed_precision):
+        assert first == pytest.approx(wanted, rel=1e-5 if mixed_precision == "no" else 1e-2)
+        assert second == pytest.approx(1.0, rel=1e-4)
+        assert largest == pytest.approx(0.01)
+
+
+# Schedulers ------------------------------------------------------------------------------
+
+
+def advanced(make, *metrics, split=False, with_optimizer=True, steps=2):
+    """A scheduler prepared before its optimizer, after some steps of the run: its own count, and the rate."""
+    accelerator = Accelerator(split_batches=split, step_scheduler_with_optimizer=with_optimizer)
+    model = network()
+    optimizer = sgd(model, rate=1.0)
+    scheduler, optimizer = accelerator.prepare(make(optimizer), optimizer)
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(*metrics)
+    return scheduler.last_epoch, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("options", "of"),
+    [({}, lambda n: n), ({"split": True}, lambda _: 1), ({"with_optimizer": False}, lambda _: 1)],
+    ids=["per process", "split", "left to the script"],
+)
+def test_a_scheduler_advances_with_the_samples_all_processes_see(ranks, options, of):
+    def run(options):
+        return advanced(lambda optimizer: LambdaLR(optimizer, lambda step: 0.5**step), **options)
+
+    counted = 2 * of(ranks.size)
+    assert ranks.run(run, options) == [(counted, 0.5**counted)] * ranks.size
+
+
+def test_a_plateau_is_judged_once_a_metric(ranks):
+    def run():
+        return advanced(lambda optimizer: ReduceLROnPlateau(optimizer, patience=1, factor=0.5), 1.0, steps=3)
+
+    assert ranks.run(run) == [(3, 0.5)] * ranks.size
+
+
+def test_one_cycle_does_not_go_past_its_end(ranks):
+    def run():
+        return advanced(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=7), steps=7)
+
+    assert ranks.run(run) == [(6, pytest.approx(1 / 25 / 1e4))] * ranks.size
+
+
+def test_a_scheduler_waits_for_its_own_optimizer_only():
+    accelerator = fp16()
+    models = [network(), network(1)]
+    optimizers = [sgd(model) for model in models]
+    schedulers = [LambdaLR(optimizer, lambda _: 1.0) for optimizer in optimizers]
+    models, optimizers, schedulers = accelerator.prepare(models, optimizers, schedulers)
+    accelerator.backward(loss_of(models[0], DATA) * float("inf") + loss_of(models[1], DATA))
+    for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    assert [scheduler.last_epoch for scheduler in schedulers] == [0, 1]
+    assert accelerator.optimizer_step_was_skipped
+
+
+# Keeping results -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_a_file_is_written_once_and_whole_and_readable_without_accel(ranks, tmp_path, safe):
+    def saved(folder, safe):
+        accelerator = Accelerator()
+        model = accelerator.unwrap_model(accelerator.prepare(network()))
+        path = folder / f"{accelerator.process_index}.weights"
+        accelerator.save(model.state_dict(), str(path), safe_serialization=safe)
+        accelerator.save(model.state_dict(), path, safe_serialization=safe)
+
+    ranks.run(saved, tmp_path, safe)
+    assert [path.name for path in tmp_path.glob("*.weights")] == ["0.weights"]
+    path = tmp_path / "0.weights"
+    loaded = load_file(path) if safe else torch.load(path, weights_only=True)
+    wanted = network().state_dict()
+    assert same([loaded.pop(name) for name in wanted], wanted.values(), tolerance=0)
+    assert not loaded
+
+
+def test_an_open_file_is_written_to_where_it_stands():
+    file = io.BytesIO()
+    Accelerator().save({"epoch": 3}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path, safe):
+    path = tmp_path / "folder" / "state.bin"
+    path.parent.mkdir()
+    path.write_text("the old one")
+    with pytest.raises(Exception, match=r"pickle|Tensor|lambda"):
+        Accelerator().save({"hook": lambda: None}, path, safe_serialization=safe)
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("state.bin", "the old one")]
+
+
+def test_a_saved_file_has_the_permissions_of_any_other(tmp_path):
+    Accelerator().save({"x": torch.ones(1)}, tmp_path / "saved")
+    (tmp_path / "plain").touch()
+    assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("saved", "plain")}) == 1
+
+
+# Early scripts, and options --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "wanted"),
+    [
+        ({}, {}, "no"),
+        ({"fp16": True}, {}, "fp16"),
+        ({"fp16": False}, {"ACCEL_MIXED_PRECISION": "bf16"}, "no"),
+        ({"fp16": True, "mixed_precision": "fp16"}, {}, "fp16"),
+        ({}, {"USE_FP16": "1"}, "fp16"),
+        ({}, {"ACCEL_MIXED_PRECISION": "bf16"}, "bf16"),
+        ({"mixed_precision": "no"}, {"ACCEL_MIXED_PRECISION": "bf16"}, "no"),
+    ],
+)
+def test_the_number_format_is_what_the_script_says_else_what_the_launcher_says(arguments, environ, wanted):
+    with patch.dict(os.environ, environ):
+        accelerator = Accelerator(**arguments)
+    assert accelerator.mixed_precision == wanted
+    assert (accelerator.scaler is not None) == (wanted == "fp16")
+
+
+@pytest.mark.parametrize(("fp16", "mixed_precision"), [(True, "bf16"), (True, "no"), (False, "fp16")])
+def test_two_spellings_that_contradict_each_other_are_refused(fp16, mixed_precision):
+    with pytest.raises(ValueError, match=f"fp16={fp16} and mixed_precision='{mixed_precision}' contradict"):
+        Accelerator(fp16=fp16, mixed_precision=mixed_precision)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "fp8"}, "one of no, bf16, fp16; it is 'fp8'"),
+        ({"gradient_accumulation_steps": 0}, "at least 1; it is 0"),
+        ({"rng_types": ["xla"]}, "rng_types may hold generator, torch, cuda, xpu; it holds 'xla'"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "2 AutocastKwargs"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Accelerator(**arguments)
+
+
+def test_a_handler_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="it holds <object"):
+        Accelerator(kwargs_handlers=[object()])
+
+
+def test_cpu_wins_over_the_device_of_the_launcher():
+    with patch.dict(os.environ, ACCEL_DEVICE="xpu"):
+        assert Accelerator(cpu=True).device.type == "cpu"
+        with pytest.raises(RuntimeError, match="device 'xpu' was asked for"):
+            Accelerator()
+
+
+def test_the_first_two_arguments_may_be_given_by_position():
+    accelerator = Accelerator(True, True)
+    assert accelerator.split_batches
+
+
+def test_handlers_take_effect(several):
+    def effects():
+        handlers = [
+            DistributedDataParallelKwargs(find_unused_parameters=True, gradient_as_bucket_view=True),
+            GradScalerKwargs(init_scale=8.0),
+            AutocastKwargs(enabled=False),
+        ]
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers)
+        model = accelerator.prepare(network())
+        with accelerator.autocast():
+            dtype = (DATA @ DATA.T).dtype
+        ddp = (model.find_unused_parameters, model.gradient_as_bucket_view)
+        return ddp, accelerator.scaler.get_scale(), dtype
+
+    assert several.run(effects) == [((True, True), 8.0, torch.float32)] * several.size

@@ -1,0 +1,95 @@
+"""The contract between launcher and script."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_runtime.env import (
+    EARLY_FP16,
+    HOME,
+    PREFIX,
+    PROFILE,
+    Device,
+    MixedPrecision,
+    ProcessGroupBackend,
+    Settings,
+    SettingsError,
+    variable,
+)
+
+every_settings = st.builds(
+    Settings,
+    device=st.sampled_from(get_args(Device)),
+    mixed_precision=st.sampled_from(get_args(MixedPrecision)),
+    process_group_backend=st.sampled_from(get_args(ProcessGroupBackend)),
+    process_group_timeout=st.integers(min_value=1),
+)
+
+
+@given(every_settings)
+def test_what_is_written_is_read_back(settings):
+    assert Settings.from_env(settings.to_env()) == settings
+
+
+@given(every_settings)
+def test_every_field_is_written_to_a_variable_of_ours(settings):
+    written = settings.to_env()
+    assert len(written) == len(fields(Settings))
+    assert all(name.startswith(PREFIX) for name in written)
+
+
+@given(every_settings)
+def test_early_fp16_says_nothing_where_the_launcher_spoke(settings):
+    assert Settings.from_env(settings.to_env() | {EARLY_FP16: "yes"}) == settings
+
+
+def test_a_field_without_a_variable_keeps_its_default():
+    assert Settings.from_env({}) == Settings()
+    assert Settings.from_env({"ACCEL_DEVICE": "cpu"}) == Settings(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ACCEL_DEVICE", "gpu"),
+        ("ACCEL_DEVICE", "CPU"),
+        ("ACCEL_DEVICE", ""),
+        ("ACCEL_MIXED_PRECISION", "fp8"),
+        ("ACCEL_PROCESS_GROUP_BACKEND", "mpi"),
+        ("ACCEL_PROCESS_GROUP_TIMEOUT", "0"),
+        ("ACCEL_PROCESS_GROUP_TIMEOUT", "-5"),
+        ("ACCEL_PROCESS_GROUP_TIMEOUT", "1.5"),
+        ("ACCEL_PROCESS_GROUP_TIMEOUT", "ten"),
+        ("ACCEL_PROCESS_GROUP_TIMEOUT", "\u0663"),  # a digit, but not one of ours
+        ("USE_FP16", "perhaps"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_names_the_variable_and_the_value(name, value):
+    with pytest.raises(SettingsError, match=f"{name} must be .*{value!r}"):
+        Settings.from_env({name: value})
+
+
+@pytest.mark.parametrize("name", [*(variable(f.name) for f in fields(Settings)), HOME, PROFILE])
+def test_a_near_miss_of_a_variable_is_refused_with_the_right_name(name):
+    misspelled = name[:-2] + name[-1]
+    with pytest.raises(SettingsError, match=rf"{misspelled} is not .* did you mean {name}\?"):
+        Settings.from_env({misspelled: "cpu"})
+
+
+@pytest.mark.parametrize("name", ["ACCEL_FOO", "ACCEL_MODE", "ACCEL_RUN_NAME", "ACCELERATE_DEVIC", "DEVIC"])
+def test_variables_of_others_are_ignored(name):
+    assert Settings.from_env({name: "x"}) == Settings()
+
+
+def test_the_variables_of_the_launcher_alone_are_no_concern_of_ours():
+    assert Settings.from_env({HOME: "/somewhere", PROFILE: "work"}) == Settings()
+
+
+@pytest.mark.parametrize(("text", "means"), [("1", "fp16"), ("True", "fp16"), ("no", "no"), ("", "no")])
+def test_the_switch_of_early_scripts_asks_for_fp16(text, means):
+    assert Settings.from_env({EARLY_FP16: text}).mixed_precision == means

@@ -1,0 +1,42 @@
+"""Importing the runtime is cheap, and gives what it names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import accel_runtime
+
+CHEAP = """
+import sys
+import accel_runtime
+assert accel_runtime.Settings() == accel_runtime.Settings.from_env({})
+assert accel_runtime.Topology() == accel_runtime.Topology.from_env({})
+dir(accel_runtime)
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "safetensors", "accel_cli"}))
+from accel_runtime import Accelerator
+print("torch" in sys.modules)
+"""
+
+
+def test_torch_arrives_with_the_first_name_that_needs_it():
+    run = subprocess.run([sys.executable, "-c", CHEAP], capture_output=True, text=True, check=True)
+    assert run.stdout == "\nTrue\n"
+
+
+@pytest.mark.parametrize("name", accel_runtime.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(accel_runtime, name).__name__ == name
+    assert name in dir(accel_runtime)
+
+
+def test_any_other_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'accel_runtime' has no attribute 'Acelerator'"):
+        _ = accel_runtime.Acelerator
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert accel_runtime.__version__ == version("accel")

@@ -1,0 +1,264 @@
+"""The prepared optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.precision import Precision
+
+HUGE = 1e30  # times the scale it is no number of float32 any more
+
+
+class Run:
+    """One weight an optimizer, all of value 10, with SGD of rate 1: a step subtracts the gradient."""
+
+    def __init__(self, mixed_precision="no", optimizers=1, window=1, fused=False, **scaler):
+        self.precision = Precision(mixed_precision, torch.device("cpu"), {}, {"init_scale": 1024.0} | scaler)
+        self.accumulation = Accumulation(window)
+        self.weights = [nn.Parameter(torch.tensor([10.0])) for _ in range(optimizers)]
+        self.optimizers = [
+            PreparedOptimizer(
+                torch.optim.SGD([weight], lr=1.0, fused=fused), self.accumulation, self.precision.scaler
+            )
+            for weight in self.weights
+        ]
+        self.optimizer = self.optimizers[0]
+
+    def backward(self, *gradients):
+        """Add these to the gradients of the first weights, through a loss."""
+        self.precision.backward(sum(w * g for w, g in zip(self.weights, gradients, strict=False)))
+
+    @property
+    def values(self):
+        return [weight.item() for weight in self.weights]
+
+
+# Windows ---------------------------------------------------------------------------------
+
+
+def test_step_and_zero_grad_wait_for_the_end_of_the_window():
+    run = Run(window=2)
+    seen = []
+    for _ in range(4):
+        run.accumulation.advance(last=False)
+        run.backward(1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        seen.append((run.values[0], run.weights[0].grad is None))
+    assert seen == [(10, False), (8, True), (8, False), (6, True)]
+
+
+def test_gradients_can_be_zeroed_in_place():
+    run = Run()
+    run.backward(1.0)
+    run.optimizer.zero_grad(set_to_none=False)
+    assert run.weights[0].grad.item() == 0
+
+
+def test_a_closure_is_run_and_its_loss_returned():
+    run = Run()
+    run.backward(1.0)
+    assert run.optimizer.step(lambda: 3.5) == 3.5
+    assert run.values == [9]
+
+
+# The loss scaler -------------------------------------------------------------------------
+
+
+def test_a_step_takes_the_scale_out_of_the_gradient():
+    run = Run("fp16")
+    run.backward(2.0)
+    assert run.weights[0].grad.item() == 2048
+    run.optimizer.step()
+    assert run.values == [8]
+    assert not run.optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflowed_gradients_skip_one_step_and_halve_the_scale(fused):
+    run = Run("fp16", fused=fused)
+    skipped, scales, values = [], [], []
+    for gradient in (HUGE * HUGE, 1.0, 1.0):
+        run.backward(gradient)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        skipped.append(run.optimizer.step_was_skipped)
+        scales.append(run.precision.scaler.get_scale())
+        values += run.values
+    assert skipped == [True, False, False]
+    assert scales == [512, 512, 512]
+    assert values == [10, 9, 8]
+
+
+def test_gradients_are_unscaled_once_however_often_it_is_asked():
+    run = Run("fp16")
+    run.backward(2.0)
+    run.optimizer.unscale()
+    run.optimizer.unscale()
+    assert run.weights[0].grad.item() == 2
+    run.optimizer.step()
+    assert run.values == [8]
+
+
+def test_gradients_of_an_open_window_keep_their_scale():
+    run = Run("fp16", window=2)
+    for _ in range(2):
+        run.accumulation.advance(last=False)
+        run.backward(1.0)
+        run.optimizer.unscale()
+    assert run.weights[0].grad.item() == 2
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_several_optimizers_of_one_loss_take_the_same_scale_out(clipped):
+    """Also where the scale grows: it may not before the last of them has stepped."""
+    run = Run("fp16", optimizers=2, growth_interval=1)
+    for _ in range(2):
+        run.backward(2.0, 3.0)
+        for optimizer in run.optimizers * clipped:
+            optimizer.unscale()
+        for optimizer in run.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.values == [6, 4]
+    assert run.precision.scaler.get_scale() == 4096
+
+
+def test_optimizers_that_step_in_turn_do_not_disturb_each_other():
+    """As those of a generator and its critic, where clipping unscales all there are."""
+    run = Run("fp16", optimizers=2)
+    read = []
+    for _ in range(2):
+        for turn, gradients in enumerate(((2.0, 1.0), (0.0, 3.0))):
+            for optimizer in run.optimizers:
+                optimizer.zero_grad()
+            run.backward(*gradients)
+            for optimizer in run.optimizers:
+                optimizer.unscale()
+            read.append(run.weights[turn].grad.item())
+            run.optimizers[turn].step()
+    assert read == [2, 3, 2, 3]
+    assert run.values == [6, 4]
+
+
+def test_only_the_optimizer_whose_gradients_overflowed_skips():
+    run = Run("fp16", optimizers=2)
+    run.backward(HUGE * HUGE, 3.0)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    assert run.values == [10, 7]
+    assert [optimizer.step_was_skipped for optimizer in run.optimizers] == [True, False]
+    assert run.precision.scaler.get_scale() == 512
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing():
+    run = Run("fp16", enabled=False)
+    run.backward(2.0)
+    run.optimizer.unscale()
+    run.optimizer.step()
+    assert run.values == [8]
+    assert not run.optimizer.step_was_skipped
+
+
+def test_a_closure_is_refused_with_a_loss_scaler():
+    run = Run("fp16")
+    with pytest.raises(ValueError, match=r"cannot be combined with mixed_precision fp16"):
+        run.optimizer.step(lambda: 1.0)
+
+
+# For torch it is an optimizer ------------------------------------------------------------
+
+
+def adamw():
+    """A prepared AdamW that has stepped once, and its parameter."""
+    weight = nn.Parameter(torch.tensor([10.0]))
+    optimizer = PreparedOptimizer(torch.optim.AdamW([weight], lr=0.5), Accumulation(1), None)
+    (weight * 2).backward()
+    optimizer.step()
+    return optimizer, weight
+
+
+def test_it_is_an_optimizer_that_shows_the_scripts_groups_state_and_defaults():
+    optimizer, weight = adamw()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.state[weight]["step"] == 1
+    assert optimizer.defaults["lr"] == 0.5
+    assert "AdamW" in repr(optimizer)
+
+
+def test_a_learning_rate_set_on_it_is_the_one_it_steps_with():
+    run = Run()
+    for group in run.optimizer.param_groups:
+        group["lr"] = 3.0
+    run.backward(1.0)
+    run.optimizer.step()
+    assert run.values == [7]
+
+
+def test_a_group_added_to_it_is_stepped():
+    run = Run()
+    late = nn.Parameter(torch.tensor([5.0]))
+    run.optimizer.add_param_group({"params": [late]})
+    late.sum().backward()
+    run.optimizer.step()
+    assert late.item() == 4
+
+
+def test_its_state_loads_into_a_plain_optimizer_and_back():
+    optimizer, _ = adamw()
+    plain = torch.optim.AdamW([nn.Parameter(torch.tensor([10.0]))], lr=0.1)
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.param_groups[0]["lr"] == 0.5
+    plain.param_groups[0]["lr"] = 0.25
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_what_the_scripts_own_optimizer_class_adds_is_there():
+    class Own(torch.optim.SGD):
+        note = "mine"
+
+    optimizer = PreparedOptimizer(Own([nn.Parameter(torch.ones(1))], lr=1.0), Accumulation(1), None)
+    assert optimizer.note == "mine"
+    assert not hasattr(optimizer, "no_such_attribute")
+
+
+def test_hooks_of_torch_run_once_a_step():
+    run = Run()
+    seen = []
+    run.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    run.optimizer.step()
+    assert seen == [1]
+
+
+def test_a_scheduler_built_on_it_moves_its_learning_rate():
+    run = Run()
+    scheduler = LambdaLR(run.optimizer, lambda step: 0.5**step)
+    for _ in range(2):
+        run.optimizer.step()
+        scheduler.step()
+    assert run.optimizer.optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])  # noqa: S301
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_it_can_be_copied_and_pickled_also_under_a_scheduler(copied, scheduled):
+    optimizer, _ = adamw()
+    if scheduled:
+        LambdaLR(optimizer, lambda _: 1.0)
+    twin = copied(optimizer)
+    weight = twin.param_groups[0]["params"][0]
+    assert twin.state[weight]["step"] == 1
+    weight.grad = torch.ones(1)
+    twin.step()
+    assert twin.state[weight]["step"] == 2
+    assert optimizer.state_dict()["state"][0]["step"] == 1

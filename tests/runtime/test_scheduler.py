@@ -1,0 +1,121 @@
+"""The prepared scheduler."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.scheduler import PreparedScheduler
+
+
+def scheduled(make, *, strides=1, with_optimizer=True, window=1):
+    """A scheduler prepared over an optimizer of rate 1, and what it was prepared with."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    accumulation = Accumulation(window)
+    prepared = PreparedOptimizer(optimizer, accumulation, None)
+    scheduler = PreparedScheduler(
+        make(optimizer), [prepared], accumulation, strides=strides, with_optimizer=with_optimizer
+    )
+    return scheduler, prepared, accumulation
+
+
+def halving(optimizer):
+    return LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def rates(scheduler, optimizer, steps):
+    """The learning rate after each step of the run."""
+    seen = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("strides", "wanted"), [(1, [0.5, 0.25]), (2, [0.25, 0.0625]), (3, [0.125, 0.015625])]
+)
+def test_it_advances_by_what_all_processes_have_seen(strides, wanted):
+    scheduler, optimizer, _ = scheduled(halving, strides=strides)
+    assert rates(scheduler, optimizer, 2) == wanted
+    assert scheduler.get_last_lr() == wanted[-1:]
+    assert scheduler.last_epoch == 2 * strides
+
+
+def test_it_waits_while_a_window_is_open():
+    scheduler, optimizer, accumulation = scheduled(halving, window=2)
+    seen = []
+    for _ in range(4):
+        accumulation.advance(last=False)
+        seen += rates(scheduler, optimizer, 1)
+    assert seen == [1, 0.5, 0.5, 0.25]
+
+
+def test_it_waits_while_its_optimizer_skips():
+    scheduler, optimizer, _ = scheduled(halving)
+    optimizer.step()
+    optimizer.step_was_skipped = True
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+
+
+def test_left_to_the_script_it_does_what_the_script_says():
+    scheduler, optimizer, accumulation = scheduled(halving, strides=3, with_optimizer=False, window=2)
+    optimizer.step()
+    accumulation.advance(last=False)
+    scheduler.step()
+    assert scheduler.last_epoch == 1
+
+
+def test_a_plateau_is_judged_once_a_metric():
+    scheduler, optimizer, _ = scheduled(lambda o: ReduceLROnPlateau(o, patience=1, factor=0.5), strides=3)
+    seen = []
+    for metric in (1.0, 1.0, 1.0):
+        optimizer.step()
+        scheduler.step(metric)
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [1, 1, 0.5]
+
+
+@pytest.mark.parametrize("strides", [1, 2, 3, 4])
+def test_one_cycle_ends_at_its_lowest_rate_however_its_end_is_reached(strides):
+    total = 10
+    scheduler, optimizer, _ = scheduled(
+        lambda o: OneCycleLR(o, max_lr=1.0, total_steps=total), strides=strides
+    )
+    seen = rates(scheduler, optimizer, total)
+    assert scheduler.last_epoch == total - 1
+    assert seen[-1] == min(seen) == pytest.approx(1.0 / 25 / 1e4)
+
+
+def test_it_is_a_scheduler_that_shows_the_scripts_attributes():
+    scheduler, optimizer, _ = scheduled(halving)
+    assert isinstance(scheduler, LRScheduler)
+    assert scheduler.optimizer is optimizer.optimizer
+    assert scheduler.base_lrs == [1.0]
+    assert not hasattr(scheduler, "no_such_attribute")
+
+
+def test_its_state_loads_into_a_plain_scheduler_and_back():
+    scheduler, optimizer, _ = scheduled(halving, strides=3)
+    rates(scheduler, optimizer, 1)
+    plain = halving(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    plain.load_state_dict(scheduler.state_dict())
+    assert plain.last_epoch == 3
+    other, _, _ = scheduled(halving)
+    other.load_state_dict(plain.state_dict())
+    assert other.scheduler.last_epoch == 3
+
+
+def test_it_can_be_copied_together_with_its_optimizer():
+    scheduler, optimizer, _ = scheduled(halving)
+    rates(scheduler, optimizer, 1)
+    assert rates(*copy.deepcopy((scheduler, optimizer)), 1) == [0.25]
+    assert scheduler.get_last_lr() == [0.5]
