@@ -346,7 +346,11 @@ class Accelerator:
         path = Path(f).resolve()
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
+            # safetensors would leave a file that only its owner can read.
+            scratch.touch()
+            mode = scratch.stat().st_mode
             save_file(obj, scratch) if safe_serialization else torch.save(obj, scratch)
+            scratch.chmod(mode)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)

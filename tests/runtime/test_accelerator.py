@@ -385,12 +385,14 @@ def test_one_cycle_does_not_go_past_its_end(ranks):
     assert ranks.run(run) == [(6, pytest.approx(1 / 25 / 1e4))] * ranks.size
 
 
-def test_a_scheduler_waits_for_its_own_optimizer_only():
+@pytest.mark.parametrize("built_on", ["the script's optimizer", "the prepared one"])
+def test_a_scheduler_waits_for_its_own_optimizer_only(built_on):
     accelerator = fp16()
-    models = [network(), network(1)]
-    optimizers = [sgd(model) for model in models]
-    schedulers = [LambdaLR(optimizer, lambda _: 1.0) for optimizer in optimizers]
-    models, optimizers, schedulers = accelerator.prepare(models, optimizers, schedulers)
+    models = accelerator.prepare([network(), network(1)])
+    plain = [sgd(model) for model in models]
+    optimizers = accelerator.prepare(plain)
+    built = [LambdaLR(o, lambda _: 1.0) for o in (optimizers if built_on == "the prepared one" else plain)]
+    schedulers = accelerator.prepare(built)
     accelerator.backward(loss_of(models[0], DATA) * float("inf") + loss_of(models[1], DATA))
     for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
         optimizer.step()
@@ -437,8 +439,9 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path, safe):
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("state.bin", "the old one")]
 
 
-def test_a_saved_file_has_the_permissions_of_any_other(tmp_path):
-    Accelerator().save({"x": torch.ones(1)}, tmp_path / "saved")
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_a_saved_file_has_the_permissions_of_any_other(tmp_path, safe):
+    Accelerator().save({"x": torch.ones(1)}, tmp_path / "saved", safe_serialization=safe)
     (tmp_path / "plain").touch()
     assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("saved", "plain")}) == 1
 

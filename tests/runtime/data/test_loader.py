@@ -219,6 +219,32 @@ def test_what_a_sampler_draws_is_gathered_whatever_the_length_of_the_dataset(ran
     assert ranks.run(gathered, options) == [unprepared(**options)] * ranks.size
 
 
+def test_what_a_step_computes_is_gathered_like_its_samples(ranks):
+    def gathered():
+        accelerator = Accelerator()
+        seen = {"id": [], "text": [], "twice": [], "losses": []}
+        for batch in prepared(accelerator, [{"id": n, "text": f"no {n}"} for n in range(COUNT)]):
+            batch["twice"] = batch["id"].repeat_interleave(2)
+            loss = torch.tensor(float(accelerator.process_index))
+            whole, (losses, _) = (
+                accelerator.gather_for_metrics(batch),
+                accelerator.gather_for_metrics((loss, loss)),
+            )
+            seen["text"] += whole["text"]
+            seen["losses"].append(losses.flatten().tolist())
+            for name in ("id", "twice"):
+                seen[name] += whole[name].tolist()
+        return seen
+
+    wanted = {
+        "id": list(range(COUNT)),
+        "text": [f"no {n}" for n in range(COUNT)],
+        "twice": [n for n in range(COUNT) for _ in range(2)],
+        "losses": [[float(rank) for rank in range(ranks.size)]] * 4,
+    }
+    assert ranks.run(gathered) == [wanted] * ranks.size
+
+
 def test_batches_of_different_lengths_stay_whole_on_a_rank_each(ranks):
     def shared():
         accelerator = Accelerator()

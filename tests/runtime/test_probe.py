@@ -1,0 +1,19 @@
+"""What torch finds on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import torch
+
+
+def test_the_probe_prints_what_torch_finds_as_one_line_of_json():
+    command = [sys.executable, "-m", "accel_runtime.probe"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    there = torch.accelerator.is_available()
+    assert found["torch"] == torch.__version__
+    assert len(found["devices"]) == (torch.accelerator.device_count() if there else 0)
+    assert found["accelerator"] == (torch.accelerator.current_accelerator().type if there else None)
+    assert found["bf16"] in ([True, False] if there else [False])
