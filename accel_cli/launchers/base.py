@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from accel_cli.errors import UsageError
+from accel_cli.fields import Section
 from accel_cli.machine import Machine
-from accel_cli.profile.fields import Section
 from accel_runtime.env import Settings
 
 __all__ = ["Job", "Launcher", "Plan"]

@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 import accel_cli
+from accel_cli.fields import Answers, Question
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
 from accel_cli.machine import Machine
-from accel_cli.profile.fields import Answers, Question
 
 __all__ = ["Torchrun"]
 

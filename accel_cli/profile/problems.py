@@ -8,8 +8,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from accel_cli.errors import Problem
+from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS, PLANNED
-from accel_cli.profile.fields import Section
 from accel_cli.profile.schema import Profile, known_keys
 from accel_runtime.env import nearest
 

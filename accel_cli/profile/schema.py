@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from accel_cli.fields import Answers, Choice, Question, Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.machine import Machine
-from accel_cli.profile.fields import Answers, Choice, Question, Section
 from accel_runtime.env import Device, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["SCHEMA_VERSION", "Profile", "json_schema", "known_keys"]

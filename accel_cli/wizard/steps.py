@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from accel_cli.fields import Choice, Question, question_of
 from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.machine import Machine
-from accel_cli.profile.fields import Choice, Question, question_of
 from accel_cli.profile.layers import nested
 from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile
