@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from accel_runtime import tree
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.packing import gather_all, reduce_all
 
 __all__ = ["MismatchError", "gather", "gather_valid", "reduce"]
 
@@ -36,7 +37,7 @@ def gather(data: Any, backend: Backend) -> Any:
     if backend.topology.world_size == 1:
         return data
     _agree("gather", data, backend)
-    return tree.map_tensors(lambda t: _concatenated(backend.all_gather(t.detach())), data)
+    return _replaced(data, map(_concatenated, gather_all(_tensors(data), backend)))
 
 
 def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend) -> Any:
@@ -65,7 +66,8 @@ def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend)
         _compare("gather_for_metrics of objects", backend)
         return _gather_objects(data, valid, size, backend)
     _agree("gather_for_metrics", data, backend)
-    return tree.map_tensors(lambda t: _without_repeats(backend.all_gather(t.detach()), valid, size), data)
+    everyone = gather_all(_tensors(data), backend)
+    return _replaced(data, (_without_repeats(tensor, valid, size) for tensor in everyone))
 
 
 def reduce(data: Any, reduction: Reduction, backend: Backend) -> Any:
@@ -88,12 +90,22 @@ def reduce(data: Any, reduction: Reduction, backend: Backend) -> Any:
         raise ValueError(f"reduction must be sum, mean, max or min; it is {reduction!r}")
     _agree(f"reduce {reduction}", data, backend)
 
-    def combine(tensor: torch.Tensor) -> torch.Tensor:
-        exact = tensor.is_floating_point() or tensor.is_complex()
-        value = tensor.detach() if exact or reduction != "mean" else tensor.float()
-        return backend.all_reduce(value, reduction)
+    exact = [t if reduction != "mean" or _divisible(t) else t.float() for t in _tensors(data)]
+    return _replaced(data, reduce_all(exact, reduction, backend))
 
-    return tree.map_tensors(combine, data)
+
+def _tensors(data: Any) -> list[torch.Tensor]:
+    return [leaf.detach() for leaf in tree.leaves(data)]
+
+
+def _replaced(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The structure of `data` with other tensors, in the order of its own."""
+    following = iter(tensors)
+    return tree.map_leaves(lambda _: next(following), data)
+
+
+def _divisible(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _agree(operation: str, data: Any, backend: Backend) -> None:
@@ -126,7 +138,7 @@ def _compare(call: str, backend: Backend) -> None:
 def _described(leaf: Any) -> str:
     """What has to be equal on all ranks, as text."""
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
     return type(leaf).__name__
 
 

@@ -129,12 +129,12 @@ def different(kind, rank):
 def named(kind):
     """What the last rank's line says of its call."""
     return {
-        "shape": "gather ['x']: float32[3]",
-        "dtype": "gather [0]: int64[2]",
-        "structure": "gather ['b']: float32[2]",
-        "fewer tensors": "gather [0]: float32[2]",
-        "operation": "reduce sum : float32[2]",
-        "reduction": "reduce max : float32[2]",
+        "shape": "gather ['x']: float32[3] on cpu",
+        "dtype": "gather [0]: int64[2] on cpu",
+        "structure": "gather ['b']: float32[2] on cpu",
+        "fewer tensors": "gather [0]: float32[2] on cpu",
+        "operation": "reduce sum : float32[2] on cpu",
+        "reduction": "reduce max : float32[2] on cpu",
         "objects": "gather_for_metrics of objects",
         "no tensor": "gather [0]: float",
     }[kind]
