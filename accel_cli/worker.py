@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from importlib.machinery import SourceFileLoader
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -23,6 +24,9 @@ def main() -> None:
     """Run the script or module that the command line names, as `__main__`."""
     kind, target = sys.argv[1:3]
     sys.argv = sys.argv[2:]
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Whole lines as soon as they are there: what ranks print together is not torn.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         _module(target) if kind == "module" else _script(target)
     except Exception as error:  # noqa: BLE001 - whatever the script raises is its failure

@@ -146,4 +146,4 @@ def _worker(job: Job) -> tuple[str, ...]:
         return (job.target, *job.args)
     # By path: `-m` would put the current folder before the standard library while the worker loads.
     worker = str(Path(accel_cli.__file__).with_name("worker.py"))
-    return (job.python, "-u", worker, job.kind, job.target, *job.args)
+    return (job.python, worker, job.kind, job.target, *job.args)

@@ -284,6 +284,23 @@ def test_the_profile_in_force_reaches_the_library_in_every_process(accel, script
     assert sorted(done.stdout.splitlines()) == ["bf16 cpu 2 0", "bf16 cpu 2 1"], done.stderr
 
 
+def test_lines_that_ranks_print_together_are_not_torn(accel, script):
+    script("import os\nfor n in range(400):\n    print('rank', os.environ['RANK'], 'line', n, 'x' * 50)\n")
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    expected = {f"rank {rank} line {n} {'x' * 50}" for rank in range(2) for n in range(400)}
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+
+
+def test_a_line_is_seen_as_soon_as_it_is_printed(script):
+    script("import os, sys\nif os.environ['RANK'] == '0':\n    print('here')\nsys.stdin.read()\n")
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "here\n"
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+
+
 @pytest.mark.slow
 def test_two_machines_meet_by_the_same_command(accel, script, tmp_path):
     """Both agents run here, on loopback, as two machines would."""
