@@ -20,7 +20,7 @@ from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.env import nearest
 
-__all__ = ["Request", "check_target", "look", "make", "resolve", "run"]
+__all__ = ["Request", "check_target", "look", "make", "prepare", "resolve", "run"]
 
 Kind = Literal["script", "module", "program"]
 _COUNTS = frozenset({"launcher.nproc_per_node", "launcher.nnodes"})
@@ -40,6 +40,17 @@ class Request:
     nnodes: int | None = None
     mixed_precision: str | None = None
     cpu: bool = False
+
+
+def prepare(request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
+    """The profile in force and the plan of a request, on this machine.
+
+    Raises:
+        UsageError: A profile, variable or option cannot be used, or not on this machine.
+    """
+    found = look(environ, cpu=request.cpu)
+    resolved = resolve(request, environ, found)
+    return resolved, make(request, resolved, environ, found)
 
 
 def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Resolved:

@@ -211,10 +211,11 @@ def import_(
 
     target = _target(profile, project=project)
     _free(target, force=force)
-    found = document.parse(store.read_text(file), str(file))
+    text = store.read_text(file)
+    found = document.parse(text, str(file))
     if not accelerate.is_accelerate(found.data):
         _check([layers.file(file, "file")])
-        store.write(target, store.read_text(file))
+        store.write(target, text)
         console.note(f"{target} is written")
         return
     imported = accelerate.convert(found.data, str(file))

@@ -102,9 +102,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         cpu=cpu,
     )
     planning.check_target(request.target, request.kind)
-    found = planning.look(os.environ, cpu=cpu)
-    resolved = planning.resolve(request, os.environ, found)
-    plan = planning.make(request, resolved, os.environ, found)
+    resolved, plan = planning.prepare(request, os.environ)
     if dry_run or explain:
         console.plain(described(plan, resolved if explain else None))
         return

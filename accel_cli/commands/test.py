@@ -32,8 +32,6 @@ def test(
     request = planning.Request(
         "accel_runtime.selfcheck", kind="module", profile=profile, nproc_per_node=nproc_per_node, cpu=cpu
     )
-    found = planning.look(os.environ, cpu=cpu)
-    resolved = planning.resolve(request, os.environ, found)
-    plan = planning.make(request, resolved, os.environ, found)
+    resolved, plan = planning.prepare(request, os.environ)
     console.note(headline(plan, resolved))
     raise typer.Exit(planning.run(plan))

@@ -68,16 +68,11 @@ def confirm(question: str) -> bool | None:
     """Ask whether to write; None goes back."""
     choices = [
         Choice("Yes", value=True),
-        Choice("Back", value=None),
+        Choice("Back", value=BACK),  # a value of None would become the title
         Choice("No, leave all as it is", value=False),
     ]
-    picked: int = questionary.select(
-        question,
-        choices=[Choice(c.title, value=i) for i, c in enumerate(choices)],
-        style=_STYLE,
-        instruction=" ",
-    ).unsafe_ask()
-    return (True, None, False)[picked]
+    picked = questionary.select(question, choices=choices, style=_STYLE, instruction=" ").unsafe_ask()
+    return None if picked is BACK else bool(picked)
 
 
 def _ask(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import pickle
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from accel_runtime.data.sampling import Sharding, Share
 
 __all__ = ["Batches", "LoaderOptions", "PreparedLoader"]
 
-Batch = Sequence[Hashable]
 _END = object()
 
 
