@@ -24,17 +24,24 @@ def main() -> None:
     """Run the script or module that the command line names, as `__main__`."""
     kind, target = sys.argv[1:3]
     sys.argv = sys.argv[2:]
-    if isinstance(sys.stdout, TextIOWrapper):
-        # Whole lines as soon as they are there: what ranks print together is not torn.
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    _buffer(sys.stdout, lines=True)
+    _buffer(sys.stderr, lines=True)
     try:
         _module(target) if kind == "module" else _script(target)
     except Exception as error:  # noqa: BLE001 - whatever the script raises is its failure
         error.__traceback__ = _own_frames(error)
         _record(error)
+        _buffer(sys.stderr, lines=False)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
+        _buffer(sys.stderr, lines=True)
         sys.exit(1)
+
+
+def _buffer(stream: object, *, lines: bool) -> None:
+    """Write whole lines, or only when flushed: what ranks print together, a traceback too, is not torn."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(line_buffering=lines, write_through=False)
 
 
 def _script(path: str) -> None:
