@@ -1,0 +1,61 @@
+"""What a prepared loader draws from: the steps of an epoch, from any position, each with what is valid in it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+__all__ = ["Loop", "Share", "Source"]
+
+
+class Share(NamedTuple):
+    """One step as all ranks know it: whose rows are samples of the epoch, and whose are repeats."""
+
+    valid: tuple[int, ...]
+    """For every rank, how many samples at the front of its batch are no repeats."""
+    sizes: tuple[int, ...]
+    """For every rank, how many samples its batch has."""
+    last: bool
+    """Whether the epoch ends with this step."""
+    factor: float = 1.0
+    """What this rank's mean loss counts for, so that the average over the ranks is the mean over the step's
+    samples: `valid[rank] * world_size / sum(valid)` where ranks may have different numbers of samples, else 1."""
+
+
+class Loop:
+    """One walk over a loader that is under way."""
+
+    share: Share | None = None
+    """The step whose batch was handed out last; None before the first."""
+
+
+class Source(ABC):
+    """Where the batches of one rank come from.
+
+    A position is a dict that is equal on all ranks, valid for another world size, and made of numbers, text,
+    tensors, lists and dicts only, so that it can be saved.
+    """
+
+    @abstractmethod
+    def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
+        """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
+
+        Sets `loop.share` before each batch.
+        """
+
+    @abstractmethod
+    def steps(self) -> int:
+        """How many steps a whole epoch has; the same on every rank.
+
+        Raises:
+            TypeError: It is not known beforehand.
+        """
+
+    @abstractmethod
+    def position(self, loop: Loop) -> dict[str, Any]:
+        """Where a walk stands, counting the batches handed out."""
+
+    @abstractmethod
+    def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
+        """The position that lies so many steps after `start`."""
