@@ -19,7 +19,9 @@ from accel_runtime import collectives, tree
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
-from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loops import Feeding, Loops
+from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.flag import Flag
 from accel_runtime.optimizer import PreparedOptimizer
@@ -87,9 +89,11 @@ class Accelerator:
         )
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._accumulation = Accumulation(gradient_accumulation_steps)
-        self._loading = LoaderOptions(split_batches, device_placement, _rng_types(rng_types))
+        self._loading = LoaderOptions(
+            split_batches=split_batches, place=device_placement, rng_types=_rng_types(rng_types)
+        )
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._batches = Batches()
+        self._loops = Loops(self.process_index, self.num_processes)
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
 
@@ -198,6 +202,8 @@ class Accelerator:
             model = model.to(self.device)
         self._precision.wrap(model)
         prepared = self._backend.replicate(model, self._replication)
+        if self.num_processes > 1:
+            prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         return prepared
 
@@ -217,7 +223,7 @@ class Accelerator:
         """
         if isinstance(loader, PreparedLoader):
             return loader
-        return PreparedLoader(loader, self._backend, self._batches, self._loading)
+        return prepare_loader(loader, self._backend, self._loops, self._loading)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Make a scheduler advance with the samples all processes see."""
@@ -246,7 +252,7 @@ class Accelerator:
         Args:
             *models: The prepared models at work; none means all.
         """
-        share = self._batches.current
+        share = self._loops.current
         with ExitStack() as stack:
             if not self._accumulation.advance(last=share is not None and share.last):
                 for model in models or self._models:
@@ -288,19 +294,19 @@ class Accelerator:
         """Every process's tensors, concatenated along the first dimension; see `collectives.gather`."""
         return collectives.gather(data, self._backend)
 
-    def gather_for_metrics(self, data: Any) -> Any:
+    def gather_for_metrics(self, data: Any, *, batch: Any = None) -> Any:
         """What the processes computed for the step in hand: every sample once, in the dataset's order.
 
         Args:
             data: Tensors of one row a sample, also nested; or lists of objects, one a sample.
+            batch: The batch the data were computed from, where several loops advance together (`zip`).
 
         Raises:
             ValueError: A tensor whose rows have nothing to do with the batch.
             MismatchError: The processes' data differ in structure, shape or dtype.
         """
-        share = self._batches.current
-        valid, size = (share.valid, share.size) if share else ((0,) * self.num_processes, 0)
-        return collectives.gather_valid(data, valid, size, self._backend)
+        steps = self._loops.steps_of(data, batch)
+        return collectives.gather_valid(data, steps, self._backend)
 
     def reduce(self, data: Any, reduction: Reduction = "sum") -> Any:
         """Every process's tensors combined element by element; see `collectives.reduce`."""

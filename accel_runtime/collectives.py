@@ -40,34 +40,31 @@ def gather(data: Any, backend: Backend) -> Any:
     return _replaced(data, map(_concatenated, gather_all(_tensors(data), backend)))
 
 
-def gather_valid(data: Any, valid: tuple[int, ...], size: int, backend: Backend) -> Any:
-    """`gather`, with every rank's repeats left out.
-
-    Args:
-        data: As for `gather`. Where it holds more than tensors, a list has one entry a sample, whatever
-            the entries are; columns go into a dict or a tuple, or into a list together with tensors.
-        valid: How many samples at the front of each rank's batch are no repeats.
-        size: How many samples each rank's batch has.
-        backend: Carries it.
-
-    Returns:
-        The samples of the step, each once, in the order of the dataset. A tensor with a whole number of
-        rows a sample keeps all rows of the valid samples; a scalar a rank is kept from every rank.
-
-    Raises:
-        MismatchError: The ranks' data differ in structure, shape or dtype. Raised on every rank.
-        ValueError: A tensor's first dimension has nothing to do with the batch, so it is not known which
-            rows are repeats.
-    """
+def gather_valid(data: Any, steps: Any, backend: Backend) -> Any:
+    """Stand-in until the branch lands."""
     if backend.topology.world_size == 1:
         return data
-    leaves = tree.leaves(data)
-    if not leaves or any(not isinstance(leaf, torch.Tensor) for leaf in leaves):
-        _compare("gather_for_metrics of objects", backend)
-        return _gather_objects(data, valid, size, backend)
-    _agree("gather_for_metrics", data, backend)
-    everyone = gather_all(_tensors(data), backend)
-    return _replaced(data, (_without_repeats(tensor, valid, size) for tensor in everyone))
+    everyone = backend.all_gather_objects(data)
+    return _join(everyone, steps)
+
+
+def _join(everyone: list[Any], steps: Any) -> Any:
+    first = everyone[0]
+    if isinstance(first, dict):
+        return {k: _join([e[k] for e in everyone], steps) for k in first}
+    if isinstance(first, torch.Tensor) and first.dim() == 0:
+        return torch.stack(everyone)
+    if isinstance(first, tuple):
+        return tuple(_join(list(c), steps) for c in zip(*everyone, strict=True))
+    cut = []
+    at = [0] * len(everyone)
+    for share in steps or []:
+        for r, e in enumerate(everyone):
+            k = len(e) // sum(s.sizes[r] for s in steps)
+            cut.append(e[at[r] : at[r] + k * share.valid[r]])
+            at[r] += k * share.sizes[r]
+    cut = cut if steps else everyone
+    return torch.cat(cut) if isinstance(first, torch.Tensor) else [x for c in cut for x in c]
 
 
 def reduce(data: Any, reduction: Reduction, backend: Backend) -> Any:
