@@ -150,6 +150,15 @@ class Accelerator:
         return self._loading.split_batches
 
     @property
+    def even_batches(self) -> bool:
+        """Whether the end of an epoch is filled up; what is set holds for loaders prepared from then on."""
+        return self._loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._loading = replace(self._loading, even_batches=even)
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches whose gradients make one optimizer step."""
         return self._accumulation.steps

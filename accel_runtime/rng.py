@@ -116,12 +116,13 @@ class Drawing:
 
     Args:
         states: What the epoch began with.
+        here: The states now in force, of the same kinds.
         generators: The loader's own generators among them; these stay where drawing leaves them.
     """
 
-    def __init__(self, states: States, generators: Sequence[torch.Generator]) -> None:
-        here = capture(generators, tuple(states))
-        self._kinds = [kind for kind in states if _print(here.get(kind)) != _print(states[kind])]
+    def __init__(self, states: States, here: States, generators: Sequence[torch.Generator]) -> None:
+        differ = states is not here
+        self._kinds = [kind for kind in states if differ and _print(here.get(kind)) != _print(states[kind])]
         self._states = {"generators": states["generators"]} | {kind: states[kind] for kind in self._kinds}
         self._generators = generators if "generators" in self._kinds else ()
         self._inside = False

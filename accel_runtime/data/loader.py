@@ -85,14 +85,15 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
         loop, start = Loop(), self._begin()
-        track, place, note = self._loops.opened(loop), self._placing(), None
         self._progress.loop = loop
+        track, device, place = self._loops.opened(loop), self._backend.device, self._placing()
         note = self._loops.note if self._backend.topology.world_size > 1 else None
         finished = False
         try:
             for batch in self._source.walk(loop, start):
                 loop.steps += 1
-                batch = place(batch) if place else batch  # noqa: PLW2901 - the same batch, elsewhere
+                if place and not tree.is_there(batch, device):
+                    batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
                 if note:
                     note(track, batch)
                 yield batch

@@ -113,15 +113,15 @@ class Loops:
         """The steps whose samples `data` was computed from; empty if it belongs to no loop.
 
         Known are, in this order: the batch given, tensors that came with a batch, what a prepared model
-        computed on last, the only loop under way, the epoch of as many samples.
+        computed on last, a loop that is just over and handed out as many samples, the innermost loop.
 
         Args:
             data: What a script gathers.
             batch: The batch it was computed from, where the script says so.
 
         Raises:
-            ValueError: The batch given is not known; or loops that advance together (`zip`) are at steps with
-                different repeats, and nothing says which of them `data` belongs to.
+            ValueError: The batch given is not known; or nothing says which of several steps with different repeats
+                `data` belongs to.
         """
         if batch is not None:
             return [self._given(batch)]
@@ -151,20 +151,32 @@ class Loops:
         return self._known([fed]) if fed is not None else None
 
     def _in_hand(self, rows: int | None) -> Sequence[Share]:
-        for track in [*reversed(self._open), *reversed(self._finished)]:
-            if rows and rows == track.rows(self._rank) and sum(times for _, times in track.steps) > 1:
-                return track.shares()
-        if not self._open:
+        """What data of which only the number of rows is known may belong to."""
+        newest = self._open[-1] if self._open else None
+        since = newest.times[0] if newest else 0
+        for track in reversed(self._finished):
+            if rows and track.times[0] > since and rows == track.rows(self._rank):
+                return self._collected(track)
+        if newest is None or newest.loop.share is None:
             return []
-        track = self._open[-1]
-        share = track.loop.share
-        others = [t.loop.share for t in self._abreast(track)]
-        if share is None or all(other is None or other[:2] == share[:2] for other in others):
-            return [share] if share else []
-        raise ValueError(
-            "several loops advance together (zip), and their batches have different repeats at this step; "
-            "say which batch the data come from: gather_for_metrics(data, batch=batch)"
-        )
+        share = newest.loop.share
+        if any(other.loop.share and other.loop.share[:2] != share[:2] for other in self._abreast(newest)):
+            raise ValueError(
+                "several loops advance together (zip), and their batches have different repeats at this step; "
+                "say which batch the data come from: gather_for_metrics(data, batch=batch)"
+            )
+        return [share]
+
+    def _collected(self, track: _Track) -> Sequence[Share]:
+        """The steps of a loop that is over, whose number of samples some data have."""
+        shares = track.shares()
+        if len(shares) == 1 and shares[0].valid != shares[0].sizes:
+            raise ValueError(
+                f"these data have {track.rows(self._rank)} rows, as many as the only batch of the loop that is over, "
+                "which had repeats: gather them inside the loop or with batch=batch; or, if they have nothing to do "
+                "with it, use gather()"
+            )
+        return shares
 
     def _abreast(self, track: _Track) -> Iterator[_Track]:
         """Other loops that have advanced since this one's last batch but one: it is no loop inside theirs."""

@@ -64,8 +64,11 @@ class Ordered(Source):
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         loop.start = start.get("position", 0)
-        loop.random = start.get("random") or self._states()
-        drawing = rng.Drawing(loop.random, self.generators)
+        kinds = self._order.draws_from
+        here = rng.capture(self.generators, kinds)
+        # Nothing is asked of the others where nothing is drawn.
+        loop.random = start.get("random") or (rng.agreed(here, self._backend) if kinds else here)
+        drawing = rng.Drawing(loop.random, here, self.generators)
         self._steps.begin(loop.start, start.get("epoch", 0), drawing, resumed="random" in start)
         with drawing():
             batches = iter(self.inner)
@@ -89,12 +92,6 @@ class Ordered(Source):
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
         return {"position": start.get("position", 0) + steps * self._order.stride}
-
-    def _states(self) -> rng.States:
-        """The random states the epoch is drawn under: the first rank's, where anything is drawn at all."""
-        kinds = self._order.draws_from
-        states = rng.capture(self.generators, kinds)
-        return rng.agreed(states, self._backend) if kinds else states
 
 
 class _Steps(Sampler[Any]):
@@ -126,8 +123,8 @@ class _Steps(Sampler[Any]):
     def _walk(
         self, shares: deque[Share], position: int, epoch: int, drawing: rng.Drawing, resumed: bool
     ) -> Iterator[list[Index] | Index]:
-        steps = self._order.walk(position, epoch, eager=resumed)
         with drawing():
+            steps = self._order.walk(position, epoch, eager=resumed)
             first: Step | None = next(steps, None)
         if first is None:
             return

@@ -72,10 +72,15 @@ class Sharding:
         size = -(-total // self.world_size)
         own = slice(self.rank * size, (self.rank + 1) * size)
         full = self._share([size] * self.world_size, [size] * self.world_size, last=False)
-        for step, last in with_last(_chunks(order, total, drop_last=self.drop_last)):
+        final, whole, regular = (
+            full._replace(last=True),
+            self.world_size == 1,
+            total == size * self.world_size,
+        )
+        for step, last in _chunks(order, total, drop_last=self.drop_last):
             head = step if head is None else head
-            if len(step) == size * self.world_size:
-                yield step[own], full._replace(last=True) if last else full
+            if regular and len(step) == total:
+                yield (step if whole else step[own]), (final if last else full)
             else:
                 yield self._complete(self._parts(step, size), size, head, last=last)
 
@@ -90,7 +95,7 @@ class Sharding:
             head: The samples of the first step of the epoch, where `batches` does not begin with them.
         """
         many = 1 if self.split else self.world_size
-        for round_, last in with_last(_chunks(batches, many, drop_last=self.drop_last)):
+        for round_, last in _chunks(batches, many, drop_last=self.drop_last):
             samples = list(chain.from_iterable(round_))
             head = samples if head is None else head
             if self.split or _regular(round_, batch_size):
@@ -142,10 +147,14 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
         yield item, True
 
 
-def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[list[T]]:
+def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
+    """So many items at a time, with whether they are the last."""
     source = iter(items)
-    while (chunk := list(islice(source, size))) and (len(chunk) == size or not drop_last):
-        yield chunk
+    least = size if drop_last else 1
+    ahead = list(islice(source, size))
+    while len(ahead) >= least:
+        chunk, ahead = ahead, list(islice(source, size))
+        yield chunk, len(ahead) < least
 
 
 def _regular(round_: Sequence[Sequence[Index]], batch_size: int | None) -> bool:
