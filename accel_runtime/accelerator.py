@@ -20,6 +20,7 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.data.source import Share
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.flag import Flag
 from accel_runtime.optimizer import PreparedOptimizer
@@ -288,23 +289,30 @@ class Accelerator:
         """Every process's tensors, concatenated along the first dimension; see `collectives.gather`."""
         return collectives.gather(data, self._backend)
 
-    def gather_for_metrics(self, data: Any) -> Any:
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
         """What the processes computed for the step in hand: every sample once, in the dataset's order.
 
         Args:
-            data: Tensors of one row a sample, also nested; or lists of objects, one a sample.
+            data: Tensors of a whole number of rows a sample, also nested; or lists of objects, one a sample.
+            use_gather_object: Send tensors as objects too: for lists of tensors of different shapes, one a sample.
 
         Raises:
             ValueError: A tensor whose rows have nothing to do with the batch.
-            MismatchError: The processes' data differ in structure, shape or dtype.
+            MismatchError: The processes' data differ in structure, dtype or trailing shape.
         """
-        share = self._batches.current
-        valid, size = (share.valid, share.size) if share else ((0,) * self.num_processes, 0)
-        return collectives.gather_valid(data, valid, size, self._backend)
+        current = self._batches.current
+        steps = [Share(current.valid, (current.size,) * self.num_processes, current.last)] if current else []
+        return collectives.gather_valid(data, steps, self._backend, as_objects=use_gather_object)
 
-    def reduce(self, data: Any, reduction: Reduction = "sum") -> Any:
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Every process's tensors combined element by element; see `collectives.reduce`."""
-        return collectives.reduce(data, reduction, self._backend)
+        return collectives.reduce(tensor, reduction, self._backend, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors made as long as the longest of all processes; see `collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, self._backend, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
