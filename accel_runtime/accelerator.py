@@ -303,23 +303,30 @@ class Accelerator:
         """Every process's tensors, concatenated along the first dimension; see `collectives.gather`."""
         return collectives.gather(data, self._backend)
 
-    def gather_for_metrics(self, data: Any, *, batch: Any = None) -> Any:
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False, *, batch: Any = None) -> Any:
         """What the processes computed for the step in hand: every sample once, in the dataset's order.
 
         Args:
-            data: Tensors of one row a sample, also nested; or lists of objects, one a sample.
+            data: Tensors of a whole number of rows a sample, also nested; or lists of objects, one a sample.
+            use_gather_object: Send tensors as objects too: for lists of tensors of different shapes, one a sample.
             batch: The batch the data were computed from, where several loops advance together (`zip`).
 
         Raises:
             ValueError: A tensor whose rows have nothing to do with the batch.
-            MismatchError: The processes' data differ in structure, shape or dtype.
+            MismatchError: The processes' data differ in structure, dtype or trailing shape.
         """
         steps = self._loops.steps_of(data, batch)
-        return collectives.gather_valid(data, steps, self._backend)
+        return collectives.gather_valid(data, steps, self._backend, as_objects=use_gather_object)
 
-    def reduce(self, data: Any, reduction: Reduction = "sum") -> Any:
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Every process's tensors combined element by element; see `collectives.reduce`."""
-        return collectives.reduce(data, reduction, self._backend)
+        return collectives.reduce(tensor, reduction, self._backend, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors made as long as the longest of all processes; see `collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, self._backend, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
