@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ _OPERATIONS = {
 }
 
 _GRACE_S = 0.05
+
+# torch has one default process group in a process, so who uses the one we made is known to the process too:
+# without it, the first of two Accelerators to end would take the group from the other.
+_USERS: WeakSet[Distributed] = WeakSet()
 
 
 class Distributed(Backend):
@@ -53,6 +58,10 @@ class Distributed(Backend):
             }
             dist.init_process_group(**wanted | options)
             atexit.register(_leave)
+            _USERS.clear()
+            _USERS.add(self)
+        elif _USERS:
+            _USERS.add(self)
         self._device_ids = [device.index] if device.index is not None else None
 
     @override
@@ -103,6 +112,13 @@ class Distributed(Backend):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    @override
+    def leave(self) -> None:
+        if self in _USERS:
+            _USERS.remove(self)
+            if not _USERS:
+                _leave()
 
 
 def _name(settings: Settings, device: torch.device) -> str:
