@@ -76,7 +76,7 @@ class ProfileKwargs(KwargsHandler):
         )
 
     def _activities(self, device: torch.device | None) -> list[ProfilerActivity] | None:
-        possible = {activity.name.lower(): activity for activity in supported_activities()}
+        possible = {activity.name.lower(): activity for activity in supported_activities()}  # type: ignore[no-untyped-call]
         if self.activities is None:
             names = {"cpu", device.type} if device else set(possible)
             return [activity for name, activity in possible.items() if name in names]

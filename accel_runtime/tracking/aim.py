@@ -8,7 +8,7 @@ import aim
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat, plain
+from accel_runtime.tracking.values import curves, deep
 
 __all__ = ["AimTracker"]
 
@@ -45,19 +45,17 @@ class AimTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer["hparams"] = {key: plain(value) for key, value in values.items()}
+        self.writer["hparams"] = deep(values)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.track`."""
-        for key, value in flat(values).items():
-            if value is None:
-                self.leave_out({key: value})
-                continue
-            self.writer.track(
-                aim.Text(value) if isinstance(value, str) else value, name=key, step=step, **kwargs
-            )
+        kept, left = curves(values)
+        self.leave_out(left)
+        for key, value in kept.items():
+            item = aim.Text(value) if isinstance(value, str) else value
+            self.writer.track(item, name=key, step=step, **kwargs)
 
     @on_main_process
     def log_images(

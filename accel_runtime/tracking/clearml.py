@@ -9,7 +9,7 @@ from clearml import Task
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import numbers, plain
+from accel_runtime.tracking.values import deep, numbers
 
 __all__ = ["ClearMLTracker"]
 
@@ -50,7 +50,7 @@ class ClearMLTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> Any:
-        return self.task.connect_configuration({key: plain(value) for key, value in values.items()})
+        return self.task.connect_configuration(deep(values))
 
     @override
     @on_main_process

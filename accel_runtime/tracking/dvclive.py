@@ -9,7 +9,7 @@ from dvclive.plots import Metric
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat, plain
+from accel_runtime.tracking.values import deep, flat
 
 __all__ = ["DVCLiveTracker"]
 
@@ -45,9 +45,10 @@ class DVCLiveTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        known = {key: plain(value) for key, value in values.items() if value is not None}
-        self.leave_out({key: value for key, value in values.items() if value is None})
-        self.live.log_params(known)
+        every = deep(values)
+        left = {key: value for key, value in every.items() if value is None}
+        self.leave_out(left)
+        self.live.log_params({key: value for key, value in every.items() if key not in left})
 
     @override
     @on_main_process

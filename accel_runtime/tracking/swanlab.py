@@ -8,7 +8,7 @@ import swanlab
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat
+from accel_runtime.tracking.values import curves, deep
 
 __all__ = ["SwanLabTracker"]
 
@@ -42,16 +42,16 @@ class SwanLabTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        swanlab.config.update(values)
+        self.run.config.update(deep(values))
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        every = flat(values)
-        left = {key: value for key, value in every.items() if value is None}
+        kept, left = curves(values)
         self.leave_out(left)
-        self.run.log({k: _taken(v) for k, v in every.items() if k not in left}, step=step, **kwargs)
+        taken = {k: swanlab.Text(v) if isinstance(v, str) else v for k, v in kept.items()}
+        self.run.log(taken, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -63,7 +63,3 @@ class SwanLabTracker(Provided):
     @on_main_process
     def finish(self) -> None:
         self.run.finish()
-
-
-def _taken(value: Any) -> Any:
-    return swanlab.Text(value) if isinstance(value, str) else value

@@ -8,7 +8,7 @@ import trackio
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import plain
+from accel_runtime.tracking.values import deep
 
 __all__ = ["TrackioTracker"]
 
@@ -42,13 +42,16 @@ class TrackioTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update({key: plain(value) for key, value in values.items()})
+        self.run.config.update(deep(values))
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        self.run.log({key: plain(value) for key, value in values.items()}, step=step, **kwargs)
+        kept = deep(values)
+        left = {key: value for key, value in kept.items() if callable(getattr(value, "tolist", None))}
+        self.leave_out(left)
+        self.run.log({k: v for k, v in kept.items() if k not in left}, step=step, **kwargs)
 
     @override
     @on_main_process

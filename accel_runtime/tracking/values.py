@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["flat", "masked", "numbers", "plain", "public"]
+__all__ = ["curves", "deep", "flat", "masked", "numbers", "plain", "public"]
 
 # `token` alone would hide `max_tokens` and `pad_token_id`, which are no secrets.
 _SECRET = re.compile(
@@ -26,6 +26,11 @@ def plain(value: Any) -> Any:
     return value.item() if size == 1 else value
 
 
+def deep(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same mapping with every value `plain`, at any depth."""
+    return {key: deep(value) if isinstance(value, Mapping) else plain(value) for key, value in values.items()}
+
+
 def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
     """Nested mappings as one, the names joined by `/`, every value `plain`."""
     done: dict[str, Any] = {}
@@ -40,6 +45,13 @@ def numbers(values: Mapping[Any, Any]) -> tuple[dict[str, int | float], dict[str
     every = flat(values)
     counted = {key: value for key, value in every.items() if isinstance(value, (bool, int, float))}
     return counted, {key: value for key, value in every.items() if key not in counted}
+
+
+def curves(values: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flattened values that can be points of a curve or media, and the others: None, and whole arrays."""
+    every = flat(values)
+    left = {k: v for k, v in every.items() if v is None or callable(getattr(v, "tolist", None))}
+    return {key: value for key, value in every.items() if key not in left}, left
 
 
 def public(values: Mapping[Any, Any]) -> dict[Any, Any]:

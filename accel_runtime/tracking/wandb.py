@@ -8,7 +8,7 @@ import wandb
 from typing_extensions import override
 
 from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import plain
+from accel_runtime.tracking.values import deep
 
 __all__ = ["WandBTracker"]
 
@@ -42,13 +42,13 @@ class WandBTracker(Provided):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values, allow_val_change=True)
+        self.run.config.update(deep(values), allow_val_change=True)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        self.run.log({key: plain(value) for key, value in values.items()}, step=step, **kwargs)
+        self.run.log(deep(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
