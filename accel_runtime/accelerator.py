@@ -34,6 +34,8 @@ from accel_runtime.options import (
     chosen,
 )
 from accel_runtime.precision import FORMATS, AutocastForward, Precision
+from accel_runtime.project import ProjectConfiguration
+from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
@@ -41,7 +43,7 @@ from accel_runtime.topology import Topology
 __all__ = ["Accelerator"]
 
 
-class Accelerator:
+class Accelerator(Recording):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -50,6 +52,9 @@ class Accelerator:
         mixed_precision: `no`, `bf16` or `fp16`; None takes what the launcher said, else `no`.
         gradient_accumulation_steps: Micro-batches whose gradients make one optimizer step.
         cpu: Compute on the CPU, whatever else is there.
+        log_with: Trackers, by name, class or instance, one or a list; `all` is every one that is installed.
+        project_dir: Where the project keeps its data.
+        project_config: The same and more, as an object.
         rng_types: Generators each rank takes over from the first at every epoch: `torch`, `cuda`, `xpu`.
             Loaders share their order always, so `generator` is accepted and asks nothing more.
         step_scheduler_with_optimizer: False leaves prepared schedulers entirely to the script.
@@ -69,6 +74,9 @@ class Accelerator:
         mixed_precision: MixedPrecision | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         rng_types: Iterable[str] | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
@@ -81,6 +89,7 @@ class Accelerator:
         self._backend = connect(
             self.settings, Topology.here(), chosen(kwargs_handlers, InitProcessGroupKwargs)
         )
+        self._record(log_with, project_dir, project_config, kwargs_handlers)
         self._precision = Precision(
             wanted,
             self._backend.device,
@@ -355,18 +364,21 @@ class Accelerator:
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object once, from the main process; a file appears whole or not at all.
 
+        With `ProjectConfiguration(save_on_each_node=True)` the first process of every machine writes it.
+
         Args:
             obj: What `torch.save` can write; tensors by name with `safe_serialization`.
             f: A path, or an open binary file.
             safe_serialization: Write safetensors; `f` must then be a path.
         """
-        if not self.is_main_process:
+        each = self.project_configuration.save_on_each_node
+        if not (self.is_local_main_process if each else self.is_main_process):
             return
         if not isinstance(f, (str, os.PathLike)):
             torch.save(obj, f)
             return
         path = Path(f).resolve()
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch = path.with_name(f".{path.name}.{self.process_index}.{os.getpid()}")
         try:
             # safetensors would leave a file that only its owner can read.
             scratch.touch()

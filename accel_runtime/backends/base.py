@@ -78,3 +78,7 @@ class Backend(ABC):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Say that this backend is not used any more; its process group ends with its last user."""

@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ _OPERATIONS = {
 
 _GRACE_S = 0.05
 
+# torch has one default process group in a process, so who uses the one we made is known to the process too:
+# without it, the first of two Accelerators to end would take the group from the other.
+_USERS: WeakSet[Distributed] = WeakSet()
+
 
 class Distributed(Backend):
     """The backend of a process that a launcher started beside others.
@@ -52,6 +57,10 @@ class Distributed(Backend):
         if not dist.is_initialized():
             dist.init_process_group(**wanted)
             atexit.register(_leave)
+            _USERS.clear()
+            _USERS.add(self)
+        elif _USERS:
+            _USERS.add(self)
         patience = wanted["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
         super().__init__(topology, device, GlooWire(self._control, patience))
@@ -98,6 +107,13 @@ class Distributed(Backend):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    @override
+    def leave(self) -> None:
+        if self in _USERS:
+            _USERS.remove(self)
+            if not _USERS:
+                _leave()
 
 
 def _name(settings: Settings, device: torch.device) -> str:

@@ -63,3 +63,7 @@ class Single(Backend):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @override
+    def leave(self) -> None:
+        return None
