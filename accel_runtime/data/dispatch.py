@@ -17,7 +17,11 @@ from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Flow, Place
 from accel_runtime.topology import Topology
 
-__all__ = ["Dispatched"]
+__all__ = ["DispatchError", "Dispatched"]
+
+
+class DispatchError(RuntimeError):
+    """The first rank, which reads for all, could not; raised on the others."""
 
 
 class Handed(NamedTuple):
@@ -73,7 +77,7 @@ class Dispatched(Source):
             if error is not None:
                 raise error
             if isinstance(item, _Failure):
-                raise RuntimeError(f"rank 0, which reads for all ranks, failed: {item.text}")
+                raise DispatchError(f"rank 0, which reads for all ranks, failed: {item.text}")
             if item is None:
                 return
             began = began or {name: item.stand[name] for name in ("rng", "generator") if name in item.stand}

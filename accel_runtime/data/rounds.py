@@ -83,7 +83,8 @@ class Rounds:
         if generator is not None:
             began["generator"] = generator.get_state()
         if not hasattr(self._source, "__len__"):
-            return iter(self._source)
+            endless: Iterable[Any] = self._source
+            return endless
         if "rng" not in start:
             return list(self._source)
         with Apart(start["rng"])():

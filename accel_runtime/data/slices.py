@@ -83,10 +83,12 @@ def slicing_of(loader: DataLoader[Any], world_size: int, *, split: bool, even: b
     Raises:
         ValueError: `split` is wanted, and the ranks cannot divide the batch size.
     """
-    size = 1 if loader.batch_size is None else loader.batch_size
-    if split and (loader.batch_size is None or size % world_size):
+    batches = loader.batch_sampler
+    size = 1 if batches is None else getattr(batches, "batch_size", None)
+    if split and (batches is None or (size or world_size) % world_size):
         raise ValueError(
             f"this DataLoader cannot be prepared for {world_size} processes: split_batches needs a batch size "
-            f"that {world_size} processes divide; it is {loader.batch_size}"
+            f"that {world_size} processes divide; it is {None if batches is None else size}"
         )
-    return Slicing(world_size, size // world_size if split else size, even, bool(loader.drop_last))
+    per_rank = (size or world_size) // world_size if split else size or 1
+    return Slicing(world_size, per_rank, even, bool(getattr(batches, "drop_last", False)))

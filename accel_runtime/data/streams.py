@@ -185,14 +185,15 @@ class _Bare:
     """A copy of the script's loader whose walk gives bare batches, and puts aside how they were made."""
 
     def __init__(self, loader: DataLoader[Any], reading: Reading) -> None:
-        self.aside: deque[Made] = deque()
+        aside: deque[Made] = deque()
+        self.aside = aside
         self.loader = copy.copy(loader)
         inner = copy.copy(loader)
         ours = {"dataset": reading, "batch_sampler": None, "collate_fn": _same, "worker_init_fn": None}
         # DataLoader guards these names against assignment; the copies are ours to change.
         vars(inner).update(ours, drop_last=False, _iterator=None, _IterableDataset_len_called=None)
         # What `DataLoader.__iter__` asks, so that the walk of a subclass sees nothing but batches.
-        vars(self.loader).update(_iterator=None, _get_iterator=lambda: _Walk(inner, self.aside))
+        vars(self.loader).update(_iterator=None, _get_iterator=lambda: _Walk(inner, aside))
 
 
 class _Walk:
