@@ -1,0 +1,319 @@
+"""What runs where samples are read: a stream made into batches for some ranks, in a loader's worker or without one."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torchs
+from typing_extensions import override
+
+from accel_runtime.data.prints import printed
+from accel_runtime.data.slices import Slicing
+from accel_runtime.data.states import Apart
+
+__all__ = ["Made", "Reading", "Recipe", "stateful"]
+
+_STRIDE = 1_000_003  # apart from the seeds of any number of workers, which follow one another
+
+
+class Made(NamedTuple):
+    """A global batch as its reader made it; travels with the batch."""
+
+    size: int
+    """How many samples it has, without repeats."""
+    samples: int
+    """How many samples of what this reader reads lie before its end."""
+    last: bool
+    """Whether it is the last of what this reader reads."""
+    worker: int | None
+    """Which worker's part of the stream it is of; None: of the whole stream."""
+    before: int
+    """The print of what was read before it."""
+    after: int
+    """The print of what was read up to its end."""
+    state: Any
+    """The dataset's own state at its end, or None."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is read, and what becomes of it."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    worker_init: Callable[[int], Any] | None
+    slicing: Slicing
+    ranks: tuple[int, ...]
+    """The ranks whose batches are made."""
+    single: bool = False
+    """Whether a batch is one sample, as with `batch_size=None`."""
+
+
+def stateful(dataset: Any) -> bool:
+    """Whether a dataset can say where it stands, and be put there."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class Reading(IterableDataset[tuple[Made, list[Any]]]):
+    """A stream in place of which it stands, batched: for every global batch, the batches of some ranks.
+
+    A dataset that splits itself among the workers (it asks `torch.utils.data.get_worker_info()` which of
+    them it is, or its `worker_init_fn` changes it) keeps its split: each worker batches its own part. Any
+    other is read whole by every worker, and each makes every num_workers-th batch, so that torch's round
+    of the workers brings them in order.
+
+    Args:
+        recipe: What is read.
+        start: The position to begin at, for the first walk; the next ones begin at the start.
+        apart: The random states to read under without workers; None: those in force.
+    """
+
+    def __init__(self, recipe: Recipe, start: dict[str, Any], apart: Apart | None = None) -> None:
+        self._recipe = recipe
+        self._start = start
+        self._apart = apart
+        self._seat: _Seat | None = None
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Made, list[Any]]]:
+        start, self._start = self._start, {}
+        seat = self._seated(start.get("turn", 0))
+        parts = start.get("workers")
+        if parts is not None and (seat is None or len(parts) != seat.count):
+            raise _misplaced(len(parts))
+        where = start if parts is None or seat is None else parts[seat.place]
+        source = _Samples(self._recipe, self._apart)
+        try:
+            source.open(where.get("state"))
+            whole = seat is None or not seat.splits()
+            if whole and parts is not None:
+                raise _misplaced(len(parts))
+            if not whole and start.get("whole"):
+                raise _misplaced(0)
+            begun = where.get("samples", 0) if whole or parts is not None else 0
+            source.skip(begun - where.get("state_at", 0))
+            yield from self._made(source, begun, start.get("skip", 0), whole=whole)
+        finally:
+            source.close()
+
+    def _seated(self, turn: int) -> _Seat | None:
+        """This worker's seat, with the random states of a new walk in force."""
+        init = None
+        if self._seat is None:
+            info = get_worker_info()
+            if info is None:
+                return None
+            self._seat = _Seat(info, self._recipe.dataset, turn)
+            torchs._worker_info = self._seat  # type: ignore[assignment] # noqa: SLF001 - there is no public door
+            init = self._recipe.worker_init
+        seat = self._seat
+        if seat.count * self._recipe.slicing.world_size == 1:
+            seat.initialise(init, 0)
+            return seat
+        seat.reseed(seat.place)
+        seat.initialise(init, seat.place)
+        seat.own = None if seat.aware else Apart()
+        if seat.place and not seat.aware:
+            # A stream that all workers read whole is read as the first of them would read it.
+            seat.reseed(0)
+            seat.initialise(init, 0)
+        self._apart = Apart()
+        seat.reseed(seat.place + (self._recipe.ranks[0] + 1) * _STRIDE)  # for the script's collate_fn
+        seat.epoch += 1
+        return seat
+
+    def _made(
+        self, source: _Samples, samples: int, skip: int, *, whole: bool
+    ) -> Iterator[tuple[Made, list[Any]]]:
+        """The batches of this reader.
+
+        Args:
+            source: What is left of the samples.
+            samples: How many lie before them.
+            skip: How many steps of all workers together are not wanted, where each reads its part.
+            whole: Whether every worker reads everything.
+        """
+        seat, slicing = self._seat, self._recipe.slicing
+        count, turn = (seat.count, seat.turn) if seat is not None else (1, 0)
+        beyond = slicing.size if slicing.drop_last else 1  # what has to follow for a batch not to be the last
+        ahead: list[Any] = []
+        running, step = 0, 0
+        while batch := ahead + source.take(slicing.size - len(ahead)):
+            if slicing.drop_last and len(batch) < slicing.size:
+                return
+            samples += len(batch)
+            before, running = running, self._print(batch, running)
+            ahead = []
+            if not whole or step % count == turn:
+                state = source.state()
+                ahead = source.take(beyond)
+                worker = None if whole or seat is None else seat.place
+                made = Made(len(batch), samples, len(ahead) < beyond, worker, before, running, state)
+                wanted = whole or step * count + turn >= skip
+                yield made, self._collated(batch, source) if wanted else [None] * len(self._recipe.ranks)
+            step += 1
+
+    def _print(self, batch: list[Any], running: int) -> int:
+        alone = self._recipe.slicing.world_size == 1 and self._seat is None
+        return 0 if alone else printed(batch, running)
+
+    def _collated(self, batch: list[Any], source: _Samples) -> list[Any]:
+        """The batch of every rank, out of one global batch."""
+        slicing, collate = self._recipe.slicing, self._recipe.collate
+        whole = slicing.world_size == 1 or len(batch) == slicing.size
+        start = [] if whole else source.begin() if slicing.even else batch
+        parts = [slicing.part(batch, start, rank) for rank in self._recipe.ranks]
+        return [collate(part[0] if self._recipe.single else part) for part in parts]
+
+
+class _Seat:
+    """What a dataset sees of its worker; notes whether it asks which of the workers it is.
+
+    Args:
+        info: What torch would show.
+        dataset: The script's dataset.
+        turn: The worker whose turn comes first: the places of all are moved by it, so that torch's round,
+            which begins with the first process, goes on where it was left.
+    """
+
+    def __init__(self, info: Any, dataset: Any, turn: int) -> None:
+        self.turn: int = info.id
+        self.count: int = info.num_workers
+        self.place: int = (info.id + turn) % info.num_workers
+        self.aware = False
+        self.epoch = 0
+        self.own: Apart | None = None
+        """The random states of this worker, for a dataset that asks which it is."""
+        self._base: int = info.seed - info.id
+        self._info: Any = info
+        self._dataset: Any = dataset
+        self._shown: int = self.place
+        self._asked = self._touched = False
+
+    @property
+    def id(self) -> int:
+        self._ask()
+        return self._shown
+
+    @property
+    def num_workers(self) -> int:
+        self._ask()
+        return self.count
+
+    @property
+    def seed(self) -> int:
+        return self._base + self._shown
+
+    @property
+    def dataset(self) -> Any:
+        self._touched = True
+        return self._dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
+
+    def _ask(self) -> None:
+        if self.own is not None and not self._asked:
+            self.own.take_over()
+        self._asked = True
+
+    def initialise(self, init: Callable[[int], Any] | None, place: int) -> None:
+        """Call the script's `worker_init_fn` as the worker of this place."""
+        if init is None:
+            return
+        self._shown, self._touched = place, False
+        init(place)
+        # Many only seed by the worker's number; who splits changes the dataset.
+        self.aware |= self._touched
+        self._shown, self._asked = self.place, False
+
+    def splits(self) -> bool:
+        """Whether the dataset splits itself among several, now that its first sample has been read."""
+        self.aware |= self._asked
+        self.own = None
+        return self.aware and self.count > 1
+
+    def reseed(self, place: int) -> None:
+        """Seed as torch seeds the worker of this place; later epochs of the same process differ."""
+        base = (self._base + self.epoch * 2**32) % 2**63
+        random.seed(base + place)
+        torch.manual_seed(base + place)
+        if "numpy" in sys.modules:
+            torch_seed: Any = torchs._generate_state  # noqa: SLF001 - what torch seeds NumPy with
+            state = torch_seed(base, place)
+            sys.modules["numpy"].random.seed(state)
+
+
+class _Samples:
+    """The samples of one walk over a dataset, from any position."""
+
+    def __init__(self, recipe: Recipe, apart: Apart | None) -> None:
+        self._dataset = recipe.dataset
+        self._stateful = stateful(recipe.dataset)
+        self._keep = recipe.slicing.size if recipe.slicing.even and recipe.slicing.world_size > 1 else 0
+        self._aside: Callable[[], AbstractContextManager[None]] = nullcontext if apart is None else apart
+        self._begin: list[Any] = []
+        self._initial: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def open(self, state: Any) -> None:
+        """Begin to read, at a state of the dataset's or at the start; the first sample is fetched."""
+        if state is not None:
+            self._initial = copy.deepcopy(self._dataset.state_dict())
+            self._dataset.load_state_dict(copy.deepcopy(state))
+        with self._aside():
+            iterator = iter(self._dataset)
+            first = list(islice(iterator, 1))
+        self._iterator = chain(first, iterator) if first else iter(())
+
+    def take(self, count: int) -> list[Any]:
+        """So many more samples, or what there is."""
+        with self._aside():
+            found = list(islice(self._iterator, count))
+        if len(found) < count:
+            self._iterator = iter(())
+        if len(self._begin) < self._keep:
+            self._begin += found[: self._keep - len(self._begin)]
+        return found
+
+    def skip(self, count: int) -> None:
+        """Read so many samples for nothing."""
+        self.take(min(count, self._keep))
+        with self._aside():
+            deque(islice(self._iterator, max(0, count - self._keep)), maxlen=0)
+
+    def begin(self) -> list[Any]:
+        """The first samples of the epoch, once all have been read."""
+        if self._initial is not None:
+            self._dataset.load_state_dict(copy.deepcopy(self._initial))
+            with self._aside():
+                self._begin = list(islice(iter(self._dataset), self._keep))
+        return self._begin
+
+    def state(self) -> Any:
+        """The dataset's state after what was taken, if it has one."""
+        return copy.deepcopy(self._dataset.state_dict()) if self._stateful else None
+
+    def close(self) -> None:
+        """Have the next walk begin at the start."""
+        if self._initial is not None:
+            self._dataset.load_state_dict(self._initial)
+
+
+def _misplaced(workers: int) -> ValueError:
+    """The error of a position that another division of the stream has left."""
+    wanted = f"num_workers={workers}" if workers else "the loader it was taken with"
+    return ValueError(
+        "this dataset splits itself among the workers of its loader, so its position is one a worker and holds "
+        f"for the same number of workers only: resume with {wanted}"
+    )

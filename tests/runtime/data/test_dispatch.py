@@ -1,0 +1,213 @@
+"""Data the first rank reads for all: the samples of one process, exactly once, whatever they are."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+import walks
+from torch.utils.data import DataLoader, RandomSampler
+from walks import checked, chunks, walked
+
+from accel_runtime.data.dispatch import Dispatched, DispatchError
+
+DATASETS = {"a stream": walks.Stream, "a map": range}
+
+
+class Forbidden(walks.Stream):
+    """A stream that ranks other than the first must not touch."""
+
+    def __iter__(self):
+        assert self.rank == 0
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("kind", DATASETS)
+def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
+    """A12, A13: Accelerate dies of empty streams and of streams shorter than the world."""
+
+    def walk(make, even):
+        seen = {}
+        world = walks.backend().topology.world_size
+        for count in (0, 1, 2, 5, 16, 17, 33):
+            for size, split, drop in (
+                (1, False, False),
+                (4, False, True),
+                (5, False, False),
+                (6, True, False),
+            ):
+                loader = DataLoader(make(count), batch_size=size, drop_last=drop)
+                source = Dispatched(loader, walks.backend(), split=split, even=even)
+                key = (count, size if split else size * world, drop)
+                seen[key] = walked(source), None if make is walks.Stream else source.steps()
+        return seen
+
+    found = ranks.run(walk, DATASETS[kind], even)
+    for (count, size, drop), (_, steps) in found[0].items():
+        got = checked([own[count, size, drop][0] for own in found])
+        assert got == chunks(range(count), size, drop_last=drop)
+        assert steps in {None, len(got)}
+
+
+def test_only_the_first_rank_reads(several):
+    def walk(kind):
+        backend = walks.backend()
+        stream = kind(11)
+        stream.rank = backend.topology.rank
+        return walked(Dispatched(DataLoader(stream, batch_size=2), backend))
+
+    assert checked(several.run(walk, Forbidden)) == chunks(range(11), 2 * several.size)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", [walks.Stream, walks.Divided, range, walks.Shuffled])
+def test_workers_read_for_all_ranks(ranks, kind, workers):
+    def walk(kind, workers):
+        walks.backend()
+        loader = DataLoader(kind(17), batch_size=2, num_workers=workers)
+        return walked(Dispatched(loader, walks.backend()))
+
+    got = checked(ranks.run(walk, kind, workers))
+    assert sorted(chain.from_iterable(got)) == list(range(17))
+
+
+def texts(samples):
+    """A batch padded to its longest sample, with text."""
+    rows = [torch.full((n % 4 + 1,), n) for n in samples]
+    return {
+        "x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "text": [f"no {n}" for n in samples],
+    }
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_texts_and_batches_of_different_shape_arrive(ranks, kind):
+    """A14, A15: Accelerate's dispatch dies of both."""
+
+    def walk(make):
+        loader = DataLoader(make(11), batch_size=2, collate_fn=texts)
+        source = Dispatched(loader, walks.backend(), even=False)
+        return walked(source, read=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True)))
+
+    found = ranks.run(walk, DATASETS[kind])
+    assert list(chain.from_iterable(checked(found))) == [(n, f"no {n}") for n in range(11)]
+
+
+class Uneven:
+    """Batches of different lengths."""
+
+    batches = ([0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10])
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_batches_of_any_length_stay_whole(ranks, even):
+    """A16: Accelerate loses a sample and repeats another."""
+
+    def walk(sampler, even):
+        return walked(Dispatched(DataLoader(range(11), batch_sampler=sampler), walks.backend(), even=even))
+
+    found = ranks.run(walk, Uneven(), even)
+    assert list(chain.from_iterable(checked(found))) == list(range(11))
+    for rank, steps in enumerate(found):
+        for step, batch in zip(steps, Uneven.batches[rank :: ranks.size], strict=False):
+            assert step.samples[: len(batch)] == batch
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_single_samples_are_one_a_step_and_rank(ranks, kind):
+    def walk(make):
+        return walked(Dispatched(DataLoader(make(7), batch_size=None), walks.backend()))
+
+    assert checked(ranks.run(walk, DATASETS[kind])) == chunks(range(7), ranks.size)
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
+    class Broken(walks.Stream):
+        def __iter__(self):
+            for sample in range(self.count):
+                if sample == self.at:
+                    raise FileNotFoundError("the shard")
+                yield sample
+
+    def walk(kind, at):
+        backend = walks.backend()
+        stream = kind(24)
+        stream.at = at
+        error = FileNotFoundError if backend.topology.rank == 0 else DispatchError
+        with pytest.raises(error, match="the shard"):
+            walked(Dispatched(DataLoader(stream, batch_size=2), backend))
+        return True
+
+    assert all(several.run(walk, Broken, at))
+
+
+def shuffled(count, **options):
+    """A shuffled map-style loader."""
+    return DataLoader(range(count), shuffle=True, **options)
+
+
+def generated(count, **options):
+    """One that is shuffled by a generator of its own."""
+    data = range(count)
+    return DataLoader(
+        data, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3)), **options
+    )
+
+
+def streamed(count, **options):
+    """A stream that shuffles."""
+    return DataLoader(walks.Shuffled(count), **options)
+
+
+@pytest.mark.parametrize("make", [shuffled, generated, streamed])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_walk_goes_on_from_its_position_on_any_world(clusters, make, epoch):
+    def walk(make, epoch, start=None):
+        torch.manual_seed(walks.backend().topology.rank)
+        random.seed(5)
+        source = Dispatched(make(23, batch_size=2), walks.backend(), even=False)
+        for _ in range(epoch):
+            walked(source)
+        return walked(source, start)
+
+    whole = clusters[2].run(walk, make, epoch)
+    flat = list(chain.from_iterable(checked(whole)))
+    assert sorted(flat) == list(range(23))
+    position = whole[1][2].position
+    for world in (1, 2, 3):
+        rest = checked(clusters[world].run(walk, make, 0, position))
+        assert rest == chunks(flat[12:], 2 * world)
+
+
+def test_skipped_batches_are_read_by_the_first_rank_only(several):
+    """B3: Accelerate skips one rank's batches where it should skip all ranks'."""
+
+    def walk(make):
+        source = Dispatched(DataLoader(make(33), batch_size=2), walks.backend())
+        return walked(source, source.after(2, {}))
+
+    for make in DATASETS.values():
+        assert checked(several.run(walk, make)) == chunks(range(33), 2 * several.size)[2:]
+
+
+def test_the_order_is_that_of_the_unprepared_loader(ranks):
+    def walk(make):
+        torch.manual_seed(3 if walks.backend().topology.rank == 0 else 4)
+        source = Dispatched(make(23, batch_size=2), walks.backend())
+        return [walked(source) for _ in range(2)]
+
+    found = ranks.run(walk, shuffled)
+    torch.manual_seed(3)
+    alone = shuffled(23, batch_size=2 * ranks.size)
+    for epoch in range(2):
+        assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]

@@ -1,0 +1,182 @@
+"""Data split by rank already: every rank's own samples once, and equally many steps."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+import walks
+from torch.utils.data import DataLoader, DistributedSampler
+from walks import checked, walked
+
+from accel_runtime.backends.single import Single
+from accel_runtime.data.dispatch import Dispatched
+from accel_runtime.data.separate import Separate
+from accel_runtime.data.streams import Stream
+from accel_runtime.topology import Topology
+
+COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
+
+
+class Offset(walks.Stream):
+    """A stream of a rank's own."""
+
+    def __init__(self, start, count):
+        super().__init__(count)
+        self.start = start
+
+    def __iter__(self):
+        return iter(range(self.start, self.start + self.count))
+
+
+def alone():
+    """The backend of a source of one rank."""
+    return Single(Topology(), torch.device("cpu"))
+
+
+def own(kind, counts, options=None):
+    """A source over this rank's own samples, which start at a hundred times its rank."""
+    backend = walks.backend()
+    rank = backend.topology.rank
+    made = {
+        "a stream": Offset(rank * 100, counts[rank]),
+        "a map": range(rank * 100, rank * 100 + counts[rank]),
+    }
+    loader = DataLoader(made[kind], batch_size=2, **options or {})
+    local = Stream(loader, alone()) if kind == "a stream" else Dispatched(loader, alone())
+    return Separate(local, loader, backend)
+
+
+def weighed(found):
+    """The valid samples of every rank, where all promises of a walk hold."""
+    checked(found)
+    return [
+        list(chain.from_iterable(step.samples[: step.share.valid[rank]] for step in steps))
+        for rank, steps in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["a stream", "a map"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_every_rank_walks_its_own_samples_once_in_equally_many_steps(ranks, kind, counts):
+    """A11, F1: Accelerate hangs where ranks have different numbers of batches."""
+
+    def walk(kind, counts):
+        source = own(kind, counts)
+        return [walked(source), walked(source)]
+
+    found = ranks.run(walk, kind, counts)
+    for epoch in (0, 1):
+        expected = [list(range(r * 100, r * 100 + counts[r])) for r in range(ranks.size)]
+        assert weighed([steps[epoch] for steps in found]) == expected
+        longest = max(-(-count // 2) for count in counts[: ranks.size])
+        assert len(found[0][epoch]) == longest
+
+
+def test_a_rank_that_is_out_gets_its_first_batch_again(pair):
+    def walk(kind):
+        return walked(own(kind, (5, 2)))
+
+    for kind in ("a stream", "a map"):
+        first, second = pair.run(walk, kind)
+        assert [step.samples for step in second] == [[100, 101]] * 3
+        assert [step.share.factor for step in first] == [1.0, 2.0, 2.0]
+        assert [step.share.factor for step in second] == [1.0, 0.0, 0.0]
+
+
+def test_a_rank_without_data_gets_a_batch_of_another(pair):
+    def walk(kind):
+        return walked(own(kind, (0, 3)))
+
+    for kind in ("a stream", "a map"):
+        assert [step.samples for step in pair.run(walk, kind)[0]] == [[100, 101]] * 2
+
+
+def test_a_batch_the_script_changed_is_given_whole_again(pair):
+    def walk():
+        backend = walks.backend()
+        rank = backend.topology.rank
+        loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
+        source = Separate(Dispatched(loader, alone()), loader, backend)
+        return [batch.pop("label").tolist() for batch in source.walk(walks.Loop(), {})]
+
+    assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
+
+
+def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
+    """A20: Accelerate splits it a second time, and loses half."""
+
+    def walk():
+        backend = walks.backend()
+        place = backend.topology
+        sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
+        loader = DataLoader(range(18), batch_size=2, sampler=sampler)
+        return walked(Separate(Dispatched(loader, alone()), loader, backend))
+
+    assert sorted(chain.from_iterable(checked(ranks.run(walk)))) == list(range(18))
+
+
+@pytest.mark.parametrize("kind", ["a stream", "a map"])
+def test_workers_read_each_ranks_own(pair, kind):
+    def walk(kind):
+        return walked(own(kind, (9, 4), {"num_workers": 2}))
+
+    assert weighed(pair.run(walk, kind)) == [list(range(9)), list(range(100, 104))]
+
+
+@pytest.mark.parametrize("kind", ["a stream", "a map"])
+def test_a_walk_goes_on_from_its_position(pair, kind):
+    def walk(kind):
+        source = own(kind, (9, 4))
+        whole = walked(source)
+        return whole, [walked(source, step.position) for step in whole], walked(source, source.after(3, {}))
+
+    (whole, rests, skipped), (others, other_rests, other_skipped) = pair.run(walk, kind)
+    for at in range(len(whole)):
+        expected = weighed([whole[at + 1 :], others[at + 1 :]]) if at + 1 < len(whole) else [[], []]
+        assert weighed([rests[at], other_rests[at]]) == expected
+    assert weighed([skipped, other_skipped]) == [[6, 7, 8], []]
+
+
+def test_a_position_of_another_world_is_refused(pair):
+    def walk():
+        with pytest.raises(ValueError, match="taken on 3 processes"):
+            walked(own("a stream", (9, 4)), {"steps": 1, "world_size": 3})
+        return True
+
+    assert all(pair.run(walk))
+
+
+def test_a_rank_that_cannot_read_is_an_error_on_all(several):
+    class Missing(walks.Stream):
+        def __iter__(self):
+            yield from range(4)
+            if self.rank == 1:
+                raise FileNotFoundError("the shard")
+
+    def walk(kind):
+        backend = walks.backend()
+        stream = kind(4)
+        stream.rank = backend.topology.rank
+        loader = DataLoader(stream, batch_size=2)
+        error = FileNotFoundError if stream.rank == 1 else RuntimeError
+        with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
+            walked(Separate(Stream(loader, alone()), loader, backend))
+        return True
+
+    assert all(several.run(walk, Missing))
+
+
+def test_a_sampler_that_gives_less_than_it_says_is_an_error():
+    class Short:
+        def __iter__(self):
+            return iter([0, 1])
+
+        def __len__(self):
+            return 4
+
+    loader = DataLoader(range(4), batch_size=2, sampler=Short())
+    source = Separate(Dispatched(loader, alone()), loader, alone())
+    with pytest.raises(RuntimeError, match="fewer samples than its length says"):
+        walked(source)

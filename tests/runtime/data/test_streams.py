@@ -1,0 +1,581 @@
+"""Streams on several ranks: the samples of one process, exactly once, with any workers."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+import walks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker as torchs
+from walks import checked, chunks, plain, walked
+
+from accel_runtime.backends.single import Single
+from accel_runtime.data.streams import Stream, StreamsDifferError
+from accel_runtime.topology import Topology
+
+# This machine has two cores, and torch warns of a third worker.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+WHOLE = [walks.Stream, walks.Sized, walks.Shuffled, walks.Buffered, walks.Stateful]
+DIVIDED = {
+    "in __iter__": (walks.Divided, None),
+    "by worker_init_fn": (walks.Ranged, walks.divide),
+    "by shards": (lambda count: walks.Shards(count, 3), None),
+}
+
+
+def everywhere(world, loader, start=None, stop=None, **options):
+    """The walks of all ranks, one after another in this process."""
+    kept = torch.get_rng_state(), random.getstate()
+    seen = []
+    for rank in range(world):
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
+    return seen
+
+
+# Every sample once ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop_last"])
+def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
+    for count in range(34):
+        for size in range(1, 6):
+
+            def loader(count=count, size=size):
+                return DataLoader(walks.Stream(count), batch_size=size, drop_last=drop_last)
+
+            seen = checked(everywhere(world, loader, even=even))
+            assert seen == chunks(range(count), size * world, drop_last=drop_last)
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
+def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_last):
+    def loader():
+        return DataLoader(walks.Stream(count), batch_size=each * world, drop_last=drop_last)
+
+    seen = checked(everywhere(world, loader, even=even, split=True))
+    assert seen == chunks(range(count), each * world, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers):
+    """A7: Accelerate gives every sample once a worker."""
+
+    def walk(kind, workers):
+        seen = []
+        for count, options in (
+            (17, {}),
+            (2, {}),
+            (12, {"drop_last": True}),
+            (7, {"persistent_workers": True}),
+        ):
+            torch.manual_seed(0)
+            loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
+            source = Stream(loader, walks.backend(), even=count != 12)
+            seen += [walked(source), walked(source)]
+        return seen
+
+    for steps in zip(*ranks.run(walk, kind, workers), strict=True):
+        got = checked(steps)
+        flat = list(chain.from_iterable(got))
+        assert [len(b) for b in got] == [len(b) for b in chunks(range(len(flat)), 2 * ranks.size)]
+        if kind in {walks.Shuffled, walks.Buffered}:
+            assert len(set(flat)) == len(flat)
+        else:
+            assert flat == list(range(len(flat)))
+        assert len(flat) in {17, 2, 7, 12 // (2 * ranks.size) * 2 * ranks.size}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
+    """A8: Accelerate pads the tail of every worker; A11: three shards on two ranks hang."""
+    make, init = DIVIDED[kind]
+
+    def walk(make, init, workers):
+        options = {"batch_size": 2, "num_workers": workers, "worker_init_fn": init}
+        return [
+            walked(Stream(DataLoader(make(count), **options), walks.backend(), even=even))
+            for count, even in ((16, True), (17, False), (2, True))
+        ]
+
+    for count, steps in zip(
+        (16, 17, 2), zip(*ranks.run(walk, make, init, workers), strict=True), strict=True
+    ):
+        got = checked(steps)
+        assert sorted(chain.from_iterable(got)) == list(range(count))
+        if ranks.size == 1:
+            loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
+            assert got == [batch.tolist() for batch in loader]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [walks.Stream, walks.Divided])
+def test_any_length_any_world_any_workers(kind, workers):
+    for world in (1, 2, 3, 4):
+        for count in (0, 1, 2, 3, 7, 16, 23):
+            for even in (True, False):
+
+                def loader(count=count):
+                    return DataLoader(kind(count), batch_size=2, num_workers=workers)
+
+                got = checked(everywhere(world, loader, even=even))
+                assert sorted(chain.from_iterable(got)) == list(range(count))
+
+
+def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
+    def walk():
+        return walked(Stream(DataLoader(walks.Stream(11), batch_size=4), walks.backend()))
+
+    first, second = pair.run(walk)
+    assert [step.samples for step in first] == [[0, 1, 2, 3], [8, 9, 10, 0]]
+    assert [step.samples for step in second] == [[4, 5, 6, 7], [1, 2, 3, 4]]
+    assert first[-1].share.valid == (3, 0)
+
+
+def test_without_even_batches_the_tail_is_split_and_weighed(several):
+    def walk():
+        size = 4 * walks.backend().topology.world_size
+        return walked(Stream(DataLoader(walks.Stream(size + 1), batch_size=4), walks.backend(), even=False))
+
+    found = several.run(walk)
+    checked(found)
+    world = several.size
+    assert [steps[-1].share.sizes for steps in found] == [(1,) * world] * world
+    assert [steps[-1].share.valid for steps in found] == [(1,) + (0,) * (world - 1)] * world
+    assert [steps[-1].share.factor for steps in found] == [float(world)] + [0.0] * (world - 1)
+
+
+def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
+    """A21: Accelerate dies of batch_size=None."""
+
+    def walk():
+        loader = DataLoader(walks.Stream(7), batch_size=None)
+        source = Stream(loader, walks.backend())
+        with pytest.raises(ValueError, match="split_batches needs a batch size"):
+            Stream(loader, walks.backend(), split=True)
+        return walked(source)
+
+    assert checked(ranks.run(walk)) == chunks(range(7), ranks.size)
+
+
+# Samples of any kind ----------------------------------------------------------------------
+
+
+class Texts(walks.Stream):
+    """Dicts with text, and tensors of different lengths."""
+
+    def __iter__(self):
+        return iter({"id": n, "text": f"no {n}", "x": torch.arange(n % 4 + 1)} for n in range(self.count))
+
+
+def padded(samples):
+    """A batch that is padded to its own longest sample."""
+    padding = torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
+    return {"id": [s["id"] for s in samples], "text": [s["text"] for s in samples], "x": padding}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_texts_and_padded_batches_come_whole(ranks, workers):
+    """A14, A15: Accelerate's dispatch dies of both."""
+
+    def walk(workers):
+        loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
+        source = Stream(loader, walks.backend(), even=False)
+        for batch in source.walk(walks.Loop(), {}):
+            assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
+        return walked(source, read=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
+
+    assert list(chain.from_iterable(checked(ranks.run(walk, workers)))) == [(n, f"no {n}") for n in range(11)]
+
+
+class Doubling(DataLoader):
+    """A subclass with a walk of its own, which looks one batch ahead."""
+
+    def __iter__(self):
+        ahead = None
+        for batch in super().__iter__():
+            if ahead is not None:
+                yield ahead * 2
+            ahead = batch
+        if ahead is not None:
+            yield ahead * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_walk_of_a_subclass_is_kept(ranks, workers):
+    def walk(workers):
+        return walked(Stream(Doubling(walks.Stream(11), batch_size=2, num_workers=workers), walks.backend()))
+
+    found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
+    assert found == list(range(0, 22, 2))
+
+
+# Random streams ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [walks.Shuffled, walks.Buffered])
+def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, workers):
+    """A9: Accelerate loses samples and repeats others."""
+
+    def walk(kind, workers):
+        from accel_runtime import set_seed
+
+        set_seed(3, device_specific=True)
+        source = Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False)
+        epochs, own = [], []
+        for _ in range(3):
+            epochs.append(walked(source))
+            own.append(random.random())
+        return epochs, own
+
+    found = several.run(walk, kind, workers)
+    epochs = [checked([found[rank][0][epoch] for rank in range(several.size)]) for epoch in range(3)]
+    flat = [list(chain.from_iterable(epoch)) for epoch in epochs]
+    assert all(sorted(epoch) == list(range(23)) for epoch in flat)
+    assert len({tuple(epoch) for epoch in flat}) == 3, "every epoch in another order"
+    assert len({tuple(own) for _, own in found}) == several.size, "each keeps its own random numbers"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
+    def walk(workers):
+        from accel_runtime import set_seed
+
+        set_seed(3)
+        source = Stream(DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend())
+        set_seed(3 + walks.backend().topology.rank)
+        return [walked(source) for _ in range(2)]
+
+    found = ranks.run(walk, workers)
+    from accel_runtime import set_seed
+
+    set_seed(3)
+    alone = DataLoader(walks.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
+    for epoch in range(2):
+        assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+
+
+def test_persistent_workers_shuffle_alike_after_a_break(ranks):
+    def walk():
+        loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
+        source = Stream(loader, walks.backend(), even=False)
+        return [walked(source, stop=2), walked(source), walked(source)]
+
+    found = ranks.run(walk)
+    epochs = [list(chain.from_iterable(checked([own[epoch] for own in found]))) for epoch in (1, 2)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(23))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_two_loops_over_one_stream_do_not_mix(ranks):
+    def walk():
+        source = Stream(DataLoader(walks.Stream(11), batch_size=2), walks.backend())
+        one, other = walks.Loop(), walks.Loop()
+        pairs = zip(source.walk(one, {}), source.walk(other, {}), strict=True)
+        return all(a.tolist() == b.tolist() and one.share == other.share for a, b in pairs)
+
+    assert all(ranks.run(walk))
+
+
+# What is no one stream --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ragged", [False, True], ids=["equally long", "one is empty"])
+def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(several, workers, ragged):
+    class Split(walks.Stream):
+        def __iter__(self):
+            rank = self.rank
+            return iter(
+                range(0 if ragged and rank else rank, 0 if ragged and rank else self.count, self.world)
+            )
+
+    def walk(kind, workers):
+        backend = walks.backend()
+        stream = kind(24)
+        stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
+        source = Stream(DataLoader(stream, batch_size=2, num_workers=workers), backend)
+        with pytest.raises(StreamsDifferError, match=r'data="sharded".*dispatch_batches=True'):
+            walked(source)
+        return True
+
+    assert all(several.run(walk, Split, workers))
+
+
+def test_ranks_that_part_later_are_noticed_later(pair):
+    class Parts(walks.Stream):
+        def __iter__(self):
+            return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
+
+    def walk(kind):
+        backend, loop = walks.backend(), walks.Loop()
+        stream = kind(64)
+        stream.rank = backend.topology.rank
+        taken = []
+        source = Stream(DataLoader(stream, batch_size=2), backend)
+        with pytest.raises(StreamsDifferError):
+            taken.extend(source.walk(loop, {}))
+        return len(taken)
+
+    assert pair.run(walk, Parts) == [7, 7]
+
+
+def test_workers_that_read_one_stream_differently_are_refused(ranks):
+    class Seeded(walks.Stream):
+        def __iter__(self):
+            info = get_worker_info()
+            order = list(range(self.count))
+            random.Random(info.seed).shuffle(order)
+            return iter(order)
+
+    def walk(kind):
+        source = Stream(DataLoader(kind(24), batch_size=2, num_workers=2), walks.backend())
+        with pytest.raises(StreamsDifferError, match="workers"):
+            walked(source)
+        return True
+
+    assert all(ranks.run(walk, Seeded))
+
+
+def test_a_rank_that_cannot_read_is_an_error_on_all(several):
+    class Missing(walks.Stream):
+        def __iter__(self):
+            if self.rank == 1:
+                raise FileNotFoundError("the shard")
+            return iter(range(self.count))
+
+    def walk(kind):
+        backend = walks.backend()
+        stream = kind(24)
+        stream.rank = backend.topology.rank
+        error = FileNotFoundError if stream.rank == 1 else RuntimeError
+        with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
+            walked(Stream(DataLoader(stream, batch_size=2), backend))
+        return True
+
+    assert all(several.run(walk, Missing))
+
+
+# Seeding by worker ------------------------------------------------------------------------
+
+
+def seed_by_number(worker_id):
+    """The recipe many scripts use."""
+    import numpy as np
+
+    np.random.seed(7 + worker_id)  # noqa: NPY002
+    random.seed(7 + worker_id)
+
+
+def test_a_worker_init_fn_that_only_seeds_leaves_the_stream_whole(ranks):
+    def walk(init):
+        torch.manual_seed(0)
+        loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
+        return walked(Stream(loader, walks.backend(), even=False))
+
+    flat = list(chain.from_iterable(checked(ranks.run(walk, seed_by_number))))
+    assert sorted(flat) == list(range(23))
+
+
+def noisy(samples):
+    """A collate function that draws."""
+    return torch.tensor([[n, random.randrange(10**9)] for n in samples])
+
+
+def test_drawing_while_collating_does_not_part_the_streams(several):
+    def walk(collate):
+        torch.manual_seed(0)
+        loader = DataLoader(walks.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
+        source = Stream(loader, walks.backend(), even=False)
+        drawn = []
+
+        def read(batch):
+            drawn.extend(batch[:, 1].tolist())
+            return batch[:, 0].tolist()
+
+        return walked(source, read=read), drawn
+
+    found = several.run(walk, noisy)
+    assert sorted(chain.from_iterable(checked([steps for steps, _ in found]))) == list(range(40))
+    draws = list(chain.from_iterable(drawn for _, drawn in found))
+    assert len(set(draws)) == len(draws), "each rank draws its own"
+
+
+def test_torch_shows_workers_where_we_replace_it():
+    """Worker awareness rests on these names of torch's."""
+    assert torchs._worker_info is None
+    torchs._worker_info = marker = object()
+    try:
+        assert get_worker_info() is marker
+    finally:
+        torchs._worker_info = None
+    assert len(torchs._generate_state(5, 0)) == 4
+    assert callable(DataLoader._get_iterator)
+
+
+def test_a_worker_is_shown_as_torch_shows_it():
+    class Curious(walks.Stream):
+        def __iter__(self):
+            info = get_worker_info()
+            assert info.dataset is self
+            assert info.seed == torch.initial_seed()
+            yield from [info.id + 10 * info.num_workers]
+
+    got = checked(
+        [walked(Stream(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
+    )
+    assert got == [[20], [21]]
+
+
+# Length -----------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
+def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
+    """A6, A35: Accelerate counts by another batch size."""
+    size = each * world if split else each
+
+    def loader():
+        return DataLoader(walks.Sized(count), batch_size=size, drop_last=drop_last)
+
+    source = Stream(loader(), walks.Likewise(0, world), split=split)
+    assert source.steps() == len(checked(everywhere(world, loader, split=split)))
+
+
+def test_a_stream_without_a_length_says_so():
+    source = Stream(DataLoader(walks.Stream(3)), walks.Likewise(0, 2))
+    with pytest.raises(TypeError, match="has no length"):
+        source.steps()
+
+
+# Position ---------------------------------------------------------------------------------
+
+KINDS = {
+    "plain": (walks.Stream, 0),
+    "plain, workers": (walks.Stream, 2),
+    "shuffled": (walks.Shuffled, 0),
+    "shuffled, workers": (walks.Shuffled, 2),
+    "buffered": (walks.Buffered, 0),
+    "stateful": (walks.Stateful, 0),
+    "stateful, workers": (walks.Stateful, 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
+    """B5: Accelerate loses what another world size would have read."""
+    make, workers = KINDS[kind]
+
+    def loader():
+        return DataLoader(make(23), batch_size=2, num_workers=workers)
+
+    source = Stream(loader(), Single(Topology(), torch.device("cpu")))
+    for _ in range(epoch):
+        walked(source)
+    whole = walked(source)
+    flat = list(chain.from_iterable(checked([whole])))
+    for at in (0, 3, 10, 11):
+        position = whole[at].position
+        torch.manual_seed(99)
+        random.seed(99)
+        for world in (1, 2, 3):
+            rest = checked(everywhere(world, loader, position))
+            assert rest == chunks(flat[position["samples"] :], 2 * world)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
+    make, workers = KINDS[kind]
+
+    def walk(make, workers):
+        source = Stream(DataLoader(make(23), batch_size=3, num_workers=workers), walks.backend())
+        whole = walked(source)
+        again = walked(source, whole[1].position)
+        twice = walked(source, again[0].position)
+        return [(s.samples, s.share) for s in whole[2:]], [(s.samples, s.share) for s in again], twice, again
+
+    for whole, again, twice, steps in pair.run(walk, make, workers):
+        assert whole == again
+        assert [plain(step._asdict()) for step in twice] == [plain(step._asdict()) for step in steps[1:]]
+
+
+@pytest.mark.parametrize("make", [walks.Divided, walks.DividedStateful])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
+    def loader(count=23):
+        return DataLoader(make(count), batch_size=2, num_workers=workers)
+
+    whole = everywhere(2, loader)
+    for at in range(len(whole[0])):
+        rest = everywhere(2, loader, whole[0][at].position)
+        assert checked(rest) == checked([steps[at + 1 :] for steps in whole])
+        assert [[s.samples for s in steps] for steps in rest] == [
+            [s.samples for s in steps[at + 1 :]] for steps in whole
+        ]
+
+
+def test_a_position_of_other_workers_is_refused():
+    def source(workers, kind=walks.Divided):
+        return Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
+
+    divided, whole = walked(source(2))[0].position, walked(source(0))[0].position
+    for other, position, wanted in ((3, divided, 2), (0, divided, 2), (2, whole, 0)):
+        with pytest.raises(ValueError, match=f"num_workers={wanted}"):
+            walked(source(other), position)
+    with pytest.raises(ValueError, match="num_workers=2"):
+        walked(source(2, walks.Stream), divided)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*KINDS.values(), (walks.Divided, 2), (walks.Divided, 3)])
+@pytest.mark.parametrize("skipped", [0, 1, 4, 5, 40])
+def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
+    """B3: Accelerate skips too few on several ranks."""
+
+    def loader():
+        torch.manual_seed(0)
+        random.seed(0)
+        return DataLoader(kind(23), batch_size=2, num_workers=workers)
+
+    whole = everywhere(2, loader)
+    source = Stream(loader(), walks.Likewise(0, 2))
+    assert checked(everywhere(2, loader, source.after(skipped, {}))) == checked([s[skipped:] for s in whole])
+    further = source.after(skipped, whole[0][0].position)
+    assert checked(everywhere(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
+
+
+def test_a_dataset_with_a_state_is_not_read_again():
+    stream = walks.Stateful(400_000)
+    source = Stream(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
+    position = {"whole": True, "samples": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
+    assert [step.samples for step in walked(source, position, stop=2)] == [
+        [300_000, 300_001],
+        [300_002, 300_003],
+    ]
+    assert stream.read < 10
+    assert walked(source, stop=1)[0].samples == [0, 1], "the next walk begins at the start"
+
+
+def test_samples_that_are_skipped_are_not_collated():
+    collated = []
+
+    def collate(samples):
+        collated.extend(samples)
+        return torch.tensor(samples)
+
+    source = Stream(DataLoader(walks.Stream(23), batch_size=2, collate_fn=collate), walks.Likewise(0, 2))
+    walked(source, source.after(3, {}))
+    assert min(collated[:2]) == 12
