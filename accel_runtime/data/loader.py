@@ -20,6 +20,10 @@ from accel_runtime.data.source import Loop, Source
 __all__ = ["LoaderOptions", "PreparedLoader", "skip_first_batches"]
 
 
+_OURS = {"epoch", "kind", "begun"}
+"""What a loader adds to the position its source gives."""
+
+
 @dataclass(frozen=True)
 class LoaderOptions:
     """How loaders are prepared."""
@@ -85,7 +89,7 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
         loop, start = Loop(), self._begin()
-        self._progress.loop = loop
+        loop.epoch, self._progress.loop = self._progress.epoch, loop
         track, device, place = self._loops.opened(loop), self._backend.device, self._placing()
         note = self._loops.note if self._backend.topology.world_size > 1 else None
         finished = False
@@ -111,9 +115,9 @@ class PreparedLoader(DataLoader[Any]):
             progress.epoch += 1
         start, progress.resume = progress.resume or {}, None
         self._tell(progress.epoch)
-        if self._skip:
-            start = start | self._source.after(self._skip, {})
-        return start | {"epoch": progress.epoch}
+        if self._skip and not start.get("begun"):
+            start |= self._source.after(self._skip, {})
+        return {key: value for key, value in start.items() if key not in _OURS}
 
     def _placing(self) -> Callable[[Any], Any] | None:
         """How a batch comes to the device; None where it is there already."""
@@ -145,16 +149,25 @@ class PreparedLoader(DataLoader[Any]):
                 part.set_epoch(epoch)  # type: ignore[union-attr]
 
     @property
+    def source_batch_size(self) -> int | None:
+        """Samples in a full batch of the script's loader; None where its batches have no fixed size."""
+        batches: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        if self.batch_sampler is None and not isinstance(batches, BatchSampler):
+            return 1
+        return getattr(batches, "batch_size", None)
+
+    @property
     def total_batch_size(self) -> int:
         """Samples in a full global batch.
 
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
-        size: int | None = self._source.batch_size
-        if size is None:
+        if self.source_batch_size is None:
             raise ValueError("this loader's batches have no fixed size")
-        return size if self._options.split_batches else size * self._backend.topology.world_size
+        return self.source_batch_size * (
+            1 if self._options.split_batches else self._backend.topology.world_size
+        )
 
     @property
     def total_dataset_length(self) -> int:
@@ -169,28 +182,30 @@ class PreparedLoader(DataLoader[Any]):
         """Where the loader stands: equal on all ranks, and valid for another number of them.
 
         Returns:
-            The epoch, the position in it (in samples, or in batches where the script's batches have no fixed size)
-            counting the batches handed out, and the random states the epoch is drawn under: numbers, text and
-            tensors only.
+            The epoch, the position in it, counting the batches handed out, and the random states the epoch is drawn
+            under: numbers, text and tensors only.
         """
         progress = self._progress
         if progress.loop is None:
-            return progress.resume or {
-                "epoch": progress.epoch,
-                "position": 0,
-                "random": rng.capture(self._source.generators),
-            }
-        position = self._source.position(progress.loop)
-        return {"epoch": progress.epoch, **position, "random": progress.loop.random}
+            return progress.resume or self._state(self._source.beginning())
+        return self._state(self._source.position(progress.loop))
+
+    def _state(self, position: dict[str, Any]) -> dict[str, Any]:
+        begun = self._progress.loop is not None
+        return {"epoch": self._progress.epoch, "kind": type(self._source).__name__, "begun": begun} | position
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken, with the next walk.
 
         Raises:
-            ValueError: It is not what `state_dict` gave.
+            ValueError: It is not what `state_dict` gave, or gave for a loader of another kind.
         """
-        if missing := {"epoch", "position", "random"} - set(state_dict):
-            raise ValueError(f"the state of a loader has {', '.join(sorted(missing))} too; this one has not")
+        kind = type(self._source).__name__
+        if not isinstance(state_dict.get("epoch"), int) or state_dict.get("kind") != kind:
+            raise ValueError(
+                f"this loader's state has an epoch and kind={kind!r}; this one has "
+                f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }"
+            )
         self._progress.epoch, self._progress.loop = state_dict["epoch"], None
         self._progress.resume = dict(state_dict)
 
@@ -210,7 +225,7 @@ class PreparedLoader(DataLoader[Any]):
         # Attributes a subclass of DataLoader computes live on the loader that is walked.
         if name == "_source":
             raise AttributeError(name)
-        return getattr(self._source.inner, name)
+        return getattr(self._source.inner or self.dataset, name)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -218,7 +233,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Args:
         dataloader: A prepared loader; or one that is not, over a dataset with indices.
-        num_batches: How many, from the start of the epoch; the same where a state was loaded.
+        num_batches: How many, from the start of the epoch. A state that was loaded says the position itself.
 
     Raises:
         ValueError: A negative number; or a stream that is not prepared yet.

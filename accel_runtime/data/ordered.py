@@ -43,10 +43,9 @@ class Ordered(Source):
             if bare
             else order_of(batches, sharding, backend, seed)
         )
-        self.batch_size = 1 if bare else getattr(batches, "batch_size", None)
         self.generators = _generators(loader, batches, getattr(batches, "sampler", None))
         self._steps = _Steps(self._order, batches, bare=bare)
-        self.inner = copy.copy(loader)
+        self.inner: DataLoader[Any] = copy.copy(loader)
         # DataLoader guards these names against assignment; the copy is ours to change.
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         vars(self.inner).update({slot: self._steps, "_iterator": None})
@@ -69,7 +68,7 @@ class Ordered(Source):
         # Nothing is asked of the others where nothing is drawn.
         loop.random = start.get("random") or (rng.agreed(here, self._backend) if kinds else here)
         drawing = rng.Drawing(loop.random, here, self.generators)
-        self._steps.begin(loop.start, start.get("epoch", 0), drawing, resumed="random" in start)
+        self._steps.begin(loop.start, loop.epoch, drawing, resumed="random" in start)
         with drawing():
             batches = iter(self.inner)
         steps: deque[Share] | None = None
@@ -85,9 +84,17 @@ class Ordered(Source):
 
     @override
     def position(self, loop: Loop) -> dict[str, Any]:
-        if loop.share is not None and loop.share.last:
-            return {"position": len(self._order.source)}
-        return self.after(loop.steps, {"position": loop.start})
+        whole = loop.share is not None and loop.share.last
+        at = (
+            {"position": len(self._order.source)}
+            if whole
+            else self.after(loop.steps, {"position": loop.start})
+        )
+        return at | {"random": loop.random}
+
+    @override
+    def beginning(self) -> dict[str, Any]:
+        return {"position": 0, "random": rng.capture(self.generators)}
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:

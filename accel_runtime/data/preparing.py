@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.single import Single
+from accel_runtime.data.dispatch import Dispatched
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.sampling import Sharding, with_last
-from accel_runtime.data.source import Loop, Share, Source
+from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.separate import Separate
+from accel_runtime.data.source import Source
+from accel_runtime.data.streams import Stream, split_by_node
+from accel_runtime.topology import Topology
 
 __all__ = ["prepare_loader"]
 
@@ -30,41 +34,19 @@ def prepare_loader(
 
 
 def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source:
-    topology = backend.topology
-    _check(loader, topology.world_size, options)
+    several = backend.topology.world_size > 1
+    if several and options.data == "sharded":
+        own = Single(Topology(), backend.device)
+        return Separate(_source(loader, own, replace(options, data="global")), loader, backend)
+    _check(loader, backend.topology.world_size, options)
+    how = {"split": options.split_batches, "even": options.even_batches}
+    if several and options.dispatch:
+        return Dispatched(loader, backend, **how)
     if isinstance(loader.dataset, IterableDataset):
-        return _Plain(loader)
+        return Stream(loader, backend, **how)
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-    sharding = Sharding(
-        topology.rank, topology.world_size, options.split_batches, drop_last, options.even_batches
-    )
+    sharding = Sharding(backend.topology.rank, backend.topology.world_size, drop_last=drop_last, **how)
     return Ordered(loader, backend, sharding, options.seed)
-
-
-class _Plain(Source):
-    """A stream on one process."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.inner = loader
-        self.batch_size = loader.batch_size
-
-    @override
-    def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        for batch, last in with_last(self.inner):
-            loop.share = Share((0,), (0,), last)
-            yield batch
-
-    @override
-    def steps(self) -> int:
-        return len(self.inner)
-
-    @override
-    def position(self, loop: Loop) -> dict[str, Any]:
-        return {"position": loop.steps}
-
-    @override
-    def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        return {"position": start.get("position", 0) + steps}
 
 
 def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> None:
@@ -77,11 +59,12 @@ def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> 
         getattr(source, "sampler", None), DistributedSampler
     )
     refusals = {
-        "its dataset is a stream (IterableDataset), which this version shares out on one process only": isinstance(
-            loader.dataset, IterableDataset
-        ),
         "its sampler is a DistributedSampler, and sharding twice would skip samples: leave the sampler to "
-        'prepare(), or prepare_data_loader(loader, data="sharded")': split,
+        'prepare(), or say prepare_data_loader(loader, data="sharded")': split,
+        "its dataset is split by rank already (split_dataset_by_node), and sharding twice would skip samples: give "
+        'the whole dataset, or say prepare_data_loader(loader, data="sharded")': split_by_node(
+            loader.dataset
+        ),
         "in_order=False lets batches overtake each other": not getattr(loader, "in_order", True),
         f"split_batches needs a batch size that {world_size} processes divide; it is {size}": bool(
             options.split_batches and (size is None or size % world_size)

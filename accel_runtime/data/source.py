@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    import torch
     from torch.utils.data import DataLoader
 
 __all__ = ["Loop", "Share", "Source"]
@@ -35,6 +34,8 @@ class Loop:
     """The step whose batch was handed out last; None before the first."""
     steps: int = 0
     """How many batches were handed out."""
+    epoch: int = 0
+    """The number of the epoch."""
     start: int = 0
     """The position it began at."""
     random: dict[str, Any] | None = None
@@ -48,24 +49,19 @@ class Source(ABC):
     tensors, lists and dicts only, so that it can be saved.
     """
 
-    inner: DataLoader[Any]
-    """The loader that is walked: the script's, or a copy."""
-    batch_size: int | None
-    """Samples in a full batch of the script; None where batches have no fixed size."""
-    generators: tuple[torch.Generator, ...] = ()
-    """What the script gave its loader and sampler to draw from."""
+    inner: DataLoader[Any] | None = None
+    """The copy of the script's loader that is walked, where attributes computed on the way are found on it."""
 
     @abstractmethod
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
 
-        Sets `loop.share` before each batch. `start` may also hold `epoch`, its number, and `random`, the states
-        it is to be drawn under.
+        Sets `loop.share` before each batch.
         """
 
-    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
-        """Inside, epochs that begin treat their end so."""
-        raise ValueError(f"even_batches={even} cannot be asked of this loader: it has no indices")
+    def overridden(self, *, even: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - for those that can
+        """Inside, epochs that begin treat their end so; sources without indices stay as they are."""
+        return nullcontext()
 
     @abstractmethod
     def steps(self) -> int:
@@ -74,6 +70,10 @@ class Source(ABC):
         Raises:
             TypeError: It is not known beforehand.
         """
+
+    def beginning(self) -> dict[str, Any]:
+        """The position at which the next epoch begins."""
+        return {}
 
     @abstractmethod
     def position(self, loop: Loop) -> dict[str, Any]:

@@ -374,7 +374,6 @@ def test_batches_are_placed_on_the_device_where_asked(place):
 # What cannot be shared out ---------------------------------------------------------------
 
 REFUSED = {
-    "a stream": (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
     "sharded already": (
         lambda: DataLoader(range(7), sampler=DistributedSampler(range(7), 1, 0, shuffle=False)),
         "DistributedSampler",
@@ -393,7 +392,7 @@ def test_what_several_processes_cannot_share_is_refused_with_the_reason(several,
     assert all(several.run(refused, *REFUSED[kind]))
 
 
-@pytest.mark.parametrize("kind", ["a stream", "sharded already"])
+@pytest.mark.parametrize("kind", ["sharded already"])
 def test_what_several_processes_cannot_share_works_on_one(kind):
     accelerator = Accelerator()
     loader = accelerator.prepare(REFUSED[kind][0]())

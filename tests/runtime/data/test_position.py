@@ -187,10 +187,12 @@ def test_drawing_for_a_resumed_epoch_leaves_the_global_generators_alone(ranks):
     assert ranks.run(left, kept) == [wanted] * ranks.size
 
 
-def test_what_is_no_state_of_a_loader_is_refused():
+def test_what_is_no_state_of_a_loader_or_of_another_kind_of_loader_is_refused():
     loader = Accelerator().prepare(DataLoader(range(3)))
-    with pytest.raises(ValueError, match="the state of a loader has epoch, random too"):
+    with pytest.raises(ValueError, match="an epoch and kind='Ordered'; this one has neither"):
         loader.load_state_dict({"position": 3})
+    with pytest.raises(ValueError, match=r"this one has .*'kind': 'Stream'"):
+        loader.load_state_dict(loader.state_dict() | {"kind": "Stream"})
 
 
 # Skipping ---------------------------------------------------------------------------------
