@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ class Backend(ABC):
         """A new tensor, combined over the ranks element by element."""
 
     @abstractmethod
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to add `tensor` up over the ranks, in place; what is returned waits for the sum and gives it."""
+
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of rank `source`, written into `tensor` on every rank."""
 
@@ -60,3 +65,7 @@ class Backend(ABC):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    @abstractmethod
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward pass averages gradients, though its forward pass ran in `no_sync`."""

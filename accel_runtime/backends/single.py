@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +25,10 @@ class Single(Backend):
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         return tensor.clone()
+
+    @override
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: tensor
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -51,4 +56,8 @@ class Single(Backend):
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
