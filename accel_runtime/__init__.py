@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
+    from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.env import Settings
     from accel_runtime.options import (
         AutocastKwargs,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
@@ -23,22 +26,30 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
+    "DynamoBackend",
     "GradScalerKwargs",
+    "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "Settings",
     "Topology",
+    "TorchDynamoPlugin",
     "set_seed",
 ]
 
 _HOMES = {
     "Accelerator": "accel_runtime.accelerator",
     "AutocastKwargs": "accel_runtime.options",
+    "DDPCommunicationHookType": "accel_runtime.options",
     "DistributedDataParallelKwargs": "accel_runtime.options",
+    "DynamoBackend": "accel_runtime.compilation",
     "GradScalerKwargs": "accel_runtime.options",
+    "GradientAccumulationPlugin": "accel_runtime.options",
     "InitProcessGroupKwargs": "accel_runtime.options",
     "Settings": "accel_runtime.env",
     "Topology": "accel_runtime.topology",
+    "TorchDynamoPlugin": "accel_runtime.compilation",
     "set_seed": "accel_runtime.rng",
 }
 

@@ -32,11 +32,13 @@ class Accumulation:
         """Whether the backward pass in hand completes a window, so that the optimizer steps after it."""
         self.held = 0
         """How many `no_sync` of the script are open: inside, no window is complete."""
-        self.weighted: bool | None = None
-        """Whether the losses of the window in hand have weights; None before its first backward pass."""
-        self._weighs = False
+        self.fresh = True
+        """Whether the window in hand has had no backward pass yet."""
+        self.weighted = False
+        """Whether the newest loss had a weight."""
+        self.passed = False
+        """Whether the micro-batch in hand has had a backward pass."""
         self._count = 0
-        self._passes = 0
 
     @property
     def steps(self) -> int:
@@ -57,7 +59,7 @@ class Accumulation:
     @property
     def weighting(self) -> str:
         """What the gradient of a window is the mean of, as the newest backward pass had it."""
-        return "weights" if self._weighs else "mean of micro-batches"
+        return "weights" if self.weighted else "mean of micro-batches"
 
     def advance(self, *, last: bool) -> bool:
         """Enter the next micro-batch; the last of an epoch completes its window, unless the plugin says no.
@@ -65,8 +67,7 @@ class Accumulation:
         Returns:
             Whether it completes a window.
         """
-        if self._count == 0:
-            self.weighted = None
+        self.fresh = self.fresh or self._count == 0
         self._count += 1
         self.synced = (last and self.plugin.sync_with_dataloader) or self._count >= self._steps
         if self.synced:
@@ -79,22 +80,24 @@ class Accumulation:
         Raises:
             ValueError: Others of its window had weights and this one has none, or the other way round.
         """
-        if self.weighted is not None and self.weighted is not weighted:
+        if not self.fresh and self.weighted is not weighted:
             raise ValueError(
                 "backward() was called with a weight and without one for the same optimizer step: the mean of "
                 "such losses is not defined. Give every backward() of an accumulation window a weight, or none."
             )
-        self.weighted = self._weighs = weighted
-        self._passes += 1
+        self.weighted = weighted
+        self.fresh = False
+        self.passed = True
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> tuple[int, bool, bool]:
         """Where the count stands, for `undo`."""
-        return self._passes, self._count, self.synced, self.weighted
+        self.passed = False
+        return self._count, self.synced, self.fresh
 
-    def undo(self, mark: tuple[Any, ...]) -> None:
+    def undo(self, mark: tuple[int, bool, bool]) -> None:
         """Go back to `mark`, unless there was a backward pass since: what it added cannot be taken back."""
-        if mark[0] == self._passes:
-            _, self._count, self.synced, self.weighted = mark
+        if not self.passed:
+            self._count, self.synced, self.fresh = mark
 
 
 class MicroBatch(AbstractContextManager[None]):

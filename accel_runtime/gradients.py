@@ -41,8 +41,23 @@ class Gradients:
         self._device = backend.device
         self._weights = Weights(backend, accumulation)
         self._prepared = prepared
+        self._whole = precision.scaler is None
         self._groups: list[Group] = []
         self._grouped: tuple[int, ...] = ()
+
+    def plain(self, factor: float) -> bool:
+        """Begin a backward pass that is nothing but `loss.backward()`; False where it is more than that."""
+        accumulation = self._accumulation
+        if (
+            self._whole
+            and factor == 1
+            and accumulation.steps == 1
+            and (accumulation.fresh or not accumulation.weighted)
+        ):
+            accumulation.fresh = accumulation.weighted = False
+            accumulation.passed = True
+            return True
+        return False
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, factor: float, options: dict[str, Any]
@@ -58,12 +73,11 @@ class Gradients:
         Raises:
             ValueError: A weight that is none, or with and without weights in one window.
         """
-        accumulation, steps = self._accumulation, self._accumulation.steps
+        steps = self._accumulation.steps
         if weight is not None:
             self._weighted(loss, weight if factor else 0.0, options)
             return
-        if accumulation.weighted is not False:
-            self._begin(weighted=False)
+        self._begin(weighted=False)
         if steps != 1:
             loss = loss / steps
         if factor == 1:
@@ -84,9 +98,9 @@ class Gradients:
 
     def _begin(self, *, weighted: bool) -> None:
         accumulation = self._accumulation
-        if accumulation.weighted not in {None, weighted} and all(group.clear for group in self._found()):
-            # The script zeroed or stepped by itself: this is the first pass of a window after all.
-            accumulation.weighted = None
+        if not accumulation.fresh and accumulation.weighted is not weighted:
+            # The script may have zeroed by itself: then this is the first pass of a window after all.
+            accumulation.fresh = all(group.clear for group in self._found())
         accumulation.begin(weighted=weighted)
 
     def _found(self) -> list[Group]:

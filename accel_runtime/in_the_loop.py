@@ -46,7 +46,11 @@ class InTheLoop:
             ValueError: A negative or infinite weight (seen for numbers and tensors on the CPU; a tensor on the
                 device is not waited for), or losses with and without weights in one window.
         """
-        self._gradients.backward(loss, weight, self._factor(), options)
+        factor = self._factor()
+        if weight is None and self._gradients.plain(factor):
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        else:
+            self._gradients.backward(loss, weight, factor, options)
 
     def _factor(self) -> float:
         """What this process's mean loss counts for at this step."""

@@ -67,7 +67,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation = self._accumulation
         if not accumulation.synced:
             return None
-        accumulation.weighted = None
+        accumulation.fresh = True
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is not None:
@@ -80,7 +80,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Clear the gradients if the window is complete."""
         accumulation = self._accumulation
         if accumulation.synced:
-            accumulation.weighted = None
+            accumulation.fresh = True
             self.optimizer.zero_grad(set_to_none)
 
     def train(self) -> None:

@@ -60,7 +60,11 @@ class PreparedScheduler(LRScheduler):
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(self._steps() if self._ends else self._strides):
+        strides = self._steps() if self._ends else self._strides
+        if strides == 1 and not args:
+            scheduler.step(**kwargs)
+            return
+        for _ in range(strides):
             scheduler.step(*args, **kwargs)
 
     def _steps(self) -> int:

@@ -98,5 +98,5 @@ def test_options_of_backward_are_passed_on():
     weight = torch.ones(1, requires_grad=True)
     loss = weight * weight
     for mixed_precision in ("no", "no"):
-        precision(mixed_precision).backward(loss, retain_graph=True)
+        precision(mixed_precision).backward(loss, {"retain_graph": True})
     assert weight.grad.item() == 4
