@@ -57,8 +57,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`; `bucket_cap_mb` is in MiB.
 
     Raises:
-        ValueError: `check_reduction`, which torch has given up; an unknown hook; a wrapper or options with no
-            hook to go with.
+        ValueError: `check_reduction`, which torch has given up; an unknown hook, or `batched_power_sgd`, which
+            fails in torch; a wrapper or options with no hook to go with.
     """
 
     dim: int = 0
@@ -80,14 +80,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ValueError("check_reduction does nothing since torch 1.0: DDP always checks; leave it out")
         hook, wrapper = (_hook(self, name) for name in ("comm_hook", "comm_wrapper"))
         kinds = DDPCommunicationHookType
+        if hook is kinds.BATCHED_POWER_SGD:
+            raise ValueError(
+                "torch's batched_powerSGD_hook fails with an AssertionError once it begins to compress, in every "
+                "torch from 1.13 to 2.13; use comm_hook='power_sgd'"
+            )
         if wrapper not in {kinds.NO, kinds.FP16, kinds.BF16}:
             raise ValueError(f"comm_wrapper must be no, fp16 or bf16; it is {wrapper.value}")
         if wrapper is not kinds.NO and hook is kinds.NO:
             raise ValueError(
                 f"comm_wrapper {wrapper.value} has no hook to wrap: set comm_hook={wrapper.value!r}"
             )
-        if self.comm_state_option and hook not in {kinds.POWER_SGD, kinds.BATCHED_POWER_SGD}:
-            raise ValueError(f"comm_state_option is for the PowerSGD hooks; comm_hook is {hook.value}")
+        if self.comm_state_option and hook is not kinds.POWER_SGD:
+            raise ValueError(f"comm_state_option is for comm_hook power_sgd; comm_hook is {hook.value}")
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ _HOOKS: dict[DDPCommunicationHookType, _Hook] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
     DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
 _WRAPPERS: dict[DDPCommunicationHookType, Callable[[_Hook], _Hook]] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
     DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
 }
-_POWER_SGD = {DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD}
 
 
 def replicated(
@@ -46,7 +44,7 @@ def replicated(
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
     if kind in _HOOKS:
         state = None
-        if kind in _POWER_SGD:
+        if kind is DDPCommunicationHookType.POWER_SGD:
             state = powerSGD_hook.PowerSGDState(None, **options.get("comm_state_option", {}))
         prepared.register_comm_hook(state, _chain(kind, options.get("comm_wrapper")))
     return prepared
@@ -59,10 +57,7 @@ def _chain(kind: DDPCommunicationHookType, wrapper: DDPCommunicationHookType | N
         hook = _WRAPPERS[wrapper](hook)
 
     # DDP knows torch's bf16 hooks by name and refuses them without NCCL; gloo adds bfloat16 up as well.
-    def send(state: Any, bucket: Any) -> _Future:
-        return hook(state, bucket)
-
-    return send
+    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
 
 
 @contextmanager
