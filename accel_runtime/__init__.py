@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
+    from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.env import Settings
     from accel_runtime.logging import get_logger
     from accel_runtime.options import (
         AutocastKwargs,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
@@ -28,15 +31,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
+    "DynamoBackend",
     "GeneralTracker",
     "GradScalerKwargs",
+    "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "LoggerType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "Settings",
     "Topology",
+    "TorchDynamoPlugin",
     "get_logger",
     "set_seed",
     "tqdm",
@@ -45,9 +52,12 @@ __all__ = [
 _HOMES = {
     "Accelerator": "accel_runtime.accelerator",
     "AutocastKwargs": "accel_runtime.options",
+    "DDPCommunicationHookType": "accel_runtime.options",
     "DistributedDataParallelKwargs": "accel_runtime.options",
     "GeneralTracker": "accel_runtime.tracking",
+    "DynamoBackend": "accel_runtime.compilation",
     "GradScalerKwargs": "accel_runtime.options",
+    "GradientAccumulationPlugin": "accel_runtime.options",
     "InitProcessGroupKwargs": "accel_runtime.options",
     "LoggerType": "accel_runtime.tracking",
     "ProfileKwargs": "accel_runtime.profiling",
@@ -55,6 +65,7 @@ _HOMES = {
     "Settings": "accel_runtime.env",
     "Topology": "accel_runtime.topology",
     "get_logger": "accel_runtime.logging",
+    "TorchDynamoPlugin": "accel_runtime.compilation",
     "set_seed": "accel_runtime.rng",
     "tqdm": "accel_runtime.progress",
 }

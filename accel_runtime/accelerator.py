@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,38 +11,39 @@ from typing import Any, BinaryIO
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from accel_runtime import collectives, tree
+from accel_runtime import collectives
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
-from accel_runtime.data.loops import Feeding, Loops
-from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin, restore
+from accel_runtime.data.loader import LoaderOptions
+from accel_runtime.data.loops import Loops
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.flag import Flag
+from accel_runtime.gradients import Gradients
+from accel_runtime.in_the_loop import InTheLoop
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     chosen,
 )
 from accel_runtime.precision import FORMATS, AutocastForward, Precision
+from accel_runtime.preparing import Preparing
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
-from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Recording):
+class Accelerator(Preparing, InTheLoop, Recording):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -59,6 +59,9 @@ class Accelerator(Recording):
             Loaders share their order always, so `generator` is accepted and asks nothing more.
         step_scheduler_with_optimizer: False leaves prepared schedulers entirely to the script.
         kwargs_handlers: At most one of each kind in `accel_runtime.options`.
+        gradient_accumulation_plugin: More about accumulation; in place of `gradient_accumulation_steps`.
+        dynamo_backend: Compile models with this backend of `torch.compile`.
+        dynamo_plugin: More about compilation; in place of `dynamo_backend`.
         fp16: The early spelling of `mixed_precision="fp16"` (True) or `"no"` (False).
 
     Raises:
@@ -80,6 +83,9 @@ class Accelerator(Recording):
         rng_types: Iterable[str] | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         fp16: bool | None = None,
     ) -> None:
         settings = Settings.from_env(os.environ)
@@ -97,7 +103,14 @@ class Accelerator(Recording):
             chosen(kwargs_handlers, GradScalerKwargs),
         )
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
-        self._accumulation = Accumulation(gradient_accumulation_steps)
+        self._accumulation = Accumulation(
+            _one_of(
+                ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
+                ("gradient_accumulation_plugin", gradient_accumulation_plugin, None),
+            )
+        )
+        dynamo = _one_of(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
+        self._dynamo = dynamo if isinstance(dynamo, TorchDynamoPlugin) else TorchDynamoPlugin(dynamo or "no")
         self._loading = LoaderOptions(
             split_batches=split_batches, place=device_placement, rng_types=_rng_types(rng_types)
         )
@@ -105,6 +118,9 @@ class Accelerator(Recording):
         self._loops = Loops(self.process_index, self.num_processes)
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
+        self._gradients = Gradients(
+            self._accumulation, self._precision, self._backend, lambda: (self._models, self._optimizers)
+        )
 
     # Where this process stands ---------------------------------------------------------
 
@@ -172,139 +188,23 @@ class Accelerator(Recording):
         """Micro-batches whose gradients make one optimizer step."""
         return self._accumulation.steps
 
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.steps = steps
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the backward pass in hand completes an accumulation window."""
         return self._accumulation.synced
 
+    @sync_gradients.setter
+    def sync_gradients(self, synced: bool) -> None:
+        self._accumulation.synced = synced
+
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out for overflowed fp16 gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    # Preparing -------------------------------------------------------------------------
-
-    def prepare(self, *objects: Any) -> Any:
-        """Make models, optimizers, loaders and schedulers fit for the run.
-
-        Args:
-            *objects: In any order, also nested in lists, tuples and dicts. Anything else, and what is
-                prepared already, comes back as it is.
-
-        Returns:
-            The same objects prepared, in the same order; a single one on its own.
-
-        Raises:
-            ValueError: A loader that cannot be shared out exactly.
-        """
-        # Schedulers come second: they need to know their optimizer's prepared form.
-        first = tree.map_leaves(self._prepare_one, objects)
-        done = tree.map_leaves(self._prepare_scheduler, first)
-        return done[0] if len(objects) == 1 else done
-
-    def _prepare_one(self, item: Any) -> Any:
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item)
-        return self.prepare_data_loader(item) if isinstance(item, DataLoader) else item
-
-    def _prepare_scheduler(self, item: Any) -> Any:
-        return self.prepare_scheduler(item) if isinstance(item, LRScheduler) else item
-
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, make it compute in the chosen format and average its gradients."""
-        if any(model is known for known in self._models):
-            return model
-        if self._loading.place:
-            model = model.to(self.device)
-        self._precision.wrap(model)
-        prepared = self._backend.replicate(model, self._replication)
-        if self.num_processes > 1:
-            prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
-        self._models.append(prepared)
-        return prepared
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Make an optimizer wait for complete windows and use the loss scaler."""
-        if isinstance(optimizer, PreparedOptimizer):
-            return optimizer
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
-        self._optimizers.append(prepared)
-        return prepared
-
-    def prepare_data_loader(self, loader: DataLoader[Any]) -> PreparedLoader:
-        """Make a loader give this process its slice of every global batch.
-
-        Raises:
-            ValueError: The loader cannot be shared out exactly.
-        """
-        if isinstance(loader, PreparedLoader):
-            return loader
-        return prepare_loader(loader, self._backend, self._loops, self._loading)
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
-        """Make a scheduler advance with the samples all processes see."""
-        if isinstance(scheduler, PreparedScheduler):
-            return scheduler
-        own = [o for o in self._optimizers if scheduler.optimizer in (o, o.optimizer)]
-        return PreparedScheduler(
-            scheduler,
-            own or self._optimizers,
-            self._accumulation,
-            strides=1 if self.split_batches else self.num_processes,
-            with_optimizer=self._step_with_optimizer,
-        )
-
-    # In the loop -----------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """`loss.backward(**options)`: divided by the accumulation steps, scaled in fp16."""
-        steps = self._accumulation.steps
-        self._precision.backward(loss if steps == 1 else loss / steps, **options)
-
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch: gradients synchronise, and optimizers step, where a window is complete.
-
-        Args:
-            *models: The prepared models at work; none means all.
-        """
-        share = self._loops.current
-        with ExitStack() as stack:
-            if not self._accumulation.advance(last=share is not None and share.last):
-                for model in models or self._models:
-                    stack.enter_context(self._backend.no_sync(model))
-            yield
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward passes of `model` keep their gradients to this process."""
-        return self._backend.no_sync(model)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which operations outside a prepared model run in the chosen format."""
-        return self._precision.autocast()
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients so that their norm is at most `max_norm`; fp16 gradients are unscaled first.
-
-        Returns:
-            The norm before, a scalar.
-        """
-        self.unscale_gradients()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clamp gradients to `[-clip_value, clip_value]`; fp16 gradients are unscaled first."""
-        self.unscale_gradients()
-        nn.utils.clip_grad_value_(parameters, clip_value)
-
-    def unscale_gradients(self) -> None:
-        """Divide the fp16 scale out of the gradients of every prepared optimizer."""
-        for optimizer in self._optimizers:
-            optimizer.unscale()
 
     # Between processes -----------------------------------------------------------------
 
@@ -348,14 +248,19 @@ class Accelerator(Recording):
 
     # Keeping results -------------------------------------------------------------------
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The script's own module, whose parameter names are those it had.
 
         Args:
             model: A prepared model, or any module.
             keep_fp32_wrapper: False also takes autocast off its forward pass.
+            keep_torch_compile: False also takes `torch.compile` off it.
         """
         original = self._backend.original(model)
+        if not keep_torch_compile:
+            original = restore(original)
         forward = original.__dict__.get("forward")
         if not keep_fp32_wrapper and isinstance(forward, AutocastForward):
             original.forward = forward.forward
@@ -402,6 +307,18 @@ def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecis
         if mixed_precision == known:
             return known
     raise ValueError(f"mixed_precision must be one of {', '.join(FORMATS)}; it is {mixed_precision!r}")
+
+
+def _one_of(*given: tuple[str, Any, Any]) -> Any:
+    """The one of (name, value, default) that is not its default; the first where all are.
+
+    Raises:
+        ValueError: Several are not.
+    """
+    chosen = [(name, value) for name, value, default in given if value != default]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(name for name, _ in chosen)} say the same; give one")
+    return chosen[0][1] if chosen else given[0][1]
 
 
 def _rng_types(wanted: Iterable[str] | None) -> tuple[str, ...]:

@@ -1,36 +1,143 @@
-"""When gradients synchronise: the count of micro-batches in a window."""
+"""When gradients synchronise: the count of micro-batches in a window, and what counts as their mean."""
 
 from __future__ import annotations
 
-__all__ = ["Accumulation"]
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import override
+
+from accel_runtime.options import GradientAccumulationPlugin
+
+__all__ = ["Accumulation", "MicroBatch"]
 
 
 class Accumulation:
-    """Counts the micro-batches of a window.
+    """Counts the micro-batches of a window, and knows whether their losses have weights.
 
     Args:
-        steps: Micro-batches a window; at least 1.
+        plugin: How long a window is and where it ends; a number is the micro-batches of a window.
 
     Raises:
-        ValueError: `steps` is below 1.
+        ValueError: A window of less than one micro-batch.
     """
 
-    def __init__(self, steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {steps}")
-        self.steps = steps
+    def __init__(self, plugin: GradientAccumulationPlugin | int) -> None:
+        self.plugin = GradientAccumulationPlugin(plugin) if isinstance(plugin, int) else plugin
+        """What the script asked for."""
+        self.steps = self.plugin.num_steps
         self.synced = True
         """Whether the backward pass in hand completes a window, so that the optimizer steps after it."""
+        self.held = 0
+        """How many `no_sync` of the script are open: inside, no window is complete."""
+        self.fresh = True
+        """Whether the window in hand has had no backward pass yet."""
+        self.weighted = False
+        """Whether the newest loss had a weight."""
+        self.passed = False
+        """Whether the micro-batch in hand has had a backward pass."""
         self._count = 0
 
+    @property
+    def steps(self) -> int:
+        """Micro-batches a window."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {steps}")
+        self._steps = steps
+
+    @property
+    def complete(self) -> bool:
+        """Whether gradients are whole after the backward pass in hand."""
+        return self.synced and not self.held
+
+    @property
+    def weighting(self) -> str:
+        """What the gradient of a window is the mean of, as the newest backward pass had it."""
+        return "weights" if self.weighted else "mean of micro-batches"
+
     def advance(self, *, last: bool) -> bool:
-        """Enter the next micro-batch; the last of an epoch always completes its window.
+        """Enter the next micro-batch; the last of an epoch completes its window, unless the plugin says no.
 
         Returns:
             Whether it completes a window.
         """
+        self.fresh = self.fresh or self._count == 0
         self._count += 1
-        self.synced = last or self._count >= self.steps
+        self.synced = (last and self.plugin.sync_with_dataloader) or self._count >= self._steps
         if self.synced:
             self._count = 0
         return self.synced
+
+    def begin(self, *, weighted: bool) -> None:
+        """A backward pass begins.
+
+        Raises:
+            ValueError: Others of its window had weights and this one has none, or the other way round.
+        """
+        if not self.fresh and self.weighted is not weighted:
+            raise ValueError(
+                "backward() was called with a weight and without one for the same optimizer step: the mean of "
+                "such losses is not defined. Give every backward() of an accumulation window a weight, or none."
+            )
+        self.weighted = weighted
+        self.fresh = False
+        self.passed = True
+
+    def mark(self) -> tuple[int, bool, bool]:
+        """Where the count stands, for `undo`."""
+        self.passed = False
+        return self._count, self.synced, self.fresh
+
+    def undo(self, mark: tuple[int, bool, bool]) -> None:
+        """Go back to `mark`, unless there was a backward pass since: what it added cannot be taken back."""
+        if not self.passed:
+            self._count, self.synced, self.fresh = mark
+
+
+class MicroBatch(AbstractContextManager[None]):
+    """One micro-batch: models keep their gradients to themselves unless it completes a window.
+
+    A micro-batch that fails before its backward pass is not counted, so that the next takes its place.
+
+    Args:
+        accumulation: Counts it.
+        last: Whether the epoch ends with it.
+        no_sync: The context in which a model's backward passes stay local.
+        models: The models at work.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        *,
+        last: bool,
+        no_sync: Callable[[Any], AbstractContextManager[None]],
+        models: Iterable[Any],
+    ) -> None:
+        self._accumulation = accumulation
+        self._last = last
+        self._no_sync = no_sync
+        self._models = models
+        self._local = ExitStack()
+
+    @override
+    def __enter__(self) -> None:
+        self._before = self._accumulation.mark()
+        if self._accumulation.advance(last=self._last) or self._accumulation.plugin.sync_each_batch:
+            return
+        for model in self._models:
+            self._local.enter_context(self._no_sync(model))
+
+    @override
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._local.close()
+        if kind is not None:
+            self._accumulation.undo(self._before)

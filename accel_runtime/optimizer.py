@@ -64,10 +64,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: A closure together with fp16: the scaler cannot run it.
         """
-        if not self._accumulation.synced:
+        accumulation = self._accumulation
+        if not accumulation.synced:
             return None
+        accumulation.fresh = True
         if self._scaler is None:
-            return self.optimizer.step(closure)
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is not None:
             raise ValueError("optimizer.step(closure) cannot be combined with mixed_precision fp16; use bf16")
         self.step_was_skipped = not self._scaler.attempt(self.optimizer)
@@ -76,8 +78,28 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients if the window is complete."""
-        if self._accumulation.synced:
+        accumulation = self._accumulation
+        if accumulation.synced:
+            accumulation.fresh = True
             self.optimizer.zero_grad(set_to_none)
+
+    def train(self) -> None:
+        """Tell an optimizer that has such a mode, as those without a schedule do, that training goes on."""
+        self._tell("train")
+
+    def eval(self) -> None:
+        """Tell an optimizer that has such a mode that evaluation begins."""
+        self._tell("eval")
+
+    def _tell(self, mode: str) -> None:
+        if callable(method := getattr(self.optimizer, mode, None)):
+            method()
+
+    def place(self) -> None:
+        """Bring the state to where the parameters are now."""
+        if self.optimizer.state:
+            # torch knows which of a state's tensors stay on the CPU.
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
 
     def unscale(self) -> None:
         """Divide the scale out of the gradients, once a step, so that they can be clipped or read."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 __all__ = [
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DistributedDataParallelKwargs",
     "GradScalerKwargs",
+    "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "chosen",
@@ -23,27 +26,73 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments that differ from torch's own defaults."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        defaults = {
+            f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)
+        }
+        return {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
 
 
 @dataclass(frozen=True)
 class AutocastKwargs(KwargsHandler):
-    """Arguments of `torch.autocast`."""
+    """Arguments of `torch.autocast`, and what a prepared model gives back under it."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
+    fp32_outputs: bool = True
+    """Whether half-precision outputs of a model become float32. False saves the copy, which large logits feel."""
+
+
+class DDPCommunicationHookType(Enum):
+    """How DDP sends gradients: as they are, rounded to a half-precision format, or compressed by PowerSGD."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
 
 
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of `torch.nn.parallel.DistributedDataParallel`; `bucket_cap_mb` is in MiB."""
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`; `bucket_cap_mb` is in MiB.
+
+    Raises:
+        ValueError: `check_reduction`, which torch has given up; an unknown hook, or `batched_power_sgd`, which
+            fails in torch; a wrapper or options with no hook to go with.
+    """
 
     dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int | None = None
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """How gradients are sent; a value of `DDPCommunicationHookType`, or its text."""
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    """`fp16` or `bf16`: what the hook gets is rounded to it first."""
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+    """Arguments of torch's `PowerSGDState`, such as `matrix_approximation_rank`."""
+
+    def __post_init__(self) -> None:
+        if self.check_reduction:
+            raise ValueError("check_reduction does nothing since torch 1.0: DDP always checks; leave it out")
+        hook, wrapper = (_hook(self, name) for name in ("comm_hook", "comm_wrapper"))
+        kinds = DDPCommunicationHookType
+        if hook is kinds.BATCHED_POWER_SGD:
+            raise ValueError(
+                "torch's batched_powerSGD_hook fails with an AssertionError once it begins to compress, in every "
+                "torch from 1.13 to 2.13; use comm_hook='power_sgd'"
+            )
+        if wrapper not in {kinds.NO, kinds.FP16, kinds.BF16}:
+            raise ValueError(f"comm_wrapper must be no, fp16 or bf16; it is {wrapper.value}")
+        if wrapper is not kinds.NO and hook is kinds.NO:
+            raise ValueError(
+                f"comm_wrapper {wrapper.value} has no hook to wrap: set comm_hook={wrapper.value!r}"
+            )
+        if self.comm_state_option and hook is not kinds.POWER_SGD:
+            raise ValueError(f"comm_state_option is for comm_hook power_sgd; comm_hook is {hook.value}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +113,42 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How gradients accumulate, for `Accelerator(gradient_accumulation_plugin=...)`.
+
+    Raises:
+        ValueError: `num_steps` is below 1.
+    """
+
+    num_steps: int
+    """Micro-batches whose gradients make one optimizer step."""
+    adjust_scheduler: bool = True
+    """Whether calls of a prepared scheduler inside a window count in its `_step_count`, for schedules written
+    in micro-batches. The learning rate moves once a window either way."""
+    sync_with_dataloader: bool = True
+    """Whether the last micro-batch of an epoch completes its window; False lets windows run across epochs."""
+    sync_each_batch: bool = False
+    """Whether gradients are averaged over the processes after every micro-batch: more traffic, and no copy of
+    gradients that wait."""
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {self.num_steps}")
+
+
+def _hook(kwargs: DistributedDataParallelKwargs, name: str) -> DDPCommunicationHookType:
+    """The field as a member of the enumeration, which it becomes."""
+    given = getattr(kwargs, name)
+    known = [kind.value for kind in DDPCommunicationHookType]
+    if not isinstance(given, DDPCommunicationHookType):
+        if given not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; it is {given!r}")
+        given = DDPCommunicationHookType(given)
+        object.__setattr__(kwargs, name, given)
+    return given
 
 
 def chosen(handlers: Sequence[object] | None, kind: type[KwargsHandler]) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from accel_runtime import tree
 from accel_runtime.env import MixedPrecision
 
 __all__ = ["FORMATS", "AutocastForward", "Format", "LossScaler", "Precision"]
+
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -100,29 +104,56 @@ class Precision:
         self.scaler = LossScaler(device.type, **scaler_options) if self.format.scaled else None
         """The loss scaler, or None where the format needs none."""
         self._device_type = device.type
-        self._options = autocast_options
+        self._options = dict(autocast_options)
+        self._convert = bool(self._options.pop("fp32_outputs", True))
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context in which operations run in the chosen format."""
+    def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+        """The context in which operations run in the chosen format.
+
+        Args:
+            options: Arguments for `torch.autocast` in place of those of the run.
+        """
         if self.format.dtype is None:
             return nullcontext()
-        return torch.autocast(self._device_type, dtype=self.format.dtype, **self._options)
+        chosen = (
+            self._options if options is None else {k: v for k, v in options.items() if k != "fp32_outputs"}
+        )
+        return torch.autocast(self._device_type, dtype=self.format.dtype, **chosen)
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse what the loss scaler cannot train.
+
+        Raises:
+            ValueError: A trainable parameter in float16, whose gradients cannot be unscaled.
+        """
+        if self.scaler is None or not self.scaler.is_enabled():
+            return
+        if any(p.requires_grad and p.dtype == torch.float16 for p in parameters):
+            raise ValueError(
+                "mixed_precision fp16 scales the loss, and gradients of float16 parameters cannot be unscaled. "
+                "Keep the parameters in float32 (model.float(), or load with torch_dtype=torch.float32): autocast "
+                "computes in float16 by itself. Or use mixed_precision bf16."
+            )
 
     def wrap(self, model: nn.Module) -> None:
-        """Make `model` compute in the chosen format wherever it is called from, with float32 outputs."""
+        """Make `model` compute in the chosen format wherever it is called from; see `AutocastForward`."""
         before = model.forward
         if isinstance(before, AutocastForward):
             # Prepared before, perhaps in another format.
             model.forward = before.forward
         if self.format.dtype is not None:
-            model.forward = AutocastForward(model.forward, self.autocast)
+            model.forward = AutocastForward(model.forward, self.autocast, convert=self._convert)
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def backward(self, loss: torch.Tensor, options: Mapping[str, Any] = _NONE) -> None:
         """`loss.backward(**options)`, scaled where the format asks for it."""
         if self.scaler is not None:
             self.scaler.begin()
             loss = self.scaler.scale(loss)
         loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    def scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as much larger as gradients are before they are unscaled."""
+        return tensor if self.scaler is None else self.scaler.scale(tensor)
 
 
 class AutocastForward:
@@ -130,20 +161,30 @@ class AutocastForward:
 
     Half-precision outputs come back as float32: a loss computed from them outside the model would
     otherwise be computed in half precision too.
+
+    Args:
+        forward: The forward pass as it was.
+        autocast: Makes the context.
+        convert: False leaves halves as they are.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]
+        self,
+        forward: Callable[..., Any],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *,
+        convert: bool = True,
     ) -> None:
         self.forward = forward
         """The forward pass as it was."""
         self._autocast = autocast
+        self._convert = convert
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass; halves come back as float32."""
+        """Run the forward pass; halves come back as float32, unless that is switched off."""
         with self._autocast():
             outputs = self.forward(*args, **kwargs)
-        return tree.map_tensors(_float32, outputs)
+        return tree.map_tensors(_float32, outputs) if self._convert else outputs
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,26 +41,35 @@ class PreparedScheduler(LRScheduler):
         """The script's own scheduler."""
         self._optimizers = optimizers
         self._accumulation = accumulation
-        self._strides = strides
+        # A plateau is judged once a metric, not once a batch.
+        self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
+        self._ends = hasattr(scheduler, "total_steps")
         self._with_optimizer = with_optimizer
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance by what the run has advanced; arguments go to the script's scheduler."""
+        scheduler = self.scheduler
         if not self._with_optimizer:
-            self.scheduler.step(*args, **kwargs)
-        elif self._accumulation.synced and not any(o.step_was_skipped for o in self._optimizers):
-            for _ in range(self._steps()):
-                self.scheduler.step(*args, **kwargs)
+            scheduler.step(*args, **kwargs)
+            return
+        if not self._accumulation.synced:
+            if self._accumulation.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
+                scheduler._step_count += 1  # noqa: SLF001 - where torch counts the calls
+            return
+        for optimizer in self._optimizers:
+            if optimizer.step_was_skipped:
+                return
+        strides = self._steps() if self._ends else self._strides
+        if strides == 1 and not args:
+            scheduler.step(**kwargs)
+            return
+        for _ in range(strides):
+            scheduler.step(*args, **kwargs)
 
     def _steps(self) -> int:
-        # A plateau is judged once a metric, not once a batch.
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            return 1
-        total: int | None = getattr(self.scheduler, "total_steps", None)
-        if total is None:
-            return self._strides
         # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
+        total: int = self.scheduler.total_steps  # type: ignore[attr-defined]
         return max(min(self._strides, total - 1 - self.scheduler.last_epoch), 0)
 
     @override

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -36,6 +37,10 @@ class Backend(ABC):
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """A new tensor, combined over the ranks element by element."""
+
+    @abstractmethod
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to add `tensor` up over the ranks, in place; what is returned waits for the sum and gives it."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -82,3 +87,7 @@ class Backend(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Say that this backend is not used any more; its process group ends with its last user."""
+
+    @abstractmethod
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward pass averages gradients, though its forward pass ran in `no_sync`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.wire import GlooWire, control_group
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
@@ -79,6 +81,16 @@ class Distributed(Backend):
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def arrived() -> torch.Tensor:
+            work.wait()
+            return tensor
+
+        return arrived
+
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         dist.broadcast(tensor, src=source, group=self._group(tensor))
         return tensor
@@ -98,7 +110,7 @@ class Distributed(Backend):
         learns = any(parameter.requires_grad for parameter in model.parameters())
         if isinstance(model, DistributedDataParallel) or not learns:
             return model
-        return DistributedDataParallel(model, device_ids=self._device_ids, **options)
+        return replicated(model, self._device_ids, options)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:
@@ -114,6 +126,10 @@ class Distributed(Backend):
             _USERS.remove(self)
             if not _USERS:
                 _leave()
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return synced(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def _name(settings: Settings, device: torch.device) -> str:

@@ -49,6 +49,10 @@ class Single(Backend):
         return tensor.clone()
 
     @override
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: tensor
+
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return tensor
 
@@ -67,3 +71,7 @@ class Single(Backend):
     @override
     def leave(self) -> None:
         return None
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -82,7 +82,7 @@ class Loops:
     @property
     def computed(self) -> Share | None:
         """The step a prepared model computed on last, where that is known, else the newest."""
-        return self._of_model() or self.current
+        return (self._of_model() if self._several else None) or self.current
 
     def opened(self, loop: Loop) -> _Track:
         """A loop has begun; what it returns is told of every batch, by `note`."""

@@ -24,7 +24,7 @@ def _on_the_cpu(home, monkeypatch):
 def clusters():
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank."""
     torch.set_num_threads(1)
-    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2), 3: cluster.Cluster(3)}
+    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2), 3: cluster.Cluster(3), 4: cluster.Cluster(4)}
     yield sizes
     for some in sizes.values():
         some.close()
@@ -52,3 +52,9 @@ def alone(clusters):
 def pair(clusters):
     """Two processes."""
     return clusters[2]
+
+
+@pytest.fixture
+def four(clusters):
+    """Four processes; a machine with fewer cores takes its time over them, so such a test is marked slow."""
+    return clusters[4]

@@ -183,6 +183,69 @@ def test_a_second_accelerator_works_beside_the_first(ranks):
     assert ranks.run(both) == [wanted] * ranks.size
 
 
+def test_a_model_for_evaluation_is_not_wrapped(several):
+    def kind():
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = accelerator.prepare_model(network(), evaluation_mode=True)
+        assert accelerator.unwrap_model(model) is model
+        return isinstance(model, DistributedDataParallel), model(DATA).dtype
+
+    assert several.run(kind) == [(False, torch.float32)] * several.size
+
+
+def test_every_object_may_be_placed_or_left_where_it_is():
+    """The device here is `meta`, where nothing is computed, so that placing shows."""
+    accelerator = Accelerator()
+    accelerator._backend.device = torch.device("meta")
+    models = [network() for _ in range(3)]
+    prepared = accelerator.prepare(*models, device_placement=[True, False, None])
+    assert [next(m.parameters()).device.type for m in prepared] == ["meta", "cpu", "meta"]
+    loaders = accelerator.prepare(DataLoader(DATA), DataLoader(DATA), device_placement=[False, True])
+    assert [next(iter(loader)).device.type for loader in loaders] == ["cpu", "meta"]
+    with pytest.raises(ValueError, match="device_placement has 1 entries for 2 objects"):
+        accelerator.prepare(*models[:2], device_placement=[True])
+
+
+def test_the_state_of_an_optimizer_goes_where_its_parameters_went():
+    for placed, wanted in ((True, "meta"), (False, "cpu")):
+        accelerator = Accelerator()
+        accelerator._backend.device = torch.device("meta")
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters())
+        loss_of(model, DATA).backward()
+        optimizer.step()
+        optimizer, model = accelerator.prepare(optimizer, model, device_placement=[placed, None])
+        kept = optimizer.state[next(iter(model.parameters()))]
+        assert kept["exp_avg"].device.type == wanted
+        assert kept["step"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_float16_parameters_are_refused_at_prepare_under_fp16(what):
+    accelerator, model = fp16(), network().half()
+    item = model if what == "model" else sgd(model)
+    with pytest.raises(ValueError, match="gradients of float16 parameters cannot be unscaled"):
+        accelerator.prepare(item)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def test_the_gradients_of_one_optimizer_can_be_unscaled_alone():
+    accelerator = fp16()
+    models = accelerator.prepare([network(), network(1), network(2)])
+    plain = [sgd(model) for model in models]
+    optimizers = accelerator.prepare(plain)
+    before = []
+    for model in models:
+        accelerator.backward(loss_of(model, DATA))
+        before.append(gradients(model)[0])
+    accelerator.unscale_gradients(plain[0])
+    accelerator.unscale_gradients([optimizers[1]])
+    ratios = [float((gradients(m)[0] / b).mean()) for m, b in zip(models, before, strict=True)]
+    assert ratios == [pytest.approx(1 / 128), pytest.approx(1 / 128), 1]
+    with pytest.raises(ValueError, match="prepare\\(\\) has not seen"):
+        accelerator.unscale_gradients(sgd(network()))
+
+
 # The same mathematics --------------------------------------------------------------------
 
 

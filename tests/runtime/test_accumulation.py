@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
 
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from accel_runtime.accumulation import Accumulation
 
 
-def windows(steps, micro_batches, epochs=1):
+def windows(steps, micro_batches, epochs=1, **fields):
     """For every micro-batch, whether it completes a window."""
-    accumulation = Accumulation(steps)
+    accumulation = Accumulation(GradientAccumulationPlugin(steps, **fields))
     epoch = range(1, micro_batches + 1)
     return [accumulation.advance(last=index == micro_batches) for _ in range(epochs) for index in epoch]
 
@@ -39,3 +46,172 @@ def test_synced_is_what_advance_said():
 def test_a_window_has_at_least_one_micro_batch(steps):
     with pytest.raises(ValueError, match=f"at least 1; it is {steps}"):
         Accumulation(steps)
+
+
+def test_windows_may_run_across_epochs():
+    assert (
+        windows(3, 4, epochs=2, sync_with_dataloader=False)
+        == [False, False, True, False, False, True] + [False] * 2
+    )
+
+
+# Through the facade ----------------------------------------------------------------------
+
+
+class Run:
+    """A weight of value 10 under SGD of rate 1, whose micro-batches have the gradient 1."""
+
+    def __init__(self, **options):
+        self.accelerator = Accelerator(**options)
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, 10.0)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        self.loader = self.accelerator.prepare(DataLoader(torch.ones(6 * self.accelerator.num_processes, 1)))
+
+    def micro_batch(self, x=None):
+        """One turn of the loop; whether the optimizer stepped."""
+        x = torch.ones(1, 1) if x is None else x
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(self.model(x).sum())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self.accelerator.sync_gradients
+
+    @property
+    def value(self):
+        return self.accelerator.unwrap_model(self.model).weight.item()
+
+
+def test_a_break_on_the_last_batch_does_not_switch_accumulation_off(ranks):
+    def after():
+        run = Run(gradient_accumulation_steps=4)
+        for index, x in enumerate(run.loader):
+            run.micro_batch(x)
+            if index == 5:
+                break
+        return [run.micro_batch(x) for x in run.loader]
+
+    assert ranks.run(after) == [[False, False, False, True, False, True]] * ranks.size
+
+
+def test_a_window_that_a_break_leaves_open_is_completed_by_what_follows(ranks):
+    def after():
+        run = Run(gradient_accumulation_steps=3)
+        for x in run.loader:
+            run.micro_batch(x)
+            break
+        before = run.value
+        return before, [run.micro_batch(x) for x in run.loader][:3], run.value
+
+    assert ranks.run(after) == [(10, [False, True, False], pytest.approx(10 - 1 - 1 - 1 / 3))] * ranks.size
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_micro_batch_that_fails_before_its_backward_pass_is_not_counted(ranks, failing):
+    def after(failing):
+        run = Run(gradient_accumulation_steps=3)
+        for turn in range(1, 4):
+            if turn == failing:
+                with pytest.raises(RuntimeError, match="no memory"), run.accelerator.accumulate(run.model):
+                    raise RuntimeError("no memory")
+            run.micro_batch()
+        return run.value, run.accelerator.sync_gradients
+
+    assert ranks.run(after, failing) == [(9, True)] * ranks.size
+
+
+def test_a_micro_batch_that_fails_after_its_backward_pass_is_counted():
+    run = Run(gradient_accumulation_steps=2)
+    with contextlib.suppress(OSError), run.accelerator.accumulate(run.model):
+        run.accelerator.backward(run.model(torch.ones(1, 1)).sum())
+        raise OSError("no space")
+    assert run.micro_batch()
+    assert run.value == 9
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_gradients_are_averaged_after_every_micro_batch_if_that_is_wanted(pair, each):
+    def alike(each):
+        plugin = GradientAccumulationPlugin(3, sync_each_batch=each)
+        run = Run(gradient_accumulation_plugin=plugin)
+        rank, seen = run.accelerator.process_index, []
+        for _ in range(3):
+            with run.accelerator.accumulate(run.model):
+                run.accelerator.backward(run.model(torch.full((1, 1), 1.0 + rank)).sum())
+                seen.append(run.model.module.weight.grad.item())
+        return seen
+
+    first, second = pair.run(alike, each)
+    assert (first[:2] == second[:2]) == each
+    assert first[2] == second[2] == pytest.approx(1.5)
+
+
+def test_the_number_of_steps_and_whether_gradients_synchronise_can_be_set():
+    run = Run()
+    run.accelerator.gradient_accumulation_steps = 2
+    assert run.accelerator.gradient_accumulation_steps == 2
+    assert [run.micro_batch() for _ in range(2)] == [False, True]
+    run.accelerator.sync_gradients = False
+    run.optimizer.step()
+    assert run.value == 9
+    with pytest.raises(ValueError, match="at least 1; it is 0"):
+        run.accelerator.gradient_accumulation_steps = 0
+
+
+def test_a_number_of_steps_and_a_plugin_are_refused_together():
+    plugin = GradientAccumulationPlugin(2)
+    assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 2
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps and gradient_accumulation_plugin say the same"
+    ):
+        Accelerator(gradient_accumulation_steps=4, gradient_accumulation_plugin=plugin)
+
+
+# Schedulers, with one global batch size on any number of processes --------------------------
+
+
+@pytest.mark.parametrize("adjust", [True, False])
+def test_a_schedule_moves_once_a_window_and_counts_calls_if_it_is_adjusted(ranks, adjust):
+    def advanced(adjust):
+        run = Run(gradient_accumulation_plugin=GradientAccumulationPlugin(3, adjust_scheduler=adjust))
+        scheduler = run.accelerator.prepare(LambdaLR(run.optimizer, lambda _: 1.0))
+        for _ in range(6):
+            run.micro_batch()
+            scheduler.step()
+        return scheduler.last_epoch, scheduler.scheduler._step_count
+
+    n = ranks.size
+    wanted = (2 * n, 1 + 2 * n + (4 if adjust else 0))
+    assert ranks.run(advanced, adjust) == [wanted] * n
+
+
+def test_a_one_cycle_schedule_in_windows_reaches_its_end_whatever_is_adjusted():
+    for adjust in (True, False):
+        run = Run(gradient_accumulation_plugin=GradientAccumulationPlugin(4, adjust_scheduler=adjust))
+        scheduler = run.accelerator.prepare(OneCycleLR(run.optimizer, max_lr=1.0, total_steps=5))
+        for _ in range(20):
+            run.micro_batch()
+            scheduler.step()
+        assert scheduler.last_epoch == 4
+
+
+# Clipping --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_clipping_waits_for_the_window_and_tells_the_norm_there_is(ranks, mixed_precision):
+    def clipped(mixed_precision):
+        scaler = GradScalerKwargs(init_scale=128.0)
+        run = Run(gradient_accumulation_steps=2, mixed_precision=mixed_precision, kwargs_handlers=[scaler])
+        seen = []
+        for _ in range(2):
+            with run.accelerator.accumulate(run.model):
+                run.accelerator.backward(run.model(torch.full((1, 1), 4.0)).sum())
+                weight = run.accelerator.unwrap_model(run.model).weight
+                run.accelerator.clip_grad_value_(weight, 3.0)
+                norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0).item()
+                seen.append(round(norm, 4))
+        return seen, round(weight.grad.item(), 4)
+
+    assert ranks.run(clipped, mixed_precision) == [([2.0, 3.0], 1.0)] * ranks.size

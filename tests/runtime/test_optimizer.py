@@ -262,3 +262,20 @@ def test_it_can_be_copied_and_pickled_also_under_a_scheduler(copied, scheduled):
     twin.step()
     assert twin.state[weight]["step"] == 2
     assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+def test_an_optimizer_with_modes_is_told_and_others_are_left_alone():
+    class ScheduleFree(torch.optim.SGD):
+        told = ()
+
+        def train(self):
+            self.told += ("train",)
+
+        def eval(self):
+            self.told += ("eval",)
+
+    for kind, told in ((ScheduleFree, ("eval", "train")), (torch.optim.SGD, None)):
+        optimizer = PreparedOptimizer(kind([nn.Parameter(torch.ones(1))], lr=1.0), Accumulation(1), None)
+        optimizer.eval()
+        optimizer.train()
+        assert getattr(optimizer.optimizer, "told", None) == told

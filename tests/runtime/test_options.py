@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime.options import (
     AutocastKwargs,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -36,7 +37,10 @@ def test_only_what_differs_from_the_defaults_is_passed_on():
 )
 def test_every_option_is_one_of_torch_with_the_default_of_torch(kind, target):
     theirs = inspect.signature(target).parameters
+    own = {"fp32_outputs", "comm_hook", "comm_wrapper", "comm_state_option"}
     for name, ours in inspect.signature(kind).parameters.items():
+        if name in own:
+            continue
         assert theirs[name].default in {ours.default, None}, name  # None is "torch decides", on what we say
 
 
@@ -55,3 +59,30 @@ def test_two_of_a_kind_are_refused():
 def test_an_object_of_another_kind_is_refused_with_the_known_ones():
     with pytest.raises(TypeError, match=r"AutocastKwargs, DistributedDataParallelKwargs, .* it holds 'fast'"):
         chosen(["fast"], GradScalerKwargs)
+
+
+def test_options_in_a_dict_are_passed_on_only_if_there_are_any():
+    assert DistributedDataParallelKwargs().to_kwargs() == {}
+    kwargs = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"warm_start": False})
+    assert kwargs.to_kwargs()["comm_state_option"] == {"warm_start": False}
+
+
+@pytest.mark.parametrize("kind", list(DDPCommunicationHookType)[:4])
+def test_a_hook_may_be_given_by_its_text(kind):
+    assert DistributedDataParallelKwargs(comm_hook=kind.value).comm_hook is kind
+    assert DistributedDataParallelKwargs(comm_hook=kind).comm_hook is kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"comm_hook": "int8"}, "one of no, fp16, bf16, power_sgd, batched_power_sgd; it is 'int8'"),
+        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "no, fp16 or bf16; it is power_sgd"),
+        ({"comm_wrapper": "fp16"}, "no hook to wrap: set comm_hook='fp16'"),
+        ({"comm_hook": "fp16", "comm_state_option": {"warm_start": True}}, "is for comm_hook power_sgd"),
+        ({"check_reduction": True}, "leave it out"),
+    ],
+)
+def test_options_of_ddp_that_would_do_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DistributedDataParallelKwargs(**arguments)

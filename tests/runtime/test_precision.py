@@ -98,5 +98,39 @@ def test_options_of_backward_are_passed_on():
     weight = torch.ones(1, requires_grad=True)
     loss = weight * weight
     for mixed_precision in ("no", "no"):
-        precision(mixed_precision).backward(loss, retain_graph=True)
+        precision(mixed_precision).backward(loss, {"retain_graph": True})
     assert weight.grad.item() == 4
+
+
+def test_outputs_can_be_left_in_the_format():
+    model = Nested()
+    precision("bf16", autocast={"fp32_outputs": False}).wrap(model)
+    assert model(torch.randn(2, 4))["logits"].dtype == torch.bfloat16
+
+
+def test_a_context_may_have_options_of_its_own():
+    x = torch.randn(4, 4)
+    with precision("bf16").autocast({"enabled": False}):
+        assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype", "scaler", "refused"),
+    [
+        ("fp16", torch.float16, {}, True),
+        ("fp16", torch.float32, {}, False),
+        ("fp16", torch.bfloat16, {}, False),
+        ("fp16", torch.float16, {"enabled": False}, False),
+        ("bf16", torch.float16, {}, False),
+    ],
+)
+def test_float16_parameters_under_the_scaler_are_refused_with_what_to_do(
+    mixed_precision, dtype, scaler, refused
+):
+    model, check = nn.Linear(2, 2).to(dtype), precision(mixed_precision, scaler=scaler).check
+    check(p.detach() for p in model.parameters())
+    if refused:
+        with pytest.raises(ValueError, match=r"float16 parameters .* float32 \(model\.float\(\)"):
+            check(model.parameters())
+    else:
+        check(model.parameters())

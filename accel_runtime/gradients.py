@@ -1,0 +1,151 @@
+"""From a loss to gradients fit for a step: weights and shares counted, scale taken out, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.backends.base import Backend
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.precision import Precision
+from accel_runtime.weights import Group, Weight, Weights, groups, silenced
+
+__all__ = ["Gradients"]
+
+_Parameters = Iterable[torch.Tensor] | torch.Tensor
+
+
+class Gradients:
+    """What happens to the gradients of a run.
+
+    Args:
+        accumulation: Says when a window is complete.
+        precision: Scales losses.
+        backend: Adds weights up over the ranks.
+        prepared: The prepared models and optimizers there are by now.
+    """
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        precision: Precision,
+        backend: Backend,
+        prepared: Callable[[], tuple[Sequence[nn.Module], Sequence[PreparedOptimizer]]],
+    ) -> None:
+        self._accumulation = accumulation
+        self._precision = precision
+        self._device = backend.device
+        self._weights = Weights(backend, accumulation)
+        self._prepared = prepared
+        self._whole = precision.scaler is None
+        self._groups: list[Group] = []
+        self._grouped: tuple[int, ...] = ()
+
+    def plain(self, factor: float) -> bool:
+        """Begin a backward pass that is nothing but `loss.backward()`; False where it is more than that."""
+        accumulation = self._accumulation
+        if (
+            self._whole
+            and factor == 1
+            and accumulation.steps == 1
+            and (accumulation.fresh or not accumulation.weighted)
+        ):
+            accumulation.fresh = accumulation.weighted = False
+            accumulation.passed = True
+            return True
+        return False
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, factor: float, options: dict[str, Any]
+    ) -> None:
+        """Run the backward pass of a loss.
+
+        Args:
+            loss: A scalar.
+            weight: How many items it is the mean of; None where all micro-batches count the same.
+            factor: What this rank's mean counts for among the ranks' without a weight; 0 is nothing at all.
+            options: Arguments for `loss.backward`.
+
+        Raises:
+            ValueError: A weight that is none, or with and without weights in one window.
+        """
+        steps = self._accumulation.steps
+        if weight is not None:
+            self._weighted(loss, weight if factor else 0.0, options)
+            return
+        self._begin(weighted=False)
+        if steps != 1:
+            loss = loss / steps
+        if factor == 1:
+            self._precision.backward(loss, options)
+            return
+        with silenced(self._found(), Weight.of(factor, self._device)):
+            self._precision.backward(loss * factor, options)
+
+    def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]) -> None:
+        given = Weight.of(weight, self._device)
+        self._begin(weighted=True)
+        self._weights.backward(
+            loss,
+            given,
+            lambda multiplied: self._precision.backward(multiplied, options),
+            self._found(),
+        )
+
+    def _begin(self, *, weighted: bool) -> None:
+        accumulation = self._accumulation
+        if not accumulation.fresh and accumulation.weighted is not weighted:
+            # The script may have zeroed by itself: then this is the first pass of a window after all.
+            accumulation.fresh = all(group.clear for group in self._found())
+        accumulation.begin(weighted=weighted)
+
+    def _found(self) -> list[Group]:
+        """The groups of parameters; found anew when more has been prepared."""
+        models, optimizers = self._prepared()
+        size = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
+        if size != self._grouped:
+            self._groups, self._grouped = groups(models, optimizers), size
+        return self._groups
+
+    def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` where the window is complete; else the norm only."""
+        if self._accumulation.synced:
+            self.unscale(None)
+            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        one = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        norm = nn.utils.get_total_norm([p.grad for p in one if p.grad is not None], norm_type)
+        return norm / self._precision.scale(torch.ones_like(norm))
+
+    def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
+        """`torch.nn.utils.clip_grad_value_` where the window is complete; else nothing."""
+        if self._accumulation.synced:
+            self.unscale(None)
+            nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale(self, wanted: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
+        """Divide the fp16 scale out of the gradients of some prepared optimizers; None is all.
+
+        Raises:
+            ValueError: One of them is not prepared.
+        """
+        if self._precision.scaler is None:
+            return
+        _, optimizers = self._prepared()
+        if wanted is None:
+            chosen = list(optimizers)
+        else:
+            asked = [wanted] if isinstance(wanted, torch.optim.Optimizer) else wanted
+            chosen = [_prepared(one, optimizers) for one in asked]
+        for optimizer in chosen:
+            optimizer.unscale()
+
+
+def _prepared(wanted: torch.optim.Optimizer, optimizers: Sequence[PreparedOptimizer]) -> PreparedOptimizer:
+    for optimizer in optimizers:
+        if wanted is optimizer or wanted is optimizer.optimizer:
+            return optimizer
+    raise ValueError("unscale_gradients() was given an optimizer that prepare() has not seen")

@@ -1,0 +1,127 @@
+"""The half of the facade that a script meets in its loop: from a loss to gradients fit for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_runtime.accumulation import Accumulation, MicroBatch
+from accel_runtime.backends import Backend
+from accel_runtime.data.loops import Loops
+from accel_runtime.gradients import Gradients
+from accel_runtime.options import AutocastKwargs
+from accel_runtime.precision import Precision
+
+__all__ = ["InTheLoop"]
+
+
+class InTheLoop:
+    """What `Accelerator` does to losses and gradients."""
+
+    _accumulation: Accumulation
+    _backend: Backend
+    _loops: Loops
+    _gradients: Gradients
+    _models: list[nn.Module]
+    _precision: Precision
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **options: Any
+    ) -> None:
+        """`loss.backward(**options)`: divided by the accumulation steps, scaled in fp16.
+
+        Args:
+            loss: The mean over this micro-batch, a scalar.
+            weight: Over how many items (samples, tokens) the loss is the mean, a number or a scalar tensor.
+                The gradient of a window is then the mean over all items of all its micro-batches on all
+                processes, and the loss is not divided by the steps. With weight 0 the loss may be nan: it adds
+                zeros. Give every loss of a window a weight, or none.
+            **options: Arguments of `torch.Tensor.backward`.
+
+        Raises:
+            ValueError: A negative or infinite weight (seen for numbers and tensors on the CPU; a tensor on the
+                device is not waited for), or losses with and without weights in one window.
+        """
+        factor = self._factor()
+        if weight is None and self._gradients.plain(factor):
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        else:
+            self._gradients.backward(loss, weight, factor, options)
+
+    def _factor(self) -> float:
+        """What this process's mean loss counts for at this step."""
+        share = self._loops.computed
+        return 1.0 if share is None else share.factor
+
+    def accumulate(self, *models: nn.Module) -> MicroBatch:
+        """One micro-batch: gradients synchronise, and optimizers step, where a window is complete.
+
+        A micro-batch that fails before its backward pass is not counted. A window that `break` leaves open is
+        completed by the micro-batches that follow.
+
+        Args:
+            *models: The prepared models at work; none means all.
+        """
+        share = self._loops.current
+        last = share is not None and share.last
+        return MicroBatch(
+            self._accumulation, last=last, no_sync=self._backend.no_sync, models=models or self._models
+        )
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, backward passes of `model` keep their gradients to this process."""
+        self._accumulation.held += 1
+        try:
+            with self._backend.no_sync(model):
+                yield
+        finally:
+            self._accumulation.held -= 1
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward pass averages gradients, though the forward pass ran in `no_sync`."""
+        return self._backend.sync_in_backward(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context in which operations outside a prepared model run in the chosen format.
+
+        Args:
+            autocast_handler: Options in place of those of the run.
+        """
+        return self._precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; fp16 gradients are unscaled first.
+
+        Inside a window that is not complete nothing is clipped: the gradients are not whole yet.
+
+        Returns:
+            The norm before, without the fp16 scale, a scalar.
+        """
+        return self._gradients.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp gradients to `[-clip_value, clip_value]`; fp16 gradients are unscaled first.
+
+        Inside a window that is not complete nothing is clipped: the gradients are not whole yet.
+        """
+        self._gradients.clip_value(parameters, clip_value)
+
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        """Divide the fp16 scale out of gradients, where the window is complete.
+
+        Args:
+            optimizer: Whose gradients, one or several; None is every prepared optimizer.
+
+        Raises:
+            ValueError: An optimizer that is not prepared.
+        """
+        self._gradients.unscale(optimizer)

@@ -1,0 +1,167 @@
+"""The half of the facade that a script meets before its loop: `prepare` and what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel_runtime import tree
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.backends import Backend
+from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loops import Feeding, Loops
+from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.precision import Precision
+from accel_runtime.scheduler import PreparedScheduler
+
+__all__ = ["Preparing"]
+
+
+class Preparing:
+    """What `Accelerator` does to models, optimizers, loaders and schedulers."""
+
+    _accumulation: Accumulation
+    _backend: Backend
+    _loops: Loops
+    _dynamo: TorchDynamoPlugin
+    _loading: LoaderOptions
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _precision: Precision
+    _replication: dict[str, Any]
+    _step_with_optimizer: bool
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers fit for the run.
+
+        Args:
+            *objects: In any order, also nested in lists, tuples and dicts. Anything else, and what is
+                prepared already, comes back as it is.
+            device_placement: For every object, whether it is moved to the device; None is what the
+                `Accelerator` was told.
+
+        Returns:
+            The same objects prepared, in the same order; a single one on its own.
+
+        Raises:
+            ValueError: A loader that cannot be shared out exactly; as many `device_placement` as there are no
+                objects; parameters that the loss scaler cannot train.
+        """
+        places = [None] * len(objects) if device_placement is None else list(device_placement)
+        if len(places) != len(objects):
+            raise ValueError(f"device_placement has {len(places)} entries for {len(objects)} objects")
+        # An optimizer's state goes where the models went, and a scheduler knows its optimizer's prepared form.
+        steps = (self._prepare_model, self._prepare_one, self._prepare_scheduler)
+        done = list(objects)
+        for step in steps:
+            pairs = zip(done, places, strict=True)
+            done = [tree.map_leaves(partial(step, place=place), item) for item, place in pairs]
+        return done[0] if len(objects) == 1 else tuple(done)
+
+    def _prepare_model(self, item: Any, place: bool | None) -> Any:
+        return self.prepare_model(item, place) if isinstance(item, nn.Module) else item
+
+    def _prepare_one(self, item: Any, place: bool | None) -> Any:
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item, place)
+        return self.prepare_data_loader(item, place) if isinstance(item, DataLoader) else item
+
+    def _prepare_scheduler(self, item: Any, place: bool | None) -> Any:  # noqa: ARG002 - it is nowhere
+        return self.prepare_scheduler(item) if isinstance(item, LRScheduler) else item
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move a model to the device, make it compute in the chosen format and average its gradients.
+
+        Args:
+            model: The script's model.
+            device_placement: Whether to move it; None is what the `Accelerator` was told.
+            evaluation_mode: The model is never trained, so nothing averages its gradients.
+
+        Raises:
+            ValueError: Trainable float16 parameters together with the loss scaler of fp16.
+        """
+        if any(model is known for known in self._models):
+            return model
+        if not evaluation_mode:
+            self._precision.check(model.parameters())
+        if self._places(device_placement):
+            model = model.to(self._backend.device)
+        self._precision.wrap(model)
+        compile_in_place(self._backend.original(model), self._dynamo)
+        prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
+        if self._backend.topology.world_size > 1:
+            prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
+        self._models.append(prepared)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Make an optimizer wait for complete windows and use the loss scaler.
+
+        Args:
+            optimizer: The script's optimizer.
+            device_placement: Whether the state it has goes where its parameters are; None is what the
+                `Accelerator` was told.
+
+        Raises:
+            ValueError: Trainable float16 parameters together with the loss scaler of fp16.
+        """
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        self._precision.check(p for group in optimizer.param_groups for p in group["params"])
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
+        if self._places(device_placement):
+            prepared.place()
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _places(self, wanted: bool | None) -> bool:
+        return self._loading.place if wanted is None else wanted
+
+    def prepare_data_loader(
+        self,
+        loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        *,
+        data: Literal["global", "sharded"] = "global",
+    ) -> PreparedLoader:
+        """Make a loader give this process its slice of every global batch.
+
+        Args:
+            loader: The script's loader.
+            device_placement: Whether its batches are moved to the device; None is what the `Accelerator` was told.
+            data: `sharded` where the loader has the data of its own process only, as with a `DistributedSampler`: they
+                are used as they are.
+
+        Raises:
+            ValueError: The loader cannot be shared out exactly.
+        """
+        if isinstance(loader, PreparedLoader):
+            return loader
+        options = replace(self._loading, place=self._places(device_placement), data=data)
+        return prepare_loader(loader, self._backend, self._loops, options)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """Make a scheduler advance with the samples all processes see."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        own = [o for o in self._optimizers if scheduler.optimizer in (o, o.optimizer)]
+        return PreparedScheduler(
+            scheduler,
+            own or self._optimizers,
+            self._accumulation,
+            strides=1 if self._loading.split_batches else self._backend.topology.world_size,
+            with_optimizer=self._step_with_optimizer,
+        )
