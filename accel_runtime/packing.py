@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Layout", "layout", "pack", "unpack", "unpack_each"]
+__all__ = ["Layout", "layout", "pack", "unpack", "unpack_combined", "unpack_each"]
 
 
 class _Group(NamedTuple):
@@ -47,14 +47,16 @@ def layout(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...])
         flat = all(len(shapes[index]) == 1 for index in own)
         groups.append(_Group(dtype, tuple(own), counts, start, stop, flat, alike))
         start = stop
-    return Layout(tuple(groups), start)
+    # A row after another begins where the widest dtype may.
+    wide = max((dtype.itemsize for dtype in indices), default=1)
+    return Layout(tuple(groups), -(-start // wide) * wide)
 
 
 @torch.no_grad()
 def pack(tensors: Sequence[torch.Tensor], plan: Layout, row: torch.Tensor) -> None:
     """Write tensors into a row of `plan.size` bytes."""
     for group in plan.groups:
-        room = row[group.start : group.stop].view(group.dtype)
+        room = _numbers(row, group)
         own = [tensors[index] for index in group.indices]
         if len(own) == 1:
             room.view(own[0].shape).copy_(own[0])
@@ -62,34 +64,28 @@ def pack(tensors: Sequence[torch.Tensor], plan: Layout, row: torch.Tensor) -> No
             torch.cat(own if group.flat else [tensor.reshape(-1) for tensor in own], out=room)
 
 
-def unpack(
-    rows: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]], *, stacked: bool = False
-) -> list[torch.Tensor]:
+def unpack(rows: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """What several ranks packed in the same layout, tensor by tensor.
 
     Args:
         rows: `[world_size, plan.size]` bytes, a row a rank.
         plan: The layout.
         shapes: Of each tensor.
-        stacked: Whether ranks become a dimension of their own.
 
     Returns:
-        `[n, ...]` becomes `[world_size * n, ...]` and a scalar `[world_size]`; with `stacked` any shape
-        `[world_size, *shape]`. No two tensors share memory.
+        `[n, ...]` becomes `[world_size * n, ...]` and a scalar `[world_size]`. No two tensors share memory.
     """
     world = len(rows)
     found: dict[int, torch.Tensor] = {}
     for group in plan.groups:
-        numbers = rows[:, group.start : group.stop].view(group.dtype)
+        numbers = _numbers(rows, group)
         own = [shapes[index] for index in group.indices]
-        wanted = [
-            (world, *shape) if stacked or not shape else (world * shape[0], *shape[1:]) for shape in own
-        ]
+        wanted = [(world * shape[0], *shape[1:]) if shape else (world,) for shape in own]
+        parts: Sequence[torch.Tensor]
         if len(own) > 1 and group.alike:
             # One pass over all of them, since a pass over each costs more than the numbers themselves.
-            apart = numbers.view(world, len(own), group.counts[0])
-            together = apart.transpose(0, 1).reshape(len(own), *wanted[0])
-            parts: Sequence[torch.Tensor] = torch.unbind_copy(together)  # type: ignore[func-returns-value,assignment]
+            apart = numbers.view(world, len(own), group.counts[0]).transpose(0, 1)
+            parts = torch.unbind_copy(apart.reshape(len(own), *wanted[0]))  # type: ignore[func-returns-value,assignment]
         else:
             columns = torch.split(numbers, list(group.counts), 1)
             parts = [column.reshape(shape) for column, shape in zip(columns, wanted, strict=True)]
@@ -97,10 +93,32 @@ def unpack(
     return [found[index] for index in range(len(found))]
 
 
+def unpack_combined(
+    rows: torch.Tensor,
+    plan: Layout,
+    shapes: Sequence[tuple[int, ...]],
+    combine: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """What several ranks packed in the same layout, made one by `combine`, `[world_size, n]` to `[n]`."""
+    found: dict[int, torch.Tensor] = {}
+    for group in plan.groups:
+        total = combine(_numbers(rows, group))
+        parts: Sequence[torch.Tensor] = torch.split_with_sizes_copy(total, list(group.counts))  # type: ignore[func-returns-value,assignment]
+        found |= zip(group.indices, parts, strict=True)
+    return [found[index].view(shape) for index, shape in enumerate(shapes)]
+
+
 def unpack_each(row: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """What one rank packed: views into its row."""
     found: dict[int, torch.Tensor] = {}
     for group in plan.groups:
-        parts = torch.split(row[group.start : group.stop].view(group.dtype), list(group.counts))
+        parts = torch.split(_numbers(row, group), list(group.counts))
         found |= zip(group.indices, parts, strict=True)
     return [found[index].view(shape) for index, shape in enumerate(shapes)]
+
+
+def _numbers(rows: torch.Tensor, group: _Group) -> torch.Tensor:
+    """`[..., n]` of a group: a view."""
+    if group.start == group.stop:
+        return rows.new_empty((*rows.shape[:-1], 0), dtype=group.dtype)
+    return rows[..., group.start : group.stop].view(group.dtype)

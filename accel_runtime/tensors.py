@@ -10,7 +10,7 @@ import torch
 from accel_runtime import tree
 from accel_runtime.agreement import ROOM, Call, here
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.packing import layout, pack, unpack, unpack_each
+from accel_runtime.packing import layout, pack, unpack_combined, unpack_each
 from accel_runtime.structure import Spec, Survey, places, survey
 from accel_runtime.transport import Everyone, everyones
 
@@ -228,8 +228,9 @@ def _reduced(call: Call, found: Survey, reduction: Reduction, backend: Backend) 
     done: dict[int, torch.Tensor] = {}
     if inline and near:
         assert isinstance(met.blobs, torch.Tensor)
-        stacks = unpack(met.blobs, plan, [found.specs[i].shape for i in near], stacked=True)
-        done |= zip(near, (_combined(stack, reduction) for stack in stacks), strict=True)
+        shapes = [found.specs[index].shape for index in near]
+        totals = unpack_combined(met.blobs, plan, shapes, lambda rows: _combined(rows, reduction))
+        done |= zip(near, totals, strict=True)
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, spec in enumerate(found.specs):
         if index not in done:

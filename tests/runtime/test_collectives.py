@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from difflib import Match as Named  # a named tuple that every process can unpickle
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from accel_runtime.backends import connect
-from accel_runtime.collectives import MismatchError, gather, gather_valid, reduce
+from accel_runtime.collectives import (
+    MismatchError,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    gather_valid,
+    pad_across_processes,
+    reduce,
+    scatter_object,
+)
+from accel_runtime.data.source import Share
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
+from accel_runtime.tree import leaves
 
 
 def backend():
@@ -62,7 +76,9 @@ def test_what_is_gathered_carries_no_gradient(several):
 def test_one_process_gets_its_own_data_back(alone):
     data = {"x": torch.ones(2)}
     assert gather(data, backend()) is data
-    assert gather_valid(data, (1,), 2, backend()) is data
+    assert gather_valid(data, [Share((1,), (2,), last=True)], backend()) is data
+    assert pad_across_processes(data, backend()) is data
+    assert broadcast(data, backend()) is data
 
 
 @pytest.mark.parametrize(
@@ -106,79 +122,238 @@ def test_an_unknown_reduction_is_refused(alone):
         reduce(torch.ones(1), "median", backend())
 
 
-# Disagreement ----------------------------------------------------------------------------
-
-
-def different(kind, rank):
-    """A call that differs on the last rank from that of the others."""
-    b = backend()
-    odd = rank == b.topology.world_size - 1
-    calls = {
-        "shape": lambda: gather({"x": torch.ones(3 if odd else 2)}, b),
-        "dtype": lambda: gather([torch.ones(2, dtype=torch.int64 if odd else torch.float32)], b),
-        "structure": lambda: gather({"b" if odd else "a": torch.ones(2)}, b),
-        "fewer tensors": lambda: gather([torch.ones(2)] * (1 if odd else 2), b),
-        "operation": lambda: (reduce if odd else gather)(torch.ones(2), *["sum"] * odd, b),
-        "reduction": lambda: reduce(torch.ones(2), "max" if odd else "sum", b),
-        "objects": lambda: gather_valid(["a"] if odd else torch.ones(1), (1,) * b.topology.world_size, 1, b),
-        "no tensor": lambda: gather([2.0 if odd else torch.ones(1)], b),
-    }
-    return calls[kind]()
-
-
-def named(kind):
-    """What the last rank's line says of its call."""
-    return {
-        "shape": "gather ['x']: float32[3] on cpu",
-        "dtype": "gather [0]: int64[2] on cpu",
-        "structure": "gather ['b']: float32[2] on cpu",
-        "fewer tensors": "gather [0]: float32[2] on cpu",
-        "operation": "reduce sum : float32[2] on cpu",
-        "reduction": "reduce max : float32[2] on cpu",
-        "objects": "gather_for_metrics of objects",
-        "no tensor": "gather [0]: float",
-    }[kind]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["shape", "dtype", "structure", "fewer tensors", "operation", "reduction", "objects", "no tensor"],
-)
-def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_on(several, kind):
-    def mismatched(kind):
+def test_ranks_may_have_other_numbers_of_rows(several):
+    def gathered(large):
         b = backend()
-        started = time.monotonic()
-        with pytest.raises(MismatchError) as caught:
-            different(kind, b.topology.rank)
-        went_on = gather(torch.tensor([b.topology.rank]), b).tolist()
-        return str(caught.value), time.monotonic() - started, went_on
+        rank = b.topology.rank
+        scale = 1000 if large else 1
+        data = [torch.full((rank * scale, 3), float(rank)), torch.arange(rank + 1), torch.tensor(rank)]
+        return gather(data, b)
 
-    for message, seconds, went_on in several.run(mismatched, kind):
-        *others, last = message.splitlines()[1:]
-        assert last == f"  rank {several.size - 1}: {named(kind)}"
-        assert [line.split(":")[0] for line in others] == [
-            f"  rank {rank}" for rank in range(several.size - 1)
+    for large in (False, True):
+        for matrix, numbers, scalars in several.run(gathered, large):
+            ranks = range(several.size)
+            assert matrix[:, 2].tolist() == [
+                float(r) for r in ranks for _ in range(r * (1000 if large else 1))
+            ]
+            assert numbers.tolist() == [n for r in ranks for n in range(r + 1)]
+            assert scalars.tolist() == list(ranks)
+
+
+def test_a_rank_whose_data_are_large_meets_one_whose_data_are_small(several):
+    def gathered():
+        b = backend()
+        last = b.topology.rank == b.topology.world_size - 1
+        return gather({"x": torch.full((5000 if last else 2,), b.topology.rank), "y": torch.ones(0)}, b)
+
+    for got in several.run(gathered):
+        wanted = [
+            rank for rank in range(several.size) for _ in range(5000 if rank == several.size - 1 else 2)
         ]
-        assert seconds < 5
-        assert went_on == list(range(several.size))
+        assert got["x"].tolist() == wanted
+        assert got["y"].shape == (0,)
 
 
-def test_what_is_no_tensor_is_named_by_its_place_on_every_rank(ranks):
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float32, torch.complex64]
+
+
+def trees(data):
+    """Nested tensors that differ in numbers and, if `data` says so, in rows: `(dtype, trailing, rows a rank)`."""
+    leaf = st.tuples(
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 3), max_size=2),
+        st.one_of(st.none(), st.lists(st.sampled_from([0, 1, 2, 700]), min_size=3, max_size=3)),
+    )
+    return data.draw(
+        st.recursive(
+            leaf,
+            lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=2), inner)),
+        )
+    )
+
+
+def made(some, rank):
+    """The tree of one rank."""
+    if isinstance(some, tuple):
+        dtype, trailing, rows = some
+        shape = trailing if rows is None else [rows[rank], *trailing]
+        shape = [] if rows is None else shape
+        return (torch.arange(max(1, math.prod(shape)))[: math.prod(shape)] + rank).to(dtype).view(shape)
+    if isinstance(some, dict):
+        return {key: made(value, rank) for key, value in some.items()}
+    return [made(value, rank) for value in some]
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_tree_is_gathered_as_if_by_hand(several, data):
+    some = trees(data)
+
+    def gathered(some):
+        b = backend()
+        return gather(made(some, b.topology.rank), b)
+
+    everyone = [list(leaves(made(some, rank))) for rank in range(several.size)]
+    wanted = [torch.cat([t if t.dim() else t.view(1) for t in own]) for own in zip(*everyone, strict=True)]
+    for got in several.run(gathered, some):
+        found = leaves(got)
+        assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in wanted]
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]), st.integers(0, 900)))
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_tensors_are_reduced_as_if_by_hand(several, some):
+    def reduced(some):
+        b = backend()
+        mine = [torch.arange(n).remainder(9).add(b.topology.rank).to(dtype) for dtype, n in some]
+        return reduce(mine, "sum", b), reduce(mine, "max", b)
+
+    n = several.size
+    for total, most in several.run(reduced, some):
+        for (dtype, count), t, m in zip(some, total, most, strict=True):
+            base = torch.arange(count).remainder(9)
+            assert torch.equal(t, (base * n + sum(range(n))).to(dtype))
+            assert torch.equal(m, (base + n - 1).to(dtype))
+
+
+@pytest.mark.parametrize("size", [2, 3000], ids=["small", "large"])
+def test_reduce_counts_truths_and_scales(ranks, size):
+    def reduced(size):
+        b = backend()
+        truths = torch.tensor([True, b.topology.rank == 0]).repeat(size)
+        return (
+            reduce(truths, "sum", b)[:2].tolist(),
+            reduce(truths, "max", b).dtype,
+            reduce(torch.ones(size), "sum", b, 0.5)[0].item(),
+            reduce(torch.ones(size, dtype=torch.int16), "sum", b).dtype,
+        )
+
+    n = ranks.size
+    assert ranks.run(reduced, size) == [([n, 1], torch.bool, n / 2, torch.int16)] * n
+
+
+@pytest.mark.parametrize("size", [2, 3000], ids=["small", "large"])
+def test_broadcast_writes_the_tensors_of_one_rank_everywhere(several, size):
+    def sent(size):
+        b = backend()
+        rank = b.topology.rank
+        weight = torch.full((size, 2), float(rank), requires_grad=True)
+        data = {"weight": weight, "step": torch.tensor(rank), "turned": torch.full((size, 3), rank).T}
+        assert broadcast(data, b, b.topology.world_size - 1) is data
+        return {key: tensor.detach().unique().tolist() for key, tensor in data.items()}
+
+    last = several.size - 1
+    assert several.run(sent, size) == [{"weight": [last], "step": [last], "turned": [last]}] * several.size
+
+
+def test_a_rank_that_is_not_there_cannot_be_the_source(ranks):
     def refused():
-        with pytest.raises(TypeError, match=r"data\['x'\]\[1\] is str"):
-            reduce({"x": [torch.ones(1), "text"]}, "sum", backend())
+        with pytest.raises(ValueError, match="from_process must be a rank from 0 to"):
+            broadcast(torch.ones(1), backend(), 9)
+        with pytest.raises(ValueError, match="it is -1"):
+            broadcast_object_list([1], backend(), -1)
         return True
 
     assert all(ranks.run(refused))
 
 
-def test_gather_refuses_what_is_no_tensor(several):
+@pytest.mark.parametrize(
+    ("dim", "first", "wanted"),
+    [(0, False, [1, 7, 7]), (-1, True, [7, 7, 1]), (1, False, [1])],
+)
+def test_tensors_are_padded_to_the_longest(several, dim, first, wanted):
+    def padded(dim, first):
+        b = backend()
+        own = torch.ones(3 if b.topology.rank else 1)
+        scalar = torch.tensor(5.0)
+        got = pad_across_processes([own, scalar], b, dim=dim, pad_index=7, pad_first=first)
+        assert got[1] is scalar
+        return got[0].tolist()
+
+    assert several.run(padded, dim, first) == [wanted] + [[1, 1, 1]] * (several.size - 1)
+
+
+def test_padding_one_dimension_leaves_the_others_alone(several):
+    def padded():
+        b = backend()
+        rank = b.topology.rank
+        return list(pad_across_processes(torch.ones(rank + 1, rank + 2, dtype=torch.int64), b, dim=1).shape)
+
+    assert several.run(padded) == [[rank + 1, several.size + 1] for rank in range(several.size)]
+
+
+# Objects ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3000], ids=["small", "large"])
+def test_lists_of_objects_are_joined(several, size):
+    def gathered(size):
+        b = backend()
+        rank = b.topology.rank
+        return gather_object([{"rank": rank, "text": "x" * size, "t": torch.ones(size) * rank}] * rank, b)
+
+    for got in several.run(gathered, size):
+        assert [item["rank"] for item in got] == [rank for rank in range(several.size) for _ in range(rank)]
+        assert all(item["t"].tolist() == [float(item["rank"])] * size for item in got)
+        got[0]["t"].add_(1)
+
+
+def test_what_accelerate_would_take_apart_or_refuse_late_is_refused(ranks):
     def refused():
-        with pytest.raises(TypeError, match="data is float"):
-            gather(1.5, backend())
+        for item, kind in (({"a": 1}, "dict"), ("text", "str"), (7, "int")):
+            with pytest.raises(TypeError, match=f"this is a {kind}. Put it into a list"):
+                gather_object(item, backend())
         return True
 
-    assert all(several.run(refused))
+    assert all(ranks.run(refused))
+
+
+def test_a_list_of_objects_is_overwritten_by_that_of_one_rank(several):
+    def sent():
+        b = backend()
+        mine = [b.topology.rank, {"x": torch.full((2,), b.topology.rank)}]
+        assert broadcast_object_list(mine, b, 1) is mine
+        return mine[0], mine[1]["x"].tolist()
+
+    assert several.run(sent) == [(1, [1, 1])] * several.size
+
+
+@pytest.mark.parametrize("size", [1, 5000], ids=["small", "large"])
+def test_every_rank_gets_its_own_object(ranks, size):
+    def dealt(size):
+        b = backend()
+        world = b.topology.world_size
+        items = [{"x": torch.full((size, 2), rank), "t": (str(rank), None)} for rank in range(world)]
+        mine = scatter_object(items if b.topology.rank == 0 else None, b)
+        again = scatter_object(list(range(world)) if b.topology.rank == 0 else None, b)
+        return mine["x"].unique().tolist(), mine["x"].shape, mine["t"], again
+
+    assert ranks.run(dealt, size) == [([r], (size, 2), (str(r), None), r) for r in range(ranks.size)]
+
+
+def test_too_few_objects_to_scatter_are_refused_on_every_rank(several):
+    def refused():
+        b = backend()
+        with pytest.raises(
+            MismatchError, match=f"one object a rank is needed, {b.topology.world_size}; there are 1"
+        ):
+            scatter_object([1] if b.topology.rank == 0 else None, b)
+        return gather(torch.tensor(b.topology.rank), b).tolist()
+
+    assert several.run(refused) == [list(range(several.size))] * several.size
+
+
+def test_an_object_that_cannot_travel_is_an_error_on_every_rank(several):
+    def refused():
+        b = backend()
+        with pytest.raises(MismatchError, match=r"rank 1: gather_object at .*: .*pickle"):
+            gather_object([(x for x in [])] if b.topology.rank == 1 else [], b)
+        return gather_object([b.topology.rank], b)
+
+    assert several.run(refused) == [list(range(several.size))] * several.size
 
 
 # Without repeats -------------------------------------------------------------------------
@@ -188,7 +363,8 @@ def valid_of(data, *, size=2, short=1):
     """`gather_valid` of a step whose last rank has `short` samples and then repeats."""
     b = backend()
     world = b.topology.world_size
-    return gather_valid(data(b.topology.rank), (*(size,) * (world - 1), short), size, b)
+    step = Share((*(size,) * (world - 1), short), (size,) * world, last=True)
+    return gather_valid(data(b.topology.rank), [step] if size else [], b)
 
 
 def test_repeats_are_left_out_of_tensors(several):
@@ -208,7 +384,7 @@ def test_all_rows_of_a_sample_are_kept_or_left_out_together(several):
 
 def test_rows_that_do_not_fit_the_samples_are_refused_on_every_rank(several):
     def refused():
-        with pytest.raises(ValueError, match="a tensor of 3 rows for a batch of 2 samples"):
+        with pytest.raises(ValueError, match="tensors of 3 rows for batches of 2 samples"):
             valid_of(lambda _: torch.arange(3))
         return True
 
@@ -271,3 +447,74 @@ def test_objects_are_gathered_outside_of_all_loops_too(several):
         return merged["ids"].tolist(), merged["texts"]
 
     assert several.run(gathered) == [(list(range(several.size)), ["a"] * several.size)] * several.size
+
+
+def test_steps_collected_over_a_loop_come_back_in_the_order_of_the_dataset(several):
+    """Two whole steps of 2 samples a rank, and a last one in which only the first rank has a sample of its own."""
+
+    def gathered():
+        b = backend()
+        world, rank = b.topology.world_size, b.topology.rank
+        full = Share((2,) * world, (2,) * world, last=False)
+        tail = Share((1, *(0,) * (world - 1)), (2,) * world, last=True)
+        ids = [base + i for base in (2 * rank, 2 * (world + rank)) for i in range(2)] + [4 * world + rank, 99]
+        data = {"ids": torch.tensor(ids), "tokens": torch.tensor(ids).repeat_interleave(3)}
+        tensors = gather_valid(data, [full, full, tail], b)
+        texts = gather_valid({"texts": [str(i) for i in ids]}, [full, full, tail], b)
+        return tensors["ids"].tolist(), tensors["tokens"].tolist(), texts["texts"]
+
+    wanted = list(range(4 * several.size + 1))
+    tokens = [i for i in wanted for _ in range(3)]
+    assert several.run(gathered) == [(wanted, tokens, [str(i) for i in wanted])] * several.size
+
+
+def test_ranks_may_have_batches_of_other_sizes(several):
+    def gathered():
+        b = backend()
+        world, rank = b.topology.world_size, b.topology.rank
+        sizes = tuple(range(world))  # the first rank has none
+        step = Share(sizes, sizes, last=True)
+        return gather_valid([torch.full((rank, 2), rank), torch.tensor(rank)], [step], b)
+
+    for rows, scalars in several.run(gathered):
+        assert rows[:, 1].tolist() == [rank for rank in range(several.size) for _ in range(rank)]
+        assert scalars.tolist() == list(range(several.size))
+
+
+def test_rows_that_fit_on_one_rank_only_are_refused_on_every_rank(several):
+    def refused():
+        b = backend()
+        world = b.topology.world_size
+        step = Share((2,) * world, (2,) * world, last=False)
+        with pytest.raises(ValueError, match="rows for batches of 2 samples"):
+            gather_valid(torch.ones(2 if b.topology.rank else 3), [step], b)
+        return gather(torch.tensor(b.topology.rank), b).tolist()
+
+    assert several.run(refused) == [list(range(several.size))] * several.size
+
+
+def test_a_list_of_tensors_of_any_shape_is_one_a_sample_if_sent_as_objects(several):
+    def gathered():
+        b = backend()
+        world, rank = b.topology.world_size, b.topology.rank
+        step = Share((2,) * (world - 1) + (1,), (2,) * world, last=True)
+        own = [torch.full((rank + 1,), i) for i in (2 * rank, 2 * rank + 1)]
+        return [t.tolist() for t in gather_valid(own, [step], b, as_objects=True)]
+
+    wanted = [[i] * (i // 2 + 1) for i in range(2 * several.size - 1)]
+    assert several.run(gathered) == [wanted] * several.size
+
+
+def test_objects_that_cannot_be_joined_are_listed(several):
+    def refused():
+        b = backend()
+        odd = b.topology.rank == 1
+        for mine, what in (
+            ({"b" if odd else "a": "text"}, "keys differ"),
+            ({"a": "text", "x": torch.ones(1, 3 if odd else 2)}, "tensors differ"),
+        ):
+            with pytest.raises(MismatchError, match=what):
+                gather_valid(mine, [], b)
+        return True
+
+    assert all(several.run(refused))

@@ -1,76 +1,82 @@
-"""Tensors travel together and arrive as they were."""
+"""Tensors lie in one row of bytes and come back as they were."""
+
+from __future__ import annotations
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.backends.base import Backend
-from accel_runtime.backends.single import Single
-from accel_runtime.packing import gather_all, reduce_all
-from accel_runtime.topology import Topology
+from accel_runtime.packing import layout, pack, unpack, unpack_combined, unpack_each
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
-TENSORS = st.lists(
-    st.builds(lambda shape, dtype: torch.randn(shape).mul(9).to(dtype), SHAPES, st.sampled_from(DTYPES)),
-    max_size=6,
-)
+SPECS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6)
 
 
-class Counting(Single):
-    """One process that counts its collectives."""
-
-    def __init__(self):
-        super().__init__(Topology(), torch.device("cpu"))
-        self.calls = 0
-
-    def all_gather(self, tensor):
-        self.calls += 1
-        return super().all_gather(tensor)
-
-    def all_reduce(self, tensor, reduction):
-        self.calls += 1
-        return super().all_reduce(tensor, reduction)
+def planned(specs):
+    return layout(tuple(dtype for dtype, _ in specs), tuple(tuple(shape) for _, shape in specs))
 
 
-@given(TENSORS)
-def test_any_tensors_come_back_stacked_from_one_collective(tensors):
-    backend: Backend = Counting()
-    gathered = gather_all(tensors, backend)
-    assert backend.calls == bool(tensors)
-    for got, sent in zip(gathered, tensors, strict=True):
-        assert (got.dtype, got.shape) == (sent.dtype, (1, *sent.shape))
-        assert torch.equal(got[0], sent)
+def drawn(specs):
+    return [torch.randn(shape).mul(9).to(dtype) for dtype, shape in specs]
 
 
-@given(TENSORS)
-def test_any_tensors_are_reduced_by_one_collective_a_dtype(tensors):
-    backend = Counting()
-    reduced = reduce_all(tensors, "sum", backend)
-    assert backend.calls == len({tensor.dtype for tensor in tensors})
-    for got, sent in zip(reduced, tensors, strict=True):
-        assert got.dtype == sent.dtype
-        assert torch.equal(got, sent)
+def packed(specs, world):
+    """A row a rank of numbers that differ, and what they were made of."""
+    everyone = [drawn(specs) for _ in range(world)]
+    rows = torch.zeros(world, planned(specs).size, dtype=torch.uint8)
+    for tensors, row in zip(everyone, rows, strict=True):
+        pack(tensors, planned(specs), row)
+    return rows, everyone
 
 
-def test_many_tensors_of_several_ranks_arrive_in_place(several):
-    def gathered():
-        import torch
+@given(SPECS, st.integers(1, 3))
+def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
+    rows, everyone = packed(specs, world)
+    joined = unpack(rows, planned(specs), [tuple(shape) for _, shape in specs])
+    for got, own in zip(joined, zip(*everyone, strict=True), strict=True):
+        wanted = torch.cat(own) if own[0].dim() else torch.stack(own)
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
 
-        from accel_runtime import Accelerator
 
-        rank = Accelerator().process_index
-        mine = {
-            "flag": torch.tensor([rank == 1]),
-            "x": torch.full((2, 3), float(rank)),
-            "n": torch.tensor(rank),
-        }
-        accelerator = Accelerator()
-        return accelerator.gather(mine), accelerator.reduce([mine["x"], mine["n"], mine["x"] * 2])
+@given(SPECS)
+def test_any_tensors_of_one_rank_come_back_as_views(specs):
+    rows, everyone = packed(specs, 1)
+    for got, wanted in zip(
+        unpack_each(rows[0], planned(specs), [tuple(s) for _, s in specs]), everyone[0], strict=True
+    ):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
 
-    size = several.size
-    for everyone, total in several.run(gathered):
-        assert everyone["flag"].tolist() == [rank == 1 for rank in range(size)]
-        assert everyone["x"][:, 0].tolist() == [float(rank) for rank in range(size) for _ in range(2)]
-        assert everyone["n"].tolist() == list(range(size))
-        assert [int(t.reshape(-1)[0]) for t in total] == [sum(range(size)) * k for k in (1, 1, 2)]
+
+@given(SPECS, st.integers(1, 3))
+def test_any_tensors_are_combined_over_the_ranks(specs, world):
+    rows, everyone = packed(specs, world)
+    last = unpack_combined(rows, planned(specs), [tuple(s) for _, s in specs], lambda numbers: numbers[-1])
+    for got, wanted in zip(last, everyone[-1], strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
+    tensors = [
+        torch.arange(6.0).view(2, 3).T.requires_grad_(),
+        torch.tensor([1j, 2]).conj(),
+        torch.ones(1).expand(3),
+    ]
+    plan = layout(tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
+    row = torch.zeros(plan.size, dtype=torch.uint8)
+    pack(tensors, plan, row)
+    for got, wanted in zip(unpack_each(row, plan, [t.shape for t in tensors]), tensors, strict=True):
+        assert torch.equal(got, wanted)
+        assert not got.requires_grad
+
+
+def test_results_that_were_packed_together_do_not_share_memory():
+    specs = [(torch.float32, [2])] * 3
+    rows, _ = packed(specs, 2)
+    first, second, _ = unpack(rows, planned(specs), [(2,)] * 3)
+    before = second.clone()
+    first.zero_()
+    assert torch.equal(second, before)
+    assert first.untyped_storage().nbytes() == first.nbytes

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_runtime.agreement import ROOM, here
 from accel_runtime.backends import connect
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.backends.single import Single
@@ -103,6 +104,33 @@ def test_nobody_passes_a_barrier_before_everybody_is_there(ranks, tmp_path):
         return len(list(folder.iterdir()))
 
     assert ranks.run(arrived, tmp_path) == [ranks.size] * ranks.size
+
+
+def test_ranks_exchange_bytes_of_any_number_once_they_agree(ranks):
+    def exchanged():
+        b = backend()
+        call, met = here("test"), []
+        for size in (0, 5, ROOM, 3 * ROOM):
+            own = torch.full((size * b.topology.rank or 1,), b.topology.rank, dtype=torch.uint8)
+            found = b.agreement.exchange(call, len(own), lambda room, own=own: room.copy_(own))
+            met.append([(len(blob), blob.unique().tolist()) for blob in found.blobs])
+        return met
+
+    wanted = [[(size * rank or 1, [rank]) for rank in range(ranks.size)] for size in (0, 5, ROOM, 3 * ROOM)]
+    assert ranks.run(exchanged) == [wanted] * ranks.size
+
+
+def test_one_rank_deals_to_all_others(ranks):
+    def dealt():
+        b = backend()
+        call, world = here("test"), b.topology.world_size
+        room = torch.zeros(3, dtype=torch.uint8)
+        own = [torch.full((3,), rank, dtype=torch.uint8) for rank in range(world)]
+        b.agreement.deal(own, room, world - 1, call)
+        return room.tolist()
+
+    others = [[rank] * 3 for rank in range(ranks.size - 1)]
+    assert ranks.run(dealt) == [*others, [0] * 3]
 
 
 def model_and_batch():

@@ -1,0 +1,203 @@
+"""Ranks that do different things all hear of it, in words that name them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from accel_runtime.agreement import SLOT, Call, here
+from accel_runtime.backends import connect
+from accel_runtime.callsite import call_site
+from accel_runtime.collectives import MismatchError, broadcast, gather, gather_object, gather_valid, reduce
+from accel_runtime.data.source import Share
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+
+
+def backend():
+    return connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
+
+
+def different(kind, odd, b):
+    """A call from one line, that differs on the odd rank from that of the others."""
+    world = b.topology.world_size
+    step = Share((2,) * world, (2,) * world, last=False)
+    tensor = torch.ones(2, 2)
+    calls = {
+        "operation": (lambda: gather(tensor, b), lambda: reduce(tensor, "sum", b)),
+        "reduction": (lambda: reduce(tensor, "sum", b), lambda: reduce(tensor, "max", b)),
+        "structure": (lambda: gather({"a": tensor}, b), lambda: gather({"b": tensor}, b)),
+        "fewer tensors": (lambda: gather([tensor] * 2, b), lambda: gather([tensor], b)),
+        "dtype": (lambda: gather([tensor], b), lambda: gather([tensor.long()], b)),
+        "trailing shape": (lambda: gather({"x": tensor}, b), lambda: gather({"x": torch.ones(2, 3)}, b)),
+        "shape to reduce": (lambda: reduce(tensor, "sum", b), lambda: reduce(torch.ones(3, 2), "sum", b)),
+        "objects": (lambda: gather_valid(tensor, [step], b), lambda: gather_valid(["a"], [step], b)),
+        "step": (lambda: gather_valid(tensor, [step], b), lambda: gather_valid(tensor, [], b)),
+        "no tensor": (lambda: gather([tensor], b), lambda: gather([2.0], b)),
+        "barrier": (lambda: gather_object([1], b), b.barrier),
+        "source": (lambda: broadcast(tensor, b), lambda: broadcast(tensor, b, 1)),
+    }
+    return calls[kind][odd]()
+
+
+SAID = {
+    "operation": "reduce sum scale 1.0 at LINE of float32[2, 2] on cpu",
+    "reduction": "reduce max scale 1.0 at LINE of float32[2, 2] on cpu",
+    "structure": "gather at LINE of ['b']: float32[2, 2] on cpu",
+    "fewer tensors": "gather at LINE of [0]: float32[2, 2] on cpu",
+    "dtype": "gather at LINE of [0]: int64[2, 2] on cpu",
+    "trailing shape": "gather at LINE of ['x']: float32[2, 3] on cpu",
+    "shape to reduce": "reduce sum scale 1.0 at LINE of float32[3, 2] on cpu",
+    "objects": "gather_for_metrics of objects",
+    "step": "gather_for_metrics at LINE of float32[2, 2] on cpu",
+    "no tensor": "gather at LINE of [0]: float",
+    "barrier": "wait_for_everyone at LINE",
+    "source": "broadcast from rank 1 at LINE of float32[2, 2] on cpu",
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_on(several, kind):
+    def mismatched(kind):
+        b = backend()
+        started = time.monotonic()
+        with pytest.raises(MismatchError) as caught:
+            different(kind, b.topology.rank == b.topology.world_size - 1, b)
+        went_on = gather(torch.tensor([b.topology.rank]), b).tolist()
+        return str(caught.value), time.monotonic() - started, went_on
+
+    for message, seconds, went_on in several.run(mismatched, kind):
+        *others, last = message.splitlines()[1:]
+        line = re.sub(r"at test_agreement\.py:\d+ \(\S+\)", "at LINE", last)
+        assert line.startswith(f"  rank {several.size - 1}: {SAID[kind]}")
+        assert [text.split(":")[0] for text in others] == [
+            f"  rank {rank}" for rank in range(several.size - 1)
+        ]
+        assert seconds < 10
+        assert went_on == list(range(several.size))
+
+
+def test_the_same_call_from_another_line_is_another_call(several):
+    def mismatched():
+        b = backend()
+        one = lambda: gather(torch.ones(2), b)  # noqa: E731
+        other = lambda: gather(torch.ones(2), b)  # noqa: E731
+        with pytest.raises(MismatchError) as caught:
+            (one if b.topology.rank else other)()
+        return str(caught.value), gather(torch.tensor(b.topology.rank), b).tolist()
+
+    for message, went_on in several.run(mismatched):
+        first, second, *_ = re.findall(r"gather at test_agreement\.py:(\d+) \(<lambda>\)", message)
+        assert int(first) == int(second) + 1
+        assert went_on == list(range(several.size))
+
+
+def test_ranks_may_wait_for_each_other_from_different_lines(several):
+    def waited():
+        b = backend()
+        if b.topology.rank:
+            b.barrier()
+        else:
+            b.barrier()
+        return True
+
+    assert all(several.run(waited))
+
+
+def test_a_disagreement_too_long_for_a_slot_is_told_whole(several):
+    def mismatched():
+        b = backend()
+        odd = b.topology.rank == 1
+        with pytest.raises(MismatchError) as caught:
+            gather({f"metric {i}": torch.ones(2, 3 if odd else 2) for i in range(SLOT // 20)}, b)
+        return str(caught.value)
+
+    for message in several.run(mismatched):
+        assert len(message) > SLOT
+        assert f"['metric {SLOT // 20 - 1}']: float32[2, 3] on cpu" in message.splitlines()[2]
+
+
+def test_a_call_is_known_by_its_line_outside_of_the_package():
+    call = here("gather")
+    assert call.site == call_site()._replace(line=call.site.line)
+    assert str(call) == (
+        f"gather at test_agreement.py:{call.site.line} "
+        "(test_a_call_is_known_by_its_line_outside_of_the_package)"
+    )
+    assert isinstance(call, Call)
+
+
+# Ranks that do not come ------------------------------------------------------------------
+
+SCRIPT = """
+import datetime, os, sys, time, torch, torch.distributed as dist
+from accel_runtime import Accelerator, InitProcessGroupKwargs
+from accel_runtime.collectives import RankLostError, StallError
+
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=2))])
+model = accelerator.prepare(torch.nn.Linear(1, 1))
+accelerator.wait_for_everyone()
+accelerator.gather(torch.ones(1))
+if accelerator.is_last_process:
+    ODD
+started = time.monotonic()
+try:
+    accelerator.gather(torch.ones(1))
+except StallError as error:
+    print(f"{type(error).__name__} {time.monotonic() - started:.0f}", error, flush=True)
+"""
+
+
+def run(odd, processes, tmp_path):
+    """What ranks print of which the last does something else."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("ODD", odd))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        counts = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+        told = {k: str(v) for k, v in (counts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(tmp_path / "train.py")],
+                env=os.environ | told | {"OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return [(*process.communicate(timeout=60), process.returncode) for process in started]
+
+
+@pytest.mark.parametrize(
+    ("odd", "error"),
+    [
+        ("sys.exit()", "RankLostError"),
+        ("os._exit(3)", "RankLostError"),
+        ("time.sleep(5); sys.exit()", "StallError"),
+        ("model(torch.ones(1, 1)).sum().backward()", "StallError"),
+    ],
+    ids=["ended", "died", "sleeps", "in DDP"],
+)
+@pytest.mark.slow
+def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, tmp_path):
+    missing = 2
+    *waiting, gone = run(odd, 3, tmp_path)
+    for out, errors, code in waiting:
+        kind, seconds, *_ = out.split()
+        assert kind == error, errors
+        assert int(seconds) < 10
+        lines = out.splitlines()
+        assert f"rank {missing} " in lines[0]
+        assert f"  rank {missing}: is missing; it was last in gather at train.py:9 (<module>)" in lines
+        assert "  rank 0: waits in gather at train.py:14 (<module>)" in lines
+        assert code == 0
+    assert gone[2] >= 0  # no signal, whatever else

@@ -1,0 +1,70 @@
+"""Objects travel as bytes, with their tensors beside the pickle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_runtime.objects import unwrapped, wrapped
+
+
+def travelled(item):
+    parcel = wrapped(item)
+    room = torch.full((parcel.size,), 255, dtype=torch.uint8)
+    parcel.write(room)
+    return unwrapped(room)
+
+
+PLAIN = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.floats(allow_nan=False)),
+    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner), st.tuples(inner, inner)),
+)
+
+
+@given(PLAIN)
+def test_any_plain_object_arrives_as_it_was(item):
+    assert travelled(item) == item
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 5)])
+def test_tensors_arrive_as_they_were_between_others(dtype, shape):
+    tensor = torch.randn(shape).to(dtype)
+    flag, got, text = travelled([torch.tensor(True), tensor, "x"])
+    assert (flag.item(), text, got.dtype, got.shape) == (True, "x", dtype, shape)
+    assert torch.equal(got.to(torch.complex64), tensor.to(torch.complex64))
+
+
+def test_a_slice_travels_without_the_rest_of_its_storage_and_without_its_gradient():
+    whole = torch.randn(1000, 1000, requires_grad=True)
+    parcel = wrapped({"part": whole[:, :2].T})
+    assert parcel.size < 10_000
+    got = travelled({"part": whole[:, :2].T})["part"]
+    assert torch.equal(got, whole[:, :2].T)
+    assert not got.requires_grad
+
+
+def test_what_arrives_can_be_written_to_and_is_one_object_where_it_was_one():
+    tensor = torch.ones(3)
+    first, second = travelled([tensor, tensor])
+    first.zero_()
+    assert first is second
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_parameters_and_sparse_tensors_travel_too():
+    sparse = torch.eye(2).to_sparse()
+    parameter, got = travelled([torch.nn.Parameter(torch.ones(2)), sparse])
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert torch.equal(got.to_dense(), torch.eye(2))
+
+
+def test_arrays_of_numpy_travel_beside_the_pickle():
+    np = pytest.importorskip("numpy")
+    array = np.arange(10_000).reshape(100, 100)
+    assert len(wrapped(array).head) < 1000
+    assert (travelled({"x": array})["x"] == array).all()
