@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_runtime.data.source import Loop, Share
 from accel_runtime.weights import Weight
 
 BAR = 1e-6  # relative error of the gradient
@@ -161,22 +162,18 @@ def tail(steps, micro_batches, n):
 
 @contextmanager
 def epoch_of(accelerator, steps, factors=None):
-    """A stub of a loader: enters a share for each step; `factors` are those of this rank."""
-    batches = accelerator._batches
-
-    class Step:
-        def __init__(self, index):
-            self.last = index == steps - 1
-            self.factor = 1.0 if factors is None else factors[index]
+    """The steps of a loop over a loader; `factors` are those of this rank."""
+    loop = Loop()
 
     def walk():
-        loop = object()
+        track = accelerator._loops.opened(loop)
         try:
             for index in range(steps):
-                batches.enter(loop, Step(index))
+                factor = 1.0 if factors is None else factors[index]
+                loop.share = Share((1,), (1,), index == steps - 1, factor)
                 yield index
         finally:
-            batches.leave(loop)
+            accelerator._loops.closed(track, finished=False)
 
     walking = walk()
     yield walking
