@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["DynamoBackend", "TorchDynamoPlugin", "compile_in_place", "plain", "restore"]
@@ -97,7 +98,17 @@ def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     parts = list(_regions(model)) if plugin.use_regional_compilation else [model]
     for part in parts:
         if not _compiled(part):
-            part.compile(**plugin.to_kwargs())
+            # What nn.Module.compile does, except that it compiles nothing of torch's own classes.
+            part._compiled_call_impl = torch.compile(_call(part), **plugin.to_kwargs())  # noqa: SLF001
+
+
+def _call(model: nn.Module) -> Callable[..., Any]:
+    """The model's call, as a function that the compiler looks into whatever the model's class is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+    return call
 
 
 def restore(model: nn.Module) -> nn.Module:

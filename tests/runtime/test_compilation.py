@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 
@@ -105,6 +106,39 @@ def test_mixed_precision_is_compiled_too_and_in_one_graph():
     model = accelerator.prepare(Stack())
     assert model(X).dtype == torch.float32
     assert torch.allclose(model(X), Stack()(X), atol=0.05)
+
+
+def test_a_model_of_torchs_own_class_is_compiled_too():
+    torch._dynamo.reset()
+    seen = []
+
+    def remember(graph, _):
+        seen.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(remember, "remember")
+    plugin = TorchDynamoPlugin("remember", fullgraph=True)
+    for model in (nn.Linear(8, 1), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))):
+        wanted = model(X)
+        assert torch.equal(Accelerator(dynamo_plugin=plugin).prepare(model)(X), wanted)
+    assert len(seen) == 2
+
+
+def test_hooks_and_modes_of_a_compiled_model_still_count_and_a_copy_is_on_its_own():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
+    seen = []
+    model.register_forward_hook(lambda *call: seen.append(1))
+    model = Accelerator(dynamo_backend="eager").prepare(model)
+    assert model(X).abs().sum() == 0
+    model.eval()
+    assert model(X).abs().sum() > 0
+    assert len(seen) == 2
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(twin[0].weight)
+    nn.init.zeros_(twin[0].bias)
+    assert twin(X).abs().sum() == 0
+    assert model(X).abs().sum() > 0
 
 
 @pytest.mark.parametrize("backend", [None, "no", "NO", DynamoBackend.NO])
