@@ -73,14 +73,15 @@ def test_a_process_that_fails_writes_its_trace_and_waits_for_nobody(several, tmp
     assert several.run(fail, tmp_path) == [True] * several.size
 
 
-def test_the_script_may_write_the_trace_too(tmp_path):
+def test_a_script_that_writes_the_trace_itself_is_told_that_torch_writes_it_once(tmp_path, caplog):
     handler = ProfileKwargs(
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(tmp_path / "mine.json")),
         output_trace_dir=str(tmp_path),
     )
     with Accelerator().profile(handler):
         torch.ones(2).sum()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "profile_0.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    assert "profile_0.json is not written: on_trace_ready has written this trace" in caplog.text
 
 
 def test_the_argument_wins_over_the_handler_of_the_accelerator(tmp_path):
