@@ -98,27 +98,34 @@ def profiled(handler: ProfileKwargs, backend: Backend) -> Iterator[profile]:
 
 
 class _Traces:
-    """Writes every recording that is complete, before or after the script's own handler had it."""
+    """Writes every recording that is complete, after the script's own handler had it."""
 
     def __init__(self, handler: ProfileKwargs, rank: int) -> None:
         self._handler = handler
         self._rank = rank
-        self._written = 0
+        self._ready = 0
+        self._logger = MultiProcessAdapter(logging.getLogger(__name__))
 
     def ready(self, profiler: profile) -> None:
+        if self._handler.on_trace_ready is not None:
+            self._handler.on_trace_ready(profiler)
         if self._handler.output_trace_dir is not None:
             folder = Path(self._handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            number = f".{self._written}" if self._written else ""
-            profiler.export_chrome_trace(str(folder / f"profile_{self._rank}{number}.json"))
-            self._written += 1
-        if self._handler.on_trace_ready is not None:
-            self._handler.on_trace_ready(profiler)
+            number = f".{self._ready}" if self._ready else ""
+            self._write(profiler, folder / f"profile_{self._rank}{number}.json")
+        self._ready += 1
+
+    def _write(self, profiler: profile, path: Path) -> None:
+        try:
+            profiler.export_chrome_trace(str(path))
+        except RuntimeError as error:
+            if "already saved" not in str(error):
+                raise
+            said = "%s is not written: on_trace_ready has written this trace, and torch writes it once"
+            self._logger.warning_once(said, path, main_process_only=False)
 
     def tell_if_none(self) -> None:
-        if not self._written:
-            MultiProcessAdapter(logging.getLogger(__name__)).warning(
-                "no trace is written: the schedule %s never came to its active steps; is step() called?",
-                self._handler.schedule_option,
-                main_process_only=False,
-            )
+        if not self._ready:
+            said = "no trace is written: the schedule %s never came to its active steps; is step() called?"
+            self._logger.warning(said, self._handler.schedule_option, main_process_only=False)

@@ -62,9 +62,9 @@ def public(values: Mapping[Any, Any]) -> dict[Any, Any]:
 def _public(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return public(value)
-    if isinstance(value, str):
-        return _HIDDEN if value and _SECRET.search(name) else masked(value)
-    return value
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and _SECRET.search(name):
+        return _HIDDEN if value else value
+    return masked(value) if isinstance(value, str) else value
 
 
 def masked(text: str) -> str:

@@ -1,0 +1,64 @@
+"""Where a project keeps what its runs write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_runtime import Accelerator, ProjectConfiguration
+
+
+def test_logs_go_into_the_project_unless_they_have_a_place_of_their_own():
+    assert ProjectConfiguration().logs is None
+    assert ProjectConfiguration("project").logs == Path("project")
+    assert ProjectConfiguration("project", "logs").logs == Path("logs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "directories"),
+    [
+        ({}, (None, None)),
+        ({"project_dir": "a"}, ("a", Path("a"))),
+        ({"project_config": ProjectConfiguration("a", "b")}, ("a", Path("b"))),
+        ({"project_dir": "a", "project_config": ProjectConfiguration(logging_dir="b")}, ("a", Path("b"))),
+        ({"project_dir": Path("a"), "project_config": ProjectConfiguration("a")}, (Path("a"), Path("a"))),
+    ],
+)
+def test_the_accelerator_knows_both_directories(arguments, directories):
+    accelerator = Accelerator(**arguments)
+    assert (accelerator.project_dir, accelerator.logging_dir) == directories
+    assert accelerator.save_iteration == 0
+
+
+def test_two_directories_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match=r"project_dir='a' and ProjectConfiguration.* contradict"):
+        Accelerator(project_dir="a", project_config=ProjectConfiguration("b"))
+
+
+@pytest.mark.parametrize(
+    "field", [{"automatic_checkpoint_naming": True}, {"total_limit": 3}, {"iteration": 2}]
+)
+def test_what_is_about_checkpoints_is_refused_until_they_are_here(field):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(field))}=.* no save_state yet"):
+        ProjectConfiguration(**field)
+
+
+@pytest.mark.parametrize(("each", "writers"), [(False, [0]), (True, [0, 1])])
+def test_a_file_is_saved_by_the_first_process_or_by_the_first_of_every_machine(pair, tmp_path, each, writers):
+    def save(folder, each):
+        accelerator = Accelerator(project_config=ProjectConfiguration(save_on_each_node=each))
+        # Both ranks of this test are on one machine; as far as `save` can tell, they are not.
+        rank = accelerator.process_index
+        type(accelerator).local_process_index, kept = (
+            property(lambda _: 0),
+            type(accelerator).local_process_index,
+        )
+        try:
+            accelerator.save(torch.tensor(rank), folder / f"{rank}.pt")
+        finally:
+            type(accelerator).local_process_index = kept
+
+    pair.run(save, tmp_path, each)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{rank}.pt" for rank in writers]

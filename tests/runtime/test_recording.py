@@ -1,0 +1,75 @@
+"""The end of a training: trackers are finished, and the process group is left once nobody uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_runtime import Accelerator
+
+_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
+cluster = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cluster)
+
+
+@pytest.fixture
+def fresh():
+    """Two processes of this test's own, since it ends their process group."""
+    two = cluster.Cluster(2)
+    yield two
+    two.close()
+
+
+def test_the_group_is_left_with_the_last_accelerator_that_uses_it(fresh):
+    def run():
+        import torch.distributed as dist
+
+        first, second = Accelerator(), Accelerator()
+        first.end_training()
+        first.end_training()
+        together = second.reduce(torch.tensor(1.0)).item()
+        second.end_training()
+        return together, dist.is_initialized(), bool(first.is_main_process)
+
+    assert fresh.run(run) == [(2.0, False, True), (2.0, False, False)]
+
+
+def test_a_group_that_the_script_has_made_stays(fresh):
+    def run():
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        accelerator = Accelerator()
+        accelerator.end_training()
+        return dist.is_initialized()
+
+    assert fresh.run(run) == [True, True]
+
+
+def test_a_launched_script_ends_well_after_the_end_of_training(accel, script, cwd):
+    script(
+        "from accel_runtime import Accelerator\n"
+        "accelerator = Accelerator(log_with='jsonl', project_dir='logs')\n"
+        "accelerator.init_trackers('project', config={'lr': 0.1})\n"
+        "accelerator.log({'loss': 1.0}, step=0)\n"
+        "accelerator.end_training()\n"
+        "accelerator.print('done')\n"
+    )
+    done = accel("launch", "--cpu", "-q", "--nproc-per-node", "2", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    config, values = (cwd / "logs" / "project.jsonl").read_text().splitlines()
+    assert (json.loads(config)["config"], json.loads(values)["values"]) == ({"lr": 0.1}, {"loss": 1.0})
+
+
+def test_alone_there_is_no_group_to_leave(tmp_path):
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    assert accelerator.log_with == ["jsonl"]
+    assert accelerator.reduce(torch.tensor(1)).item() == 1

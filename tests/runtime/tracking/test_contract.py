@@ -1,0 +1,214 @@
+"""What every tracker asks of its package: the calls, and that the package has them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from accel_runtime.topology import Topology
+from accel_runtime.tracking import TRACKERS
+from accel_runtime.tracking.trackers import Trackers
+
+PACKAGED = sorted(set(TRACKERS) - {"jsonl", "tensorboard"})
+
+VALUES = {
+    "loss": torch.tensor(0.5),
+    "train_acc": np.float32(0.25),
+    "note": "good",
+    "none": None,
+    "deep": {"x": torch.tensor(2)},
+}
+PLAIN = {"loss": 0.5, "train_acc": 0.25, "note": "good", "none": None, "deep": {"x": 2}}
+FLAT = {"loss": 0.5, "train_acc": 0.25, "note": "good", "deep/x": 2}
+
+
+def run_of(package, standin, tmp_path, config=None, steps=(3,), **init):
+    calls = standin(package)
+    trackers = Trackers(package, tmp_path, Topology())
+    trackers.begin("project", config, {package: init})
+    assert [tracker.name for tracker in trackers.active] == [package], "it started"
+    for step in steps:
+        trackers.log(VALUES, step)
+    return trackers, calls
+
+
+def test_wandb_gets_plain_values_of_a_step(standin, tmp_path):
+    trackers, calls = run_of("wandb", standin, tmp_path, {"lr": 0.1}, mode="offline")
+    trackers.find("wandb").log_images({"faces": [1, 2]}, step=4)
+    trackers.find("wandb").log_table("t", columns=["a"], data=[[1]], step=4)
+    trackers.end()
+    assert calls[:3] == [
+        ("init", {"project": "project", "mode": "offline"}),
+        ("config.update", {"lr": 0.1}),
+        ("Run.log", {"data": PLAIN, "step": 3}),
+    ]
+    images = [call for call in calls[3:] if call[0] == "Run.log"]
+    assert images[0][1] == {"data": {"faces": [("Image", 1), ("Image", 2)]}, "step": 4}
+    assert ("Table", {"columns": ["a"], "data": [[1]], "dataframe": None}) in calls
+    assert calls[-1] == ("Run.finish", {})
+
+
+def test_trackio_gets_plain_values_of_a_step(standin, tmp_path):
+    trackers, calls = run_of("trackio", standin, tmp_path, {"lr": 0.1}, name="first")
+    trackers.end()
+    assert calls == [
+        ("init", {"project": "project", "name": "first"}),
+        ("config.update", {"lr": 0.1}),
+        ("Run.log", {"metrics": PLAIN, "step": 3}),
+        ("Run.finish", {}),
+    ]
+
+
+def test_swanlab_gets_flat_values_with_text_as_its_own_kind(standin, tmp_path):
+    trackers, calls = run_of("swanlab", standin, tmp_path, {"lr": 0.1}, mode="offline")
+    trackers.find("swanlab").log_images({"faces": [1]}, step=4)
+    trackers.end()
+    assert calls[0] == ("init", {"project": "project", "mode": "offline"})
+    wanted = {**FLAT, "note": ("Text", "good")}
+    assert ("Run.log", {"data": wanted, "step": 3}) in calls
+    assert ("Run.log", {"data": {"faces": [("Image", 1)]}, "step": 4}) in calls
+    assert calls[-1] == ("Run.finish", {})
+
+
+def test_comet_gets_metrics_and_other_values(standin, tmp_path):
+    trackers, calls = run_of("comet_ml", standin, tmp_path, {"a": {"b": 1}}, online=False)
+    trackers.end()
+    assert calls == [
+        ("start", {"project_name": "project", "online": False}),
+        ("CometExperiment.log_parameters", {"parameters": {"a/b": 1}}),
+        ("CometExperiment.set_step", {"step": 3}),
+        ("CometExperiment.log_metric", {"name": "loss", "value": 0.5, "step": 3}),
+        ("CometExperiment.log_metric", {"name": "train_acc", "value": 0.25, "step": 3}),
+        ("CometExperiment.log_other", {"key": "note", "value": "good"}),
+        ("CometExperiment.log_metric", {"name": "deep/x", "value": 2, "step": 3}),
+        ("CometExperiment.end", {}),
+    ]
+
+
+def test_aim_gets_one_value_after_the_other_in_the_logging_directory(standin, tmp_path):
+    trackers, calls = run_of("aim", standin, tmp_path, {"lr": np.float32(0.5)})
+    trackers.find("aim").log_images({"face": (1, "smiling")}, step=4, kwargs={"track": {"context": {}}})
+    trackers.end()
+    assert calls[:3] == [
+        ("Run", {"repo": str(tmp_path)}),
+        ("Run.name =", "project"),
+        ("Run[hparams] =", {"lr": 0.5}),
+    ]
+    tracked = [call[1] for call in calls if call[0] == "Run.track"]
+    assert tracked[0] == {"value": 0.5, "name": "loss", "step": 3}
+    assert tracked[2] == {"value": ("Text", "good"), "name": "note", "step": 3}
+    assert [each["name"] for each in tracked] == ["loss", "train_acc", "note", "deep/x", "face"]
+    assert ("Image", {"image": 1, "caption": "smiling"}) in calls
+    assert calls[-1] == ("Run.close", {})
+
+
+def test_clearml_gets_scalars_in_the_series_that_the_name_begins_with(standin, tmp_path):
+    trackers, calls = run_of("clearml", standin, tmp_path, {"lr": 0.1}, steps=(3, None), tags=["a"])
+    trackers.find("clearml").log_images({"eval_face": 1}, step=4)
+    trackers.find("clearml").log_table("t", columns=["a"], data=[[1]])
+    trackers.end()
+    # `current_task` of the stand-in is nothing, so a task is made.
+    named = {"project_name": "project", "task_name": "project", "tags": ["a"]}
+    assert calls[:2] == [("Task.current_task", {}), ("Task.init", named)]
+    scalar = {"title": "acc", "series": "train", "value": 0.25, "iteration": 3}
+    assert ("Logger.report_scalar", scalar) in calls
+    assert ("Logger.report_single_value", {"name": "train_acc", "value": 0.25}) in calls
+    assert ("Logger.report_image", {"title": "face", "series": "eval", "iteration": 4, "image": 1}) in calls
+    table = {"title": "t", "series": "train", "iteration": None, "table_plot": [["a"], [1]]}
+    assert ("Logger.report_table", table) in calls
+    assert calls[-1] == ("Task.close", {})
+
+
+def test_clearml_names_come_from_its_variables_first(standin, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARML_PROJECT", "theirs")
+    _, calls = run_of("clearml", standin, tmp_path)
+    assert calls[1] == ("Task.init", {"project_name": "theirs", "task_name": "project"})
+
+
+def test_dvclive_gets_metrics_and_the_next_step(standin, tmp_path):
+    trackers, calls = run_of("dvclive", standin, tmp_path, {"lr": 0.1, "none": None}, save_dvc_exp=False)
+    trackers.end()
+    assert calls[:3] == [
+        ("Live", {"save_dvc_exp": False}),
+        ("Live.log_params", {"params": {"lr": 0.1}}),
+        ("Live.step =", 3),
+    ]
+    metrics = {call[1]["name"]: call[1]["val"] for call in calls if call[0] == "Live.log_metric"}
+    assert metrics == FLAT
+    assert calls[-2:] == [("Live.next_step", {}), ("Live.end", {})]
+
+
+def test_mlflow_gets_numbers_in_parts_it_can_take(standin, tmp_path, caplog):
+    trackers, calls = run_of("mlflow", standin, tmp_path, {"a": 1, "b": 2, "c": 3, "long": "x" * 21})
+    tracker = trackers.find("mlflow")
+    tracker.log_figure("figure", "a.png", save_kwargs={"dpi": 9})
+    tracker.log_artifact("file", "there")
+    tracker.log_artifacts("folder")
+    trackers.end()
+    assert calls[:2] == [
+        ("get_experiment_by_name", {"name": "project"}),
+        ("create_experiment", {"name": "project", "artifact_location": None, "tags": None}),
+    ]
+    assert [c[1]["params"] for c in calls if c[0] == "log_params"] == [{"a": 1, "b": 2}, {"c": 3}]
+    parts = [c[1] for c in calls if c[0] == "log_metrics"]
+    assert parts == [
+        {"metrics": {"loss": 0.5, "train_acc": 0.25}, "step": 3},
+        {"metrics": {"deep/x": 2}, "step": 3},
+    ]
+    assert ("log_figure", {"figure": "figure", "artifact_file": "a.png", "save_kwargs": {"dpi": 9}}) in calls
+    assert calls[-1] == ("end_run", {})
+    assert "does not record 'long'" in caplog.text
+    assert "does not record 'note'" in caplog.text
+
+
+def test_mlflow_goes_by_its_variables_first(standin, tmp_path, monkeypatch):
+    told = {"EXPERIMENT_NAME": "theirs", "RUN_ID": "7", "TAGS": json.dumps({"a": "b"}), "NESTED_RUN": "true"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    _, calls = run_of("mlflow", standin, tmp_path, run_name="mine")
+    assert calls[0] == ("get_experiment_by_name", {"name": "theirs"})
+    started = dict(calls)["start_run"]
+    assert (started["run_id"], started["nested"], started["run_name"]) == ("7", True, "mine")
+    assert started["tags"] == {"a": "b"}
+
+
+@pytest.mark.parametrize("package", PACKAGED)
+def test_the_package_has_what_we_call_with_the_arguments_we_give(package, signatures):
+    """In a process of its own: what these packages do when they are imported is their affair."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    check = f"""
+import importlib, inspect, json
+package = importlib.import_module({package!r})
+homes = {{"comet_ml.CometExperiment": "comet_ml.experiment", "swanlab.Run": "swanlab.sdk.internal.run"}}
+for path, written in {signatures[package]!r}.items():
+    owner = path.partition(".")[0]
+    home = importlib.import_module(homes.get({package!r} + "." + owner, {package!r}))
+    found = home if hasattr(home, owner) else importlib.import_module({package!r} + ".run")
+    for name in path.split("."):
+        found = getattr(found, name)
+    ours = inspect.signature(eval("lambda " + written + ": None")).parameters
+    theirs = inspect.signature(found).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
+    missing = [name for name in ours if name not in theirs and not open_ended]
+    assert not missing, (path, missing, str(theirs))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", check], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_package_has_a_stand_in(signatures):
+    assert sorted(signatures) == PACKAGED
+    for table in signatures.values():
+        for written in table.values():
+            inspect.signature(eval(f"lambda {written}: None"))  # noqa: S307

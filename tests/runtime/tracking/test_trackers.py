@@ -1,0 +1,354 @@
+"""Trackers together: who is made where, what happens when one fails, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from accel_runtime import Accelerator, GeneralTracker, LoggerType
+from accel_runtime.topology import Topology
+from accel_runtime.tracking import TRACKERS, get_available_trackers, register_tracker_class
+from accel_runtime.tracking.base import BlankTracker
+from accel_runtime.tracking.trackers import Trackers
+
+
+class Mine(GeneralTracker):
+    """As a script writes it for Accelerate."""
+
+    name = "mine"
+    requires_logging_directory = False
+
+    def __init__(self, run_name, **kwargs):
+        super().__init__()
+        self.calls = [("made", run_name, kwargs)]
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append("start")
+
+    def store_init_configuration(self, values):
+        self.calls.append(("config", values))
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append((values, step, kwargs))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+class Everywhere(Mine):
+    name = "everywhere"
+    main_process_only = False
+
+
+class Broken(Mine):
+    """Fails wherever it is told to."""
+
+    name = "broken"
+
+    def __init__(self, run_name, at=(), **kwargs):
+        super().__init__(run_name, **kwargs)
+        self.at = at
+
+    def _fail(self, verb):
+        if verb in self.at:
+            raise OSError(f"no {verb} at https://user:hush@host/x")
+
+    def start(self):
+        self._fail("start")
+
+    def log(self, values, step=None, **kwargs):
+        self._fail("log")
+        super().log(values, step, **kwargs)
+
+    def finish(self):
+        self._fail("finish")
+
+
+# What log_with takes -----------------------------------------------------------------------
+
+
+def test_a_tracker_of_a_script_gets_what_it_gets_from_accelerate():
+    mine = Mine("made by the script")
+    accelerator = Accelerator(log_with=mine)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    accelerator.log({"loss": 0.5}, step=3, log_kwargs={"mine": {"commit": True}})
+    assert accelerator.trackers == [mine]
+    assert accelerator.get_tracker("mine") is mine
+    assert accelerator.get_tracker("mine", unwrap=True) is mine.calls
+    accelerator.end_training()
+    assert mine.calls == [
+        ("made", "made by the script", {}),
+        "start",
+        ("config", {"lr": 0.1}),
+        ({"loss": 0.5}, 3, {"commit": True}),
+        "finish",
+    ]
+
+
+@pytest.mark.parametrize("log_with", [Mine, "mine", ["mine", Mine.name]])
+def test_a_class_of_a_script_is_found_by_itself_and_by_its_name(log_with):
+    trackers = Trackers(log_with, None, Topology())
+    trackers.begin("project", init_kwargs={"mine": {"tags": 1}})
+    assert [tracker.calls[0] for tracker in trackers.active] == [("made", "project", {"tags": 1})]
+
+
+def test_names_enums_lists_and_instances_mix_and_nothing_comes_twice(tmp_path):
+    mine = Mine("x")
+    asked = ("jsonl", LoggerType.JSONL, mine, mine, "tensorboard")
+    chosen = Trackers(asked, tmp_path, Topology()).chosen
+    assert [choice.name for choice in chosen] == ["jsonl", "mine", "tensorboard"]
+
+
+def test_all_is_every_tracker_whose_package_is_installed(tmp_path):
+    chosen = Trackers(["all", Mine("x")], tmp_path, Topology()).chosen
+    assert [choice.name for choice in chosen] == [*get_available_trackers(), "mine"]
+    assert {"jsonl", "tensorboard"} <= set(get_available_trackers())
+
+
+@pytest.mark.parametrize("log_with", [None, [], ()])
+def test_without_trackers_everything_is_quietly_nothing(log_with, caplog):
+    accelerator = Accelerator(log_with=log_with)
+    accelerator.log({"loss": 0.5})
+    accelerator.init_trackers("project", init_kwargs={"wandb": {"name": "x"}})
+    accelerator.log({"loss": 0.5}, log_kwargs={"wandb": {"commit": True}})
+    accelerator.get_tracker("wandb", unwrap=True).config.update({"a": 1}).anything()
+    accelerator.end_training()
+    assert accelerator.trackers == []
+    assert not caplog.records
+
+
+def test_the_names_of_the_enum_are_those_of_the_table():
+    assert {str(each) for each in LoggerType} == {"all", *TRACKERS}
+
+
+@pytest.mark.parametrize(
+    ("log_with", "error", "message"),
+    [
+        ("tensorbord", ValueError, "log_with='tensorbord' is no tracker; did you mean 'tensorboard'"),
+        ("nothing_like_it", ValueError, "is no tracker; There are all, aim, clearml"),
+        (["jsonl"], ValueError, "'jsonl' writes files: say where with Accelerator.project_dir="),
+        (3, TypeError, "log_with takes names, subclasses and instances of GeneralTracker; it holds 3"),
+        (dict, TypeError, "it holds <class 'dict'>"),
+    ],
+)
+def test_what_is_no_tracker_is_refused_at_the_start(log_with, error, message):
+    with pytest.raises(error, match=message):
+        Accelerator(log_with=log_with)
+
+
+def test_a_missing_package_is_one_error_that_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="log_with='wandb' needs the package wandb: pip install wandb"):
+        Accelerator(log_with=["jsonl", "wandb"], project_dir=tmp_path)
+
+
+def test_choosing_imports_no_package_of_a_tracker(tmp_path):
+    code = (
+        "import sys, accel_runtime.tracking as t\n"
+        "from accel_runtime.tracking.trackers import Trackers\n"
+        "from accel_runtime.topology import Topology\n"
+        f"Trackers('all', {str(tmp_path)!r}, Topology(rank=1, world_size=2)).begin('x')\n"
+        "print({*t.TRACKERS, 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_classes_go_by_their_names_in_accelerate():
+    from accel_runtime import tracking
+
+    assert tracking.JSONLTracker.name == "jsonl"
+    with pytest.raises(AttributeError, match="no attribute 'NoTracker'"):
+        _ = tracking.NoTracker
+
+
+def test_a_class_that_lacks_something_is_told_what():
+    class Half(GeneralTracker):
+        name = "half"
+
+    with pytest.raises(
+        NotImplementedError, match="Half has to define `requires_logging_directory`, `tracker`"
+    ):
+        Half()
+    with pytest.raises(ValueError, match="Half has to define 'requires_logging_directory'"):
+        register_tracker_class(Half)
+
+
+def test_the_name_of_a_tracker_of_ours_is_taken():
+    class Other(Mine):
+        name = "wandb"
+
+    with pytest.raises(ValueError, match="'wandb' is the name of another tracker"):
+        register_tracker_class(Other)
+    with pytest.raises(TypeError, match="is a subclass of GeneralTracker"):
+        register_tracker_class(dict)
+    register_tracker_class(Mine)
+
+
+# Once, in order ---------------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_while_the_first_runs_and_fine_afterwards():
+    trackers = Trackers("mine", None, Topology())
+    trackers.begin("first")
+    with pytest.raises(RuntimeError, match="the trackers run already"):
+        trackers.begin("second")
+    trackers.end()
+    trackers.end()
+    trackers.begin("second")
+    assert [tracker.calls[0] for tracker in trackers.active] == [("made", "second", {})]
+
+
+def test_what_comes_before_the_start_and_after_the_end_is_told_once(caplog):
+    trackers = Trackers("mine", None, Topology())
+    for _ in range(3):
+        trackers.log({"loss": 1})
+    assert isinstance(trackers.find("mine"), BlankTracker)
+    trackers.begin("project")
+    trackers.end()
+    for _ in range(3):
+        trackers.log({"loss": 1})
+    assert [record.message for record in caplog.records] == [
+        "[RANK 0] log before init_trackers: nothing is recorded",
+        "[RANK 0] get_tracker before init_trackers: nothing is recorded",
+        "[RANK 0] log after end_training: nothing is recorded",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: t.log(3), TypeError, "log takes values by name"),
+        (lambda t: t.log({}, step="one"), TypeError, "integer"),
+        (
+            lambda t: t.log({}, log_kwargs={"mien": {}}),
+            ValueError,
+            "log_kwargs .* 'mien'.* did you mean 'mine'",
+        ),
+        (lambda t: t.begin("x", init_kwargs={"wandb": {}}), ValueError, "log_with asked for mine"),
+        (lambda t: t.find("wandb"), ValueError, "no tracker 'wandb' in this run; log_with asked for mine"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_an_error_on_every_rank(call, error, message, rank):
+    with pytest.raises(error, match=message):
+        call(Trackers("mine", None, Topology(rank, 2)))
+
+
+def test_arguments_for_a_tracker_that_the_script_has_made_are_refused():
+    with pytest.raises(ValueError, match="arguments for 'mine', but the script has made that tracker itself"):
+        Trackers(Mine("x"), None, Topology()).begin("project", init_kwargs={"mine": {"tags": 1}})
+
+
+def test_what_a_tracker_writes_into_its_values_stays_its_own():
+    class Greedy(Mine):
+        name = "greedy"
+
+        def log(self, values, *_, **__):
+            values.clear()
+
+    mine, values = Mine("x"), {"loss": 1}
+    trackers = Trackers([Greedy("x"), mine], None, Topology())
+    trackers.begin("project")
+    trackers.log(values)
+    assert mine.calls[-1] == ({"loss": 1}, None, {})
+    assert values == {"loss": 1}
+
+
+# Failures ---------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_cannot_start_is_set_aside_and_the_others_go_on(caplog):
+    mine = Mine("x")
+    trackers = Trackers([Broken, mine], None, Topology())
+    trackers.begin("project", init_kwargs={"broken": {"at": ["start"]}})
+    trackers.log({"loss": 1})
+    trackers.find("broken").log({"loss": 2})
+    trackers.end()
+    assert mine.calls[-2:] == [({"loss": 1}, None, {}), "finish"]
+    assert [record.message for record in caplog.records] == [
+        (
+            "[RANK 0] tracker 'broken' could not start, and records nothing in this run: "
+            "OSError: no start at https://***@host/x"
+        )
+    ]
+
+
+def test_a_tracker_that_fails_in_the_loop_is_told_once_and_tried_again(caplog):
+    trackers = Trackers(Broken, None, Topology())
+    trackers.begin("project", init_kwargs={"broken": {"at": ["log", "finish"]}})
+    (broken,) = trackers.active
+    for step in range(3):
+        trackers.log({"loss": 1}, step)
+    broken.at = ["finish"]
+    trackers.log({"loss": 1}, 3)
+    trackers.end()
+    assert broken.calls[-1] == ({"loss": 1}, 3, {})
+    said = [record.message.partition("'broken' ")[2].partition(":")[0] for record in caplog.records]
+    assert said == [
+        "failed in log, and the run goes on",
+        "failed in finish, and the run goes on",
+        "failed in 3 of 4 calls of log",
+    ]
+
+
+def test_arguments_that_a_tracker_does_not_take_end_nothing(caplog, tmp_path):
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"jsonl": {"colour": "red"}})
+    accelerator.log({"loss": 1})
+    accelerator.end_training()
+    assert "'jsonl' could not start" in caplog.text
+    assert "colour" in caplog.text
+
+
+def test_secrets_of_the_configuration_reach_no_tracker():
+    mine = Mine("x")
+    trackers = Trackers(mine, None, Topology())
+    trackers.begin("project", {"hub_token": "hush", "deep": {"api_key": "hush"}, "max_tokens": 9})
+    assert mine.calls[-1] == ("config", {"hub_token": "***", "deep": {"api_key": "***"}, "max_tokens": 9})
+
+
+# Ranks ------------------------------------------------------------------------------------
+
+
+def test_only_the_first_process_records_unless_the_tracker_says_otherwise(several, tmp_path):
+    def run(folder):
+        accelerator = Accelerator(log_with=["jsonl", Mine("x"), Everywhere], project_dir=folder)
+        accelerator.init_trackers("project", {"lr": 0.1})
+        accelerator.log({"rank": accelerator.process_index}, step=1)
+        # Any method may be called on any process, with no question asked.
+        accelerator.get_tracker("jsonl").leave_out({})
+        accelerator.get_tracker("jsonl", unwrap=True).flush()
+        names = [tracker.name for tracker in accelerator.trackers]
+        everywhere = accelerator.get_tracker("everywhere", unwrap=True)[-1]
+        accelerator._trackers.end()  # the group of these processes is shared
+        return names, everywhere
+
+    got = several.run(run, tmp_path)
+    assert [names for names, _ in got] == [["jsonl", "mine", "everywhere"]] + [["everywhere"]] * (
+        several.size - 1
+    )
+    assert [last for _, last in got] == [({"rank": rank}, 1, {}) for rank in range(several.size)]
+    lines = (tmp_path / "project.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("values") for line in lines] == [None, {"rank": 0}]
+
+
+def test_a_method_of_a_tracker_of_ours_does_nothing_on_other_processes(pair, tmp_path):
+    def direct(folder):
+        from accel_runtime.tracking import JSONLTracker
+
+        tracker = JSONLTracker(f"direct-{Topology.here().rank}", folder)
+        tracker.start()
+        tracker.log({"loss": 1})
+        tracker.finish()
+        return tracker.path.exists()
+
+    assert pair.run(direct, str(tmp_path)) == [True, False]
