@@ -34,3 +34,7 @@ class Accumulation:
         if self.synced:
             self._count = 0
         return self.synced
+
+    def reset(self) -> None:
+        """Begin a new window."""
+        self._count = 0

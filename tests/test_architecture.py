@@ -73,6 +73,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/agent.py",
     )
     edges += ("accel_cli/worker.py", "accel_runtime/accelerator.py", "accel_runtime/topology.py")
+    edges += ("accel_runtime/current.py", "accel_runtime/launchers.py")
     reads = [
         n
         for n in ast.walk(ast.parse(path.read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,12 +11,19 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.kinds import DistributedType
+from accel_runtime.topology import Topology
 
 __all__ = ["Single"]
 
 
 class Single(Backend):
     """The backend of a process that is alone."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        super().__init__(topology, device)
+        self._words: dict[str, str] = {}
+        self._turns: Counter[str] = Counter()
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -39,6 +47,33 @@ class Single(Backend):
 
     @override
     def barrier(self) -> None:
+        return None
+
+    @property
+    @override
+    def kind(self) -> DistributedType:
+        return DistributedType.NO
+
+    @property
+    @override
+    def name(self) -> str | None:
+        return None
+
+    @override
+    def post(self, key: str, text: str) -> None:
+        self._words[key] = text
+
+    @override
+    def posted(self, key: str) -> str | None:
+        return self._words.get(key)
+
+    @override
+    def turn(self, key: str) -> int:
+        self._turns[key] += 1
+        return self._turns[key]
+
+    @override
+    def leave(self) -> None:
         return None
 
     @override
