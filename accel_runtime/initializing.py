@@ -35,7 +35,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool | None = No
             yield
         return
 
-    def moved(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         # A parameter that is there already stays the same object: another module may share it.
         if parameter is None or parameter.device == device or nn.parameter.is_lazy(parameter):
             return None
@@ -44,7 +44,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool | None = No
         vars(there).update(vars(parameter))
         return there
 
-    handle = register_module_parameter_registration_hook(moved)
+    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
     try:
         yield
     finally:

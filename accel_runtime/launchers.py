@@ -9,13 +9,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from accel_runtime.current import set_current_backend
 from accel_runtime.env import MixedPrecision, Settings
@@ -40,7 +45,7 @@ class _Place(NamedTuple):
     port: int
 
 
-def notebook_launcher(  # noqa: PLR0913 - the signature scripts know
+def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
@@ -134,9 +139,9 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
     store = None
     if place.node == 0:
         # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
-        store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         place = place._replace(port=store.port)
-    context = start_processes(
+    context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
         _Started(function, tuple(args), place, settings), nprocs=place.here, join=False, start_method="fork"
     )
     assert context is not None
@@ -184,6 +189,7 @@ class _Started:
 
 
 def _end(context: ProcessContext) -> None:
+    """See to it that no process is left, and no file either."""
     for process in context.processes:
         if process.is_alive():
             process.terminate()
@@ -192,13 +198,15 @@ def _end(context: ProcessContext) -> None:
         if process.is_alive():
             process.kill()
             process.join()
+    for file in context.error_files:
+        Path(file).unlink(missing_ok=True)
 
 
 def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place) -> str:
     rank = place.node * place.here + error.error_index
     who = f"rank {rank} of {place.nodes * place.here}"
     if isinstance(error, ProcessRaisedException):
-        trace = error.msg.partition("\n\n")[2].strip() or error.msg
+        trace = "".join(error.msg.partition("Traceback")[1:]).strip() or error.msg
         return f"{who} failed: {trace.splitlines()[-1]}\n{trace}"
     if error.exit_code < 0:
         return f"{who} was ended by {signal.Signals(-error.exit_code).name}"
@@ -249,7 +257,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _refuse_cuda() -> None:
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     culprit = _initialises_cuda(dict(sys.modules))
     why = f"importing {culprit!r} does it" if culprit else "a cell of this session has used it"

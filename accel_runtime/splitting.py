@@ -62,9 +62,9 @@ def _length(inputs: Any) -> int:
             told = ", ".join(f"{key}: {length}" for key, length in lengths.items())
             raise ValueError(f"the values of a dict must have one length to be split; they have {told}")
         return next(iter(lengths.values()), 0)
-    if isinstance(inputs, torch.Tensor) and inputs.dim():
-        return len(inputs)
-    if isinstance(inputs, (list, tuple)) or callable(getattr(inputs, "select", None)):
+    sequence = isinstance(inputs, (list, tuple)) or callable(getattr(inputs, "select", None))
+    # A tensor has a `select` too, another one, and may have no dimension to split.
+    if inputs.dim() if isinstance(inputs, torch.Tensor) else sequence:
         return len(inputs)
     raise TypeError(
         "lists, tuples, tensors, dicts of them and datasets with `select` can be split between processes; "
