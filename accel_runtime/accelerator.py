@@ -298,7 +298,7 @@ class Accelerator(Triggers, UnevenInputs):
 
     # Letting go ------------------------------------------------------------------------
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything prepared and give memory back; for between two trainings.
 
         Args:

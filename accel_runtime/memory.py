@@ -39,7 +39,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         torch.accelerator.memory.empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: Any) -> list[Any]:
     """Collect garbage and give cached device memory back.
 
     Args:
@@ -137,11 +137,8 @@ class _Search:
         """The ranks whose memory ran out."""
         topology = backend.topology
         backend.post(f"{key}/{topology.rank}", _FINE if full is None else _FULL)
-        if full is not None and topology.world_size > 1:
-            _say(
-                f"rank {topology.rank}: out of memory with batch size {self._size} ({full}); asking the others"
-            )
-        what = f"find_executable_batch_size, batch size {self._size}"
+        here = "" if full is None else f"; here memory ran out: {full}"
+        what = f"find_executable_batch_size, batch size {self._size}{here}"
         words = {rank: word_of(backend, rank, f"{key}/{rank}", what) for rank in range(topology.world_size)}
         broken = {rank: word for rank, word in words.items() if word.startswith(_BROKEN)}
         if full is not None and broken:

@@ -161,7 +161,7 @@ def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
     assert launchers._initialises_cuda(only) == "poisoned"
     assert launchers._initialises_cuda({"harmless": None}) is None
     monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: "poisoned")
-    with pytest.raises(RuntimeError, match="CUDA is initialised .* importing 'poisoned' does it"):
+    with pytest.raises(RuntimeError, match=r"CUDA is initialised .* importing 'poisoned' does it"):
         notebook_launcher(one_fails, num_processes=2)
     monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: None)
     with pytest.raises(RuntimeError, match="a cell of this session has used it"):

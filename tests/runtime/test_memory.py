@@ -126,8 +126,7 @@ def test_memory_that_ran_out_on_one_rank_makes_all_of_them_try_again(several):
         assert [answer[:2] for answer in answers] == [([8] * several.size, [10, 9, 8])] * several.size
         retry = f"find_executable_batch_size: out of memory on rank {culprit} with batch size 10; trying 9"
         assert [retry in lines for _, _, lines in answers] == [True] + [False] * (several.size - 1)
-        asked = f"rank {culprit}: out of memory with batch size 10 (CUDA out of memory.); asking the others"
-        assert f"find_executable_batch_size: {asked}" in answers[culprit][2]
+        assert [len(lines) for _, _, lines in answers] == [2] + [0] * (several.size - 1)
 
 
 def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(several):

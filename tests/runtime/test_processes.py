@@ -80,14 +80,13 @@ def test_where_the_first_process_fails_the_others_are_told(several):
         accelerator = Accelerator()
         try:
             with accelerator.main_process_first():
-                if accelerator.is_main_process:
-                    raise OSError("disk full")
+                accelerator.on_main_process(open)("/no such file")
         except (OSError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
 
     first, *others = several.run(failed)
-    assert first == "OSError: disk full"
-    told = "RuntimeError: main_process_first(): rank 0 failed in its block: OSError: disk full"
+    assert first.startswith("FileNotFoundError: ")
+    told = f"RuntimeError: main_process_first(): rank 0 failed in its block: {first}"
     assert others == [told] * (several.size - 1)
 
 
@@ -111,10 +110,12 @@ def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(se
 def test_one_rank_says_for_whom_it_waits(several):
     def waited():
         accelerator = Accelerator()
-        with contextlib.redirect_stderr(io.StringIO()) as said, patch.object(turns, "REPORT_S", 0.1):
-            with accelerator.main_process_first():
-                if accelerator.is_main_process:
-                    time.sleep(1)
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as said,
+            patch.object(turns, "REPORT_S", 0.1),
+            accelerator.main_process_first(),
+        ):
+            accelerator.on_main_process(time.sleep)(1)
         return said.getvalue()
 
     said = several.run(waited)

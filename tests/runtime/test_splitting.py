@@ -112,7 +112,7 @@ def test_padding_nothing_is_refused_where_there_is_somebody_to_pad_for(empty):
 
 
 def test_values_of_different_length_are_refused_by_name():
-    with pytest.raises(ValueError, match="one length .* a: 2, b: 3"):
+    with pytest.raises(ValueError, match=r"one length .* a: 2, b: 3"):
         split({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
 
 

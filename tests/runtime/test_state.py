@@ -18,19 +18,21 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
 from accel_runtime import PartialState
 state = PartialState()
-print(state.process_index, state.num_processes, state.distributed_type.value, state.backend, state.device, flush=True)
+facts = state.num_processes, state.distributed_type.value, state.backend, str(state.device)
+open(f"{state.process_index}.txt", "w").write(repr(facts))
 state.wait_for_everyone()
 state.destroy_process_group()
 """
 
 
-def test_a_state_alone_places_itself_under_torchrun(script, monkeypatch):
+def test_a_state_alone_places_itself_under_torchrun(script, cwd, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, script(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 MULTI_CPU gloo cpu" for rank in range(2)]
+    said = [(cwd / f"{rank}.txt").read_text() for rank in range(2)]
+    assert said == [repr((2, "MULTI_CPU", "gloo", "cpu"))] * 2
 
 
 def test_a_state_says_where_the_process_stands(ranks):

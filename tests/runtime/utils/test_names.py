@@ -11,7 +11,25 @@ import pytest
 import accel_runtime
 from accel_runtime import utils
 
-NAMES = ["gather", "gather_object", "broadcast", "broadcast_object_list", "reduce", "pad_across_processes", "send_to_device", "set_seed", "synchronize_rng_states", "split_between_processes", "find_executable_batch_size", "release_memory", "notebook_launcher", "debug_launcher", "LocalSGD", "PartialState", "init_empty_weights"]
+NAMES = [
+    "gather",
+    "gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "pad_across_processes",
+    "send_to_device",
+    "set_seed",
+    "synchronize_rng_states",
+    "split_between_processes",
+    "find_executable_batch_size",
+    "release_memory",
+    "notebook_launcher",
+    "debug_launcher",
+    "LocalSGD",
+    "PartialState",
+    "init_empty_weights",
+]
 LATER = ["skip_first_batches", "tqdm", "get_logger"]
 
 
