@@ -16,7 +16,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
     """Inside, the parameters of new modules are on the meta device: they have a shape and no memory.
 
     Args:
-        include_buffers: Their buffers too; by default buffers are computed and kept.
+        include_buffers: Their buffers too; by default buffers are computed and kept, and each parameter is
+            made in memory before it is let go, one at a time.
     """
     return init_on_device(torch.device("meta"), include_buffers)
 

@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
 
     accelerator = Accelerator(split_batches=True)
-    images_and_labels = ConcatDataset(digits())
+    images_and_labels: ConcatDataset[tuple[torch.Tensor, ...]] = ConcatDataset(digits())
     everything = torch.arange(len(images_and_labels))
     tested: list[bool] = []
     for fold in range(args.folds):
