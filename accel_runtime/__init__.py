@@ -12,9 +12,15 @@ if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
     from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.env import Settings
+    from accel_runtime.initializing import init_empty_weights, init_on_device
+    from accel_runtime.kinds import DistributedType, PrecisionType
+    from accel_runtime.launchers import debug_launcher, notebook_launcher
+    from accel_runtime.local_sgd import LocalSGD
     from accel_runtime.logging import get_logger
+    from accel_runtime.memory import find_executable_batch_size, release_memory
     from accel_runtime.options import (
         AutocastKwargs,
+        DataLoaderConfiguration,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         GradientAccumulationPlugin,
@@ -25,27 +31,59 @@ if TYPE_CHECKING:
     from accel_runtime.progress import tqdm
     from accel_runtime.project import ProjectConfiguration
     from accel_runtime.rng import set_seed
+    from accel_runtime.state import PartialState
     from accel_runtime.topology import Topology
     from accel_runtime.tracking import GeneralTracker, LoggerType
+    from accel_runtime.utils.between import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+        split_between_processes,
+        synchronize_rng_states,
+    )
+    from accel_runtime.utils.nested import send_to_device
 
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
     "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "DistributedType",
     "DynamoBackend",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "LoggerType",
+    "PartialState",
+    "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "Settings",
     "Topology",
     "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
     "get_logger",
+    "init_empty_weights",
+    "init_on_device",
+    "notebook_launcher",
+    "pad_across_processes",
+    "reduce",
+    "release_memory",
+    "send_to_device",
     "set_seed",
+    "split_between_processes",
+    "synchronize_rng_states",
     "tqdm",
 ]
 
@@ -56,6 +94,8 @@ _HOMES = {
     "DistributedDataParallelKwargs": "accel_runtime.options",
     "GeneralTracker": "accel_runtime.tracking",
     "DynamoBackend": "accel_runtime.compilation",
+    "DataLoaderConfiguration": "accel_runtime.options",
+    "DistributedType": "accel_runtime.kinds",
     "GradScalerKwargs": "accel_runtime.options",
     "GradientAccumulationPlugin": "accel_runtime.options",
     "InitProcessGroupKwargs": "accel_runtime.options",
@@ -68,6 +108,24 @@ _HOMES = {
     "TorchDynamoPlugin": "accel_runtime.compilation",
     "set_seed": "accel_runtime.rng",
     "tqdm": "accel_runtime.progress",
+    "LocalSGD": "accel_runtime.local_sgd",
+    "PartialState": "accel_runtime.state",
+    "PrecisionType": "accel_runtime.kinds",
+    "broadcast": "accel_runtime.utils.between",
+    "broadcast_object_list": "accel_runtime.utils.between",
+    "debug_launcher": "accel_runtime.launchers",
+    "find_executable_batch_size": "accel_runtime.memory",
+    "gather": "accel_runtime.utils.between",
+    "gather_object": "accel_runtime.utils.between",
+    "init_empty_weights": "accel_runtime.initializing",
+    "init_on_device": "accel_runtime.initializing",
+    "notebook_launcher": "accel_runtime.launchers",
+    "pad_across_processes": "accel_runtime.utils.between",
+    "reduce": "accel_runtime.utils.between",
+    "release_memory": "accel_runtime.memory",
+    "send_to_device": "accel_runtime.utils.nested",
+    "split_between_processes": "accel_runtime.utils.between",
+    "synchronize_rng_states": "accel_runtime.utils.between",
 }
 
 

@@ -17,12 +17,12 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin, restore
-from accel_runtime.data.loader import LoaderOptions
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.flag import Flag
 from accel_runtime.gradients import Gradients
 from accel_runtime.in_the_loop import InTheLoop
+from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
     AutocastKwargs,
@@ -38,12 +38,15 @@ from accel_runtime.preparing import Preparing
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
+from accel_runtime.state import AcceleratorState, GradientState
 from accel_runtime.topology import Topology
+from accel_runtime.triggers import Triggers
+from accel_runtime.uneven import UnevenInputs
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Preparing, InTheLoop, Recording):
+class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -92,9 +95,8 @@ class Accelerator(Preparing, InTheLoop, Recording):
         wanted = _precision(mixed_precision, fp16=fp16) or settings.mixed_precision
         self.settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
         """What the launcher and the arguments came to."""
-        self._backend = connect(
-            self.settings, Topology.here(), chosen(kwargs_handlers, InitProcessGroupKwargs)
-        )
+        options = chosen(kwargs_handlers, InitProcessGroupKwargs)
+        self._connected(connect(self.settings, Topology.here(), options))
         self._record(log_with, project_dir, project_config, kwargs_handlers)
         self._precision = Precision(
             wanted,
@@ -121,43 +123,9 @@ class Accelerator(Preparing, InTheLoop, Recording):
         self._gradients = Gradients(
             self._accumulation, self._precision, self._backend, lambda: (self._models, self._optimizers)
         )
+        self._loaders: list[PreparedLoader] = []
 
-    # Where this process stands ---------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """What this process computes on."""
-        return self._backend.device
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes run the script."""
-        return self._backend.topology.world_size
-
-    @property
-    def process_index(self) -> int:
-        """This process among all, from 0."""
-        return self._backend.topology.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """This process among those of its machine, from 0."""
-        return self._backend.topology.local_rank
-
-    @property
-    def is_main_process(self) -> Flag:
-        """Whether this is the first process of all."""
-        return Flag(self.process_index == 0)
-
-    @property
-    def is_local_main_process(self) -> Flag:
-        """Whether this is the first process of its machine."""
-        return Flag(self.local_process_index == 0)
-
-    @property
-    def is_last_process(self) -> Flag:
-        """Whether this is the last process of all."""
-        return Flag(self.process_index == self.num_processes - 1)
+    # What is in force ------------------------------------------------------------------
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -206,6 +174,26 @@ class Accelerator(Preparing, InTheLoop, Recording):
         """Whether the last step of any prepared optimizer was left out for overflowed fp16 gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each with an accelerator of its own."""
+        return self.use_distributed and self.device.index is not None
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch's autocast is at work."""
+        return self.mixed_precision != "no"
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process and the number format, as one object to read or to print."""
+        return AcceleratorState(self, self.mixed_precision)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Accumulation and the batch in hand, as one object to read."""
+        return GradientState(self._accumulation, lambda: self._loops.current)
+
     # Between processes -----------------------------------------------------------------
 
     def gather(self, data: Any) -> Any:
@@ -237,14 +225,28 @@ class Accelerator(Preparing, InTheLoop, Recording):
         """Tensors made as long as the longest of all processes; see `collectives.pad_across_processes`."""
         return collectives.pad_across_processes(tensor, self._backend, dim, pad_index, pad_first)
 
-    def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
-        self._backend.barrier()
+    # Letting go ------------------------------------------------------------------------
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """`print`, once a machine."""
-        if self.is_local_main_process:
-            print(*values, **options)  # noqa: T201 - this is what it is for
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget everything prepared and give memory back; for between two trainings.
+
+        Args:
+            *objects: Assign the result to their names: `model, loader = accelerator.free_memory(model, loader)`.
+
+        Returns:
+            As many None as there are objects.
+        """
+        self._models.clear()
+        self._optimizers.clear()
+        self._loaders.clear()
+        self._accumulation.reset()
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Itself: there is one group of processes, and what holds an accelerator may be copied."""
+        return self
 
     # Keeping results -------------------------------------------------------------------
 
@@ -265,6 +267,16 @@ class Accelerator(Preparing, InTheLoop, Recording):
         if not keep_fp32_wrapper and isinstance(forward, AutocastForward):
             original.forward = forward.forward
         return original
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's whole state on every process, in the dtypes and on the devices it has.
+
+        Args:
+            model: A prepared model, or any module.
+            unwrap: Use the names of the script's own module, instead of those of what `prepare` made of it.
+        """
+        state: dict[str, Any] = (self.unwrap_model(model) if unwrap else model).state_dict()
+        return state
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object once, from the main process; a file appears whole or not at all.

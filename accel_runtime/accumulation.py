@@ -74,6 +74,10 @@ class Accumulation:
             self._count = 0
         return self.synced
 
+    def reset(self) -> None:
+        """Begin a new window."""
+        self._count = 0
+
     def begin(self, *, weighted: bool) -> None:
         """A backward pass begins.
 

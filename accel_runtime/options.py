@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -113,6 +114,26 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How `prepare` shares out loaders, for `Accelerator(dataloader_config=...)`."""
+
+    split_batches: bool = False
+    """Whether a loader's batch size is the global one, to be split among the processes."""
+    dispatch_batches: bool | None = None
+    """Whether the first process reads for all; None is so for streams only."""
+    even_batches: bool = True
+    """Whether the last global batch is completed from the start of the epoch, so that shapes are equal."""
+    use_seedable_sampler: bool = False
+    """Whether the order of an epoch depends on `data_seed` and the epoch's number alone."""
+    data_seed: int | None = None
+    """The seed of that order; None takes torch's."""
+    non_blocking: bool = False
+    """Whether copies to the device overlap with the computation; useful with `pin_memory`."""
+    use_stateful_dataloader: bool = False
+    """Whether loaders have a `state_dict` that says where they are."""
 
 
 @dataclass(frozen=True)

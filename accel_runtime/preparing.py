@@ -33,6 +33,7 @@ class Preparing:
     _backend: Backend
     _loops: Loops
     _dynamo: TorchDynamoPlugin
+    _loaders: list[PreparedLoader]
     _loading: LoaderOptions
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
@@ -151,7 +152,9 @@ class Preparing:
         if isinstance(loader, PreparedLoader):
             return loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
-        return prepare_loader(loader, self._backend, self._loops, options)
+        prepared = prepare_loader(loader, self._backend, self._loops, options)
+        self._loaders.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Make a scheduler advance with the samples all processes see."""

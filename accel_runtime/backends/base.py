@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime.agreement import Agreement, Wire, here
+from accel_runtime.kinds import DistributedType
 from accel_runtime.objects import share_objects
 from accel_runtime.topology import Topology
 
@@ -71,6 +72,28 @@ class Backend(ABC):
             StallError: A rank does not come.
         """
         self.agreement.exchange(here("wait_for_everyone", anywhere=True))
+
+    @property
+    @abstractmethod
+    def kind(self) -> DistributedType:
+        """How the processes work together, as scripts ask for it."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """What carries the collectives of this device: `gloo`, `nccl`, ...; None where there is nobody else."""
+
+    @abstractmethod
+    def post(self, key: str, text: str) -> None:
+        """Leave a word for the other ranks, under a key in the store they share. It waits for nobody."""
+
+    @abstractmethod
+    def posted(self, key: str) -> str | None:
+        """The word some rank left under this key, or None while there is none."""
+
+    @abstractmethod
+    def turn(self, key: str) -> int:
+        """How many times this rank has asked for this key, from 1: the same number on ranks in step."""
 
     @abstractmethod
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:

@@ -20,6 +20,7 @@ from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.wire import GlooWire, control_group
 from accel_runtime.env import Settings
+from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
 __all__ = ["Distributed"]
@@ -30,6 +31,8 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+_KINDS = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
 
 _GRACE_S = 0.05
 
@@ -104,6 +107,32 @@ class Distributed(Backend):
     def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None
 
+    @property
+    @override
+    def kind(self) -> DistributedType:
+        return _KINDS.get(self.device.type) or DistributedType(f"MULTI_{self.device.type.upper()}")
+
+    @property
+    @override
+    def name(self) -> str | None:
+        # "cpu:gloo,cuda:nccl": one carrier a device.
+        carriers = dict(part.split(":") for part in dist.get_backend_config().split(","))
+        return carriers.get(self.device.type)
+
+    @override
+    def post(self, key: str, text: str) -> None:
+        _store().set(key, text)
+
+    @override
+    def posted(self, key: str) -> str | None:
+        store = _store()
+        return store.get(key).decode() if store.check([key]) else None
+
+    @override
+    def turn(self, key: str) -> int:
+        # Counted in the store and not here: a second backend of this process goes on where this one is.
+        return int(_store().add(f"{key}/turns/{self.topology.rank}", 1))
+
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         # DDP refuses a model that learns nothing, and one that learns nothing needs no averaging.
@@ -130,6 +159,11 @@ class Distributed(Backend):
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return synced(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def _store() -> Any:
+    """The store through which the ranks of the default group met; nothing public names it (torch 2.13)."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def _name(settings: Settings, device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from accel_runtime.agreement import Wire
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
 __all__ = ["Single"]
@@ -39,6 +41,8 @@ class Single(Backend):
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         super().__init__(topology, device, _Nobody())
+        self._words: dict[str, str] = {}
+        self._turns: Counter[str] = Counter()
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,6 +59,29 @@ class Single(Backend):
     @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         return tensor
+
+    @property
+    @override
+    def kind(self) -> DistributedType:
+        return DistributedType.NO
+
+    @property
+    @override
+    def name(self) -> str | None:
+        return None
+
+    @override
+    def post(self, key: str, text: str) -> None:
+        self._words[key] = text
+
+    @override
+    def posted(self, key: str) -> str | None:
+        return self._words.get(key)
+
+    @override
+    def turn(self, key: str) -> int:
+        self._turns[key] += 1
+        return self._turns[key]
 
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:

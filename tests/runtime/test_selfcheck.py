@@ -8,7 +8,6 @@ import os
 from unittest.mock import patch
 
 import pytest
-import torch
 
 
 def checked(environ, *, broken=None, on_rank=0):

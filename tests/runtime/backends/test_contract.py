@@ -201,3 +201,28 @@ def test_the_original_of_a_replica_is_the_very_module(ranks):
 def test_a_device_that_is_not_there_is_refused_by_name():
     with pytest.raises(RuntimeError, match="device 'xpu' was asked for"):
         connect(Settings(device="xpu"), Topology())
+
+
+def test_words_are_left_for_all_and_turns_are_counted_for_each(ranks):
+    def words(name):
+        b = backend()
+        mine, first = f"{name}/{b.topology.rank}", f"{name}/0"
+        before = b.posted(mine)
+        b.post(mine, f"from {b.topology.rank}")
+        b.barrier()
+        again = backend()
+        turns = [b.turn(name), b.turn(name), again.turn(name) if b.topology.world_size > 1 else 3]
+        return before, b.posted(mine), b.posted(first), b.posted(f"{name}/nobody"), turns
+
+    name = f"words of {ranks.size}"
+    wanted = [(None, f"from {rank}", "from 0", None, [1, 2, 3]) for rank in range(ranks.size)]
+    assert ranks.run(words, name) == wanted
+
+
+def test_a_backend_says_what_it_is(ranks):
+    def said():
+        b = backend()
+        return b.kind.value, b.name
+
+    wanted = ("NO", None) if ranks.size == 1 else ("MULTI_CPU", "gloo")
+    assert ranks.run(said) == [wanted] * ranks.size

@@ -1,0 +1,53 @@
+"""The backend that functions without an argument for it use: `gather(x)`, `PartialState()`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+from accel_runtime.backends import connect
+from accel_runtime.backends.base import Backend
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+
+__all__ = ["connected", "current_backend", "set_current_backend"]
+
+_HERE = threading.local()
+# The one thing that outlives a call in a module. It belongs to the thread, since XLA runs replicas as threads
+# of one process; a context variable would be lost from one cell of a notebook to the next. It decides only
+# where functions without an Accelerator turn to: the methods of an Accelerator use its own backend.
+
+
+def current_backend() -> Backend:
+    """What the newest `Accelerator` or `PartialState` of this thread uses; without one, what the environment says."""
+    known = _known()
+    return known if known is not None else connected()
+
+
+def set_current_backend(backend: Backend | None) -> None:
+    """Make a backend the current one of this thread; None forgets it."""
+    # A process that was forked off stands elsewhere than its parent.
+    _HERE.backend = None if backend is None else (os.getpid(), backend)
+
+
+def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:
+    """The current backend, or a new one where there is none, or none that computes on the CPU as is asked.
+
+    Args:
+        cpu: Compute on the CPU, whatever else is there.
+        options: Arguments for `init_process_group`.
+    """
+    known = _known()
+    if known is not None and not (cpu and known.device.type != "cpu"):
+        return known
+    settings = Settings.from_env(os.environ)
+    backend = connect(replace(settings, device="cpu" if cpu else settings.device), Topology.here(), options)
+    set_current_backend(backend)
+    return backend
+
+
+def _known() -> Backend | None:
+    owner, backend = getattr(_HERE, "backend", None) or (0, None)
+    return backend if owner == os.getpid() else None

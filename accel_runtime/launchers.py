@@ -1,0 +1,289 @@
+"""Processes started from Python: a function of a notebook, or of a test, on several of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from accel_runtime.current import set_current_backend
+from accel_runtime.env import MixedPrecision, Settings
+
+__all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
+
+_GRACE_S = 5.0
+_PROBE_S = 60
+
+
+class LaunchError(RuntimeError):
+    """A process that was started failed; the message names its rank and has its traceback."""
+
+
+class _Place(NamedTuple):
+    """Where the processes of this machine stand among all."""
+
+    here: int
+    node: int
+    nodes: int
+    host: str
+    port: int
+
+
+def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: str | int | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a function on several processes, from a notebook or any other Python session.
+
+    The processes are forked, so the function may be defined in the notebook. It makes its own `Accelerator`.
+    With one process it runs in this one. Each process computes on one thread, until it calls
+    `torch.set_num_threads`.
+
+    Args:
+        function: Called as `function(*args)`; what it returns is not kept.
+        args: Its arguments.
+        num_processes: How many processes on this machine.
+        mixed_precision: `no`, `bf16` or `fp16`, for an `Accelerator` that does not say itself; None leaves it
+            to the environment.
+        use_port: Where the processes meet; None is any free port, and 29500 with several machines.
+        master_addr: The address of the first machine.
+        node_rank: This machine among all, from 0.
+        num_nodes: How many machines; each of them makes this call, with as many processes.
+        rdzv_backend: `static` only. `accel launch` has the others.
+        rdzv_endpoint: `host:port`, in place of `master_addr` and `use_port`.
+        rdzv_conf: None only.
+        rdzv_id: Not used by `static`: the default only.
+        max_restarts: 0 only.
+        monitor_interval: The default only: a process that ends is noticed at once.
+        log_line_prefix_template: None only.
+
+    Raises:
+        ValueError: An argument we cannot honour; the message names it.
+        RuntimeError: CUDA is initialised already, so that processes cannot be forked; the message names
+            the import that did it, if one did.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are ended.
+    """
+    _refuse(
+        rdzv_backend=(rdzv_backend, "static"),
+        rdzv_conf=(rdzv_conf or None, None),
+        rdzv_id=(rdzv_id, "none"),
+        max_restarts=(max_restarts, 0),
+        monitor_interval=(monitor_interval, 0.1),
+        log_line_prefix_template=(log_line_prefix_template, None),
+    )
+    if num_processes is None or num_processes < 1:
+        raise ValueError(f"num_processes says how many processes to start; it is {num_processes}")
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(
+            f"node_rank lies from 0 to {num_nodes - 1} with num_nodes={num_nodes}; it is {node_rank}"
+        )
+    settings = _precise(Settings.from_env(os.environ), mixed_precision)
+    if num_processes == num_nodes == 1:
+        with _environment(settings.to_env()):
+            function(*args)
+        return
+    host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
+    _refuse_cuda()
+    _run(function, args, _Place(num_processes, node_rank, num_nodes, host, port), settings)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several processes of this machine, on the CPU: to try what it does on several.
+
+    Args:
+        function: Called as `function(*args)`; what it returns is not kept.
+        args: Its arguments.
+        num_processes: How many processes, at least 1.
+
+    Raises:
+        ValueError: `num_processes` is below 1.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are ended.
+    """
+    if num_processes < 1:
+        raise ValueError(f"num_processes must be at least 1; it is {num_processes}")
+    settings = replace(Settings.from_env(os.environ), device="cpu", mixed_precision="no")
+    _run(function, args, _Place(num_processes, 0, 1, "127.0.0.1", 0), settings)
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, settings: Settings) -> None:
+    """Start the processes of this machine, wait for them, and leave none behind."""
+    store = None
+    if place.node == 0:
+        # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
+        store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        place = place._replace(port=store.port)
+    context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
+        _Started(function, tuple(args), place, settings), nprocs=place.here, join=False, start_method="fork"
+    )
+    assert context is not None
+    try:
+        while not context.join():
+            pass
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise LaunchError(_told(error, place)) from None
+    finally:
+        _end(context)
+        del store
+
+
+class _Started:
+    """What a started process runs."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], place: _Place, settings: Settings
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._place = place
+        self._settings = settings
+
+    def __call__(self, local_rank: int) -> None:
+        place = self._place
+        os.environ.update(
+            self._settings.to_env(),
+            RANK=str(place.node * place.here + local_rank),
+            LOCAL_RANK=str(local_rank),
+            WORLD_SIZE=str(place.nodes * place.here),
+            LOCAL_WORLD_SIZE=str(place.here),
+            MASTER_ADDR=place.host,
+            MASTER_PORT=str(place.port),
+            # torch's word for a store that the launcher holds.
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
+        )
+        # The threads of the parent's OpenMP were not forked; to wait for them would be for ever.
+        torch.set_num_threads(1)
+        set_current_backend(None)
+        self._function(*self._args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end(context: ProcessContext) -> None:
+    """See to it that no process is left, and no file either."""
+    for process in context.processes:
+        if process.is_alive():
+            process.terminate()
+    for process in context.processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for file in context.error_files:
+        Path(file).unlink(missing_ok=True)
+
+
+def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place) -> str:
+    rank = place.node * place.here + error.error_index
+    who = f"rank {rank} of {place.nodes * place.here}"
+    if isinstance(error, ProcessRaisedException):
+        trace = "".join(error.msg.partition("Traceback")[1:]).strip() or error.msg
+        return f"{who} failed: {trace.splitlines()[-1]}\n{trace}"
+    if error.exit_code < 0:
+        return f"{who} was ended by {signal.Signals(-error.exit_code).name}"
+    return f"{who} exited with code {error.exit_code}"
+
+
+def _precise(settings: Settings, wanted: str | None) -> Settings:
+    if wanted is None:
+        return settings
+    # A member of PrecisionType is its own text.
+    for known in get_args(MixedPrecision):
+        if wanted == known:
+            return replace(settings, mixed_precision=known)
+    raise ValueError(
+        f"mixed_precision must be one of {', '.join(get_args(MixedPrecision))}; it is {wanted!r}"
+    )
+
+
+def _endpoint(endpoint: str, host: str, port: str | int | None, nodes: int) -> tuple[str, int]:
+    if endpoint:
+        host, _, port = endpoint.rpartition(":")
+    number = port if port is not None else 29500 if nodes > 1 else 0
+    if not host or not str(number).isdigit():
+        raise ValueError(f"the processes meet at host:port; rdzv_endpoint={endpoint!r}, use_port={port!r}")
+    return host, int(number)
+
+
+def _refuse(**arguments: tuple[Any, Any]) -> None:
+    for name, (given, only) in arguments.items():
+        if given != only:
+            raise ValueError(
+                f"{name}={given!r} cannot be honoured here; leave it at {only!r}, or use `accel launch`"
+            )
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _refuse_cuda() -> None:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    culprit = _initialises_cuda(dict(sys.modules))
+    why = f"importing {culprit!r} does it" if culprit else "a cell of this session has used it"
+    raise RuntimeError(
+        f"CUDA is initialised in this session already, and a forked process could not use it any more: {why}. "
+        "Restart the session, and do this inside the function that is launched."
+    )
+
+
+def _initialises_cuda(modules: dict[str, ModuleType]) -> str | None:
+    """The first of the imported packages that initialises CUDA by itself: tried in a process of its own."""
+    ours = {"torch", "accel_runtime", "__main__", *sys.stdlib_module_names}
+    names = [name for name in modules if "." not in name and not name.startswith("_") and name not in ours]
+    code = (
+        "import sys, importlib, torch\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except BaseException: continue\n"
+        "    if torch.cuda.is_initialized(): print('\\n' + name); break\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=_PROBE_S, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    last = done.stdout.splitlines()[-1:]
+    return last[0] if last and last[0] in names else None

@@ -1,0 +1,35 @@
+"""Every example runs, on one process and on two, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+PRINTED = {
+    "digits": (["--epochs", "1", "--output", "w.safetensors"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
+    "early_stopping": ([], r"stopped in epoch \d\nsteps on each process: \{\d+\}"),
+    "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
+    "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
+    "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
+}
+"""For each example its arguments here, and what its output holds."""
+
+
+def test_every_example_is_run():
+    assert sorted(PRINTED) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("example", sorted(PRINTED))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_example_prints_its_result_once(accel, monkeypatch, example, processes):
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    arguments, printed = PRINTED[example]
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    done = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(printed, done.stdout)) == 1, done.stdout
+    assert "Warning" not in done.stderr

@@ -1,0 +1,66 @@
+"""Models without memory, or on another device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import init_empty_weights, init_on_device
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.register_parameter("none", None)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("positions", torch.arange(3))
+
+
+def test_parameters_are_empty_and_buffers_are_what_they_are():
+    with init_empty_weights():
+        model = Tied()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.positions.tolist() == [0, 1, 2]
+    assert not model.norm.running_mean.is_meta
+    assert model.second.weight is model.first.weight
+    assert not model.frozen.requires_grad
+    assert not next(nn.Linear(1, 1).parameters()).is_meta, "outside, everything is as it was"
+
+
+def test_with_buffers_everything_is_empty():
+    with init_empty_weights(include_buffers=True):
+        model = Tied()
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_a_device_that_is_the_own_one_changes_nothing():
+    torch.manual_seed(0)
+    with init_on_device("cpu"):
+        there = nn.Linear(2, 2)
+    torch.manual_seed(0)
+    assert torch.equal(there.weight, nn.Linear(2, 2).weight)
+
+
+def test_lazy_parameters_wait():
+    with init_empty_weights():
+        assert nn.LazyLinear(2).has_uninitialized_params()
+
+
+def test_an_exception_ends_the_block():
+    with pytest.raises(ZeroDivisionError), init_empty_weights():
+        raise ZeroDivisionError
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_attributes_of_a_parameter_are_kept():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.rank_of_words = 3
+    with init_empty_weights():
+        model = nn.ParameterList([parameter])
+    assert model[0].is_meta
+    assert model[0].rank_of_words == 3

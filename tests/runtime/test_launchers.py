@@ -1,0 +1,168 @@
+"""Functions that a notebook or a test starts on several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_runtime import (
+    Accelerator,
+    PartialState,
+    PrecisionType,
+    debug_launcher,
+    gather,
+    launchers,
+    notebook_launcher,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def written(folder, *words):
+    """What a training might do: gradients, a collective, a file."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    everyone = gather(torch.tensor([accelerator.process_index])).tolist()
+    facts = [everyone, accelerator.mixed_precision, str(accelerator.device), accelerator.local_process_index]
+    (folder / str(accelerator.process_index)).write_text(repr([*facts, *words]))
+    return lambda: None  # cannot be pickled, and need not be
+
+
+def read(folder):
+    return [file.read_text() for file in sorted(folder.iterdir())]
+
+
+def test_a_function_runs_on_real_processes_on_the_cpu(tmp_path):
+    torch.nn.Linear(64, 64)(torch.ones(512, 64)).sum().backward()  # what a session did before
+    debug_launcher(written, (tmp_path, "a"), num_processes=2)
+    assert read(tmp_path) == [f"[[0, 1], 'no', 'cpu', {rank}, 'a']" for rank in range(2)]
+    assert not multiprocessing.active_children()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize("precision", ["bf16", PrecisionType.BF16], ids=["text", "member"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_number_format_reaches_the_accelerator_inside(tmp_path, processes, precision):
+    notebook_launcher(written, (tmp_path,), num_processes=processes, mixed_precision=precision)
+    everyone = list(range(processes))
+    assert read(tmp_path) == [f"[{everyone}, 'bf16', 'cpu', {rank}]" for rank in everyone]
+    assert "ACCEL_MIXED_PRECISION" not in os.environ
+
+
+def test_the_environment_says_the_number_format_where_the_call_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
+    notebook_launcher(written, (tmp_path,), num_processes=2)
+    assert all("'bf16'" in text for text in read(tmp_path))
+
+
+def test_two_calls_are_two_machines(tmp_path):
+    """Each call in a process of its own, as on two machines that meet at one port."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[3]); from pathlib import Path\n"
+        "from accel_runtime import Accelerator, notebook_launcher\n"
+        "def train(folder):\n"
+        "    a = Accelerator(); a.wait_for_everyone()\n"
+        "    (folder / str(a.process_index)).write_text(f'{a.num_processes} {a.local_process_index}')\n"
+        "notebook_launcher(train, (Path(sys.argv[1]),), 1, rdzv_endpoint=sys.argv[4],\n"
+        "                  node_rank=int(sys.argv[2]), num_nodes=2)\n"
+    )
+    port = 20000 + os.getpid() % 20000
+    calls = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path, str(node), ROOT, f"127.0.0.1:{port}"])
+        for node in range(2)
+    ]
+    assert [call.wait(60) for call in calls] == [0, 0]
+    assert read(tmp_path) == ["2 0", "2 0"]
+
+
+def one_fails():
+    if PartialState().is_last_process:
+        raise ZeroDivisionError("no luck")
+    time.sleep(600)
+
+
+def one_is_killed():
+    if PartialState().is_last_process:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def one_exits():
+    if PartialState().is_last_process:
+        sys.exit(3)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (one_fails, r"rank 1 of 2 failed: ZeroDivisionError: no luck\nTraceback (.|\n)*in one_fails"),
+        (one_is_killed, "rank 1 of 2 was ended by SIGKILL"),
+        (one_exits, "rank 1 of 2 exited with code 3"),
+    ],
+)
+def test_a_failure_comes_back_with_its_rank_and_nothing_is_left(function, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(launchers.LaunchError, match=said):
+        debug_launcher(function)
+    assert not multiprocessing.active_children()
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_exception_of_a_single_process_is_itself():
+    with pytest.raises(ZeroDivisionError):
+        notebook_launcher(lambda: 1 / 0, num_processes=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "num_processes says how many"),
+        ({"num_processes": 0}, "num_processes says how many"),
+        ({"num_processes": 2, "rdzv_backend": "c10d"}, "rdzv_backend='c10d' cannot be honoured"),
+        ({"num_processes": 2, "max_restarts": 1}, "max_restarts=1 cannot be honoured"),
+        ({"num_processes": 2, "rdzv_conf": {"timeout": 3}}, "rdzv_conf="),
+        ({"num_processes": 2, "log_line_prefix_template": "x"}, "log_line_prefix_template='x'"),
+        ({"num_processes": 2, "monitor_interval": 5}, "monitor_interval=5"),
+        ({"num_processes": 2, "rdzv_id": "x"}, "rdzv_id='x'"),
+        ({"num_processes": 2, "node_rank": 1}, "node_rank lies from 0 to 0"),
+        ({"num_processes": 2, "mixed_precision": "fp9"}, "mixed_precision must be one of no, bf16, fp16"),
+        ({"num_processes": 2, "use_port": "x"}, "use_port='x'"),
+        ({"num_processes": 2, "rdzv_endpoint": "nowhere"}, "rdzv_endpoint='nowhere'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_refused_by_name(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        notebook_launcher(one_fails, **arguments)
+
+
+def test_no_processes_are_no_test():
+    with pytest.raises(ValueError, match="at least 1; it is 0"):
+        debug_launcher(one_fails, num_processes=0)
+
+
+def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
+    (tmp_path / "poisoned.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    (tmp_path / "harmless.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    only = {"harmless": None, "poisoned": None, "sys": None, "poisoned.part": None}
+    assert launchers._initialises_cuda(only) == "poisoned"
+    assert launchers._initialises_cuda({"harmless": None}) is None
+    monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: "poisoned")
+    with pytest.raises(RuntimeError, match=r"CUDA is initialised .* importing 'poisoned' does it"):
+        notebook_launcher(one_fails, num_processes=2)
+    monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: None)
+    with pytest.raises(RuntimeError, match="a cell of this session has used it"):
+        notebook_launcher(one_fails, num_processes=2)

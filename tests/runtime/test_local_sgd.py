@@ -1,0 +1,117 @@
+"""Local SGD: weights are averaged as one would by hand."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator, LocalSGD
+
+DATA = torch.linspace(-1, 1, 5 * 3 * 4 * 2, dtype=torch.float64).view(5, 3, 4, 2).sin()
+"""`[step, rank, row, feature]`."""
+
+
+class Network(nn.Module):
+    """Weights of two dtypes, one that does not learn, and a buffer of every process's own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.full((1,), 0.1), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen += x.sum()
+        return self.inner(x) * self.scale * self.frozen
+
+
+def step(model, optimizer, batch):
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
+def by_hand(size, every):
+    """Each rank's weights after each step."""
+    models = [Network() for _ in range(size)]
+    optimizers = [sgd(model) for model in models]
+    seen = []
+    for number, batches in enumerate(DATA, 1):
+        for model, optimizer, batch in zip(models, optimizers, batches[:size], strict=True):
+            step(model, optimizer, batch)
+        if number % every == 0 or number == len(DATA):
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.detach() for p in parameters]).sum(0) / size
+                for parameter in parameters:
+                    parameter.data.copy_(mean)
+        seen.append([weights(model) for model in models])
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_weights_are_those_averaged_by_hand_in_one_collective_a_dtype(ranks, every):
+    def trained(every):
+        accelerator = Accelerator()
+        model = accelerator.prepare(Network())
+        optimizer, backend, seen = sgd(model), accelerator._backend, []
+        with (
+            patch.object(backend, "all_reduce", wraps=backend.all_reduce) as sent,
+            LocalSGD(accelerator, model, every) as local,
+        ):
+            for batches in DATA:
+                step(model, optimizer, batches[accelerator.process_index])
+                local.step()
+                seen.append(weights(model))
+        seen[-1] = weights(model)
+        return seen, sent.call_count, local.num_steps, accelerator.unwrap_model(model).seen.item()
+
+    averages = (len(DATA) // every + 1) * (ranks.size > 1)
+    for rank, (seen, sent, steps, own) in enumerate(ranks.run(trained, every)):
+        assert (sent, steps) == (2 * averages, len(DATA))
+        assert own == pytest.approx(DATA[:, rank].sum().item(), abs=1e-5)
+        for got, hand in zip(seen, by_hand(ranks.size, every), strict=True):
+            pairs = zip(got, hand[rank], strict=True)
+            assert all(torch.allclose(g, h, rtol=0, atol=1e-6) for g, h in pairs)
+
+
+def test_inside_gradients_stay_with_their_process(several):
+    def gradient(enabled):
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        with LocalSGD(accelerator, model, 8, enabled=enabled):
+            model(torch.tensor([[float(accelerator.process_index)]])).sum().backward()
+            return next(model.parameters()).grad.item()
+
+    assert several.run(gradient, True) == [float(rank) for rank in range(several.size)]
+    mean = sum(range(several.size)) / several.size
+    assert several.run(gradient, False) == [mean] * several.size
+
+
+def test_after_an_exception_there_is_no_average_for_others_to_wait_in(pair):
+    def failed():
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(1, 1))
+        if accelerator.is_last_process:
+            with pytest.raises(ZeroDivisionError), LocalSGD(accelerator, model, 2):
+                1 / 0  # noqa: B018
+        return accelerator.gather(torch.tensor([1])).tolist()
+
+    assert pair.run(failed) == [[1, 1]] * 2
+
+
+def test_a_number_of_steps_below_one_is_refused():
+    with pytest.raises(ValueError, match="local_sgd_steps must be at least 1; it is 0"):
+        LocalSGD(Accelerator(), nn.Linear(1, 1), 0)

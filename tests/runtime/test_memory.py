@@ -1,0 +1,182 @@
+"""Giving memory back, and the batch size that fits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator, find_executable_batch_size, release_memory
+from accel_runtime.memory import clear_device_cache, is_out_of_memory
+
+
+def fits(limit):
+    """A training that needs a batch size of at most `limit`, and what it was called with."""
+    tried = []
+
+    def train(batch_size, *args, **options):
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return batch_size, args, options
+
+    return train, tried
+
+
+def test_the_size_shrinks_by_a_tenth_until_it_fits_and_each_retry_is_said_once(capsys):
+    train, tried = fits(90)
+    assert find_executable_batch_size(train)("a", b=1) == (82, ("a",), {"b": 1})
+    assert tried == [128, 115, 103, 92, 82]
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "find_executable_batch_size: out of memory with batch size 128; trying 115"
+    assert len(said) == len(tried) - 1
+
+
+def test_as_a_decorator_both_arguments_are_honoured():
+    sizes = iter([64, 32, 16])
+
+    @find_executable_batch_size(starting_batch_size=100, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size):
+        """Trains."""
+        return batch_size if batch_size < 40 else fits(0)[0](batch_size)
+
+    assert train.__doc__ == "Trains."
+    assert train() == 32
+    assert train() == 32, "the size that was found is where the next call begins"
+
+
+def test_where_nothing_fits_it_is_an_error():
+    train, tried = fits(0)
+    with pytest.raises(RuntimeError, match="No executable batch size found: memory ran out with 1"):
+        find_executable_batch_size(train, starting_batch_size=3)()
+    assert tried == [3, 2, 1]
+
+
+@pytest.mark.parametrize("following", [8, 9, 7.5, None])
+def test_a_next_size_that_is_not_smaller_is_refused_instead_of_tried_for_ever(following):
+    train, _ = fits(1)
+    with pytest.raises(ValueError, match="after 8 must be a smaller whole number"):
+        find_executable_batch_size(train, 8, lambda: following)()
+
+
+def test_another_exception_is_what_it_is():
+    @find_executable_batch_size
+    def train(batch_size):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train()
+
+
+def test_a_batch_size_in_the_call_is_one_too_many():
+    @find_executable_batch_size
+    def train(batch_size, model):
+        return batch_size
+
+    with pytest.raises(TypeError, match="train gets the batch size as its first argument"):
+        train(128, "model")
+    assert train("model") == 128
+
+
+def test_a_starting_size_below_one_is_refused():
+    with pytest.raises(ValueError, match="at least 1; it is 0"):
+        find_executable_batch_size(print, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+    ids=str,
+)
+def test_what_counts_as_out_of_memory(error, full):
+    assert is_out_of_memory(error) is full
+
+
+def test_memory_that_ran_out_on_one_rank_makes_all_of_them_try_again(several):
+    def trained(culprit):
+        accelerator = Accelerator()
+        tried = []
+
+        @find_executable_batch_size(starting_batch_size=10)
+        def train(batch_size):
+            tried.append(batch_size)
+            if accelerator.process_index == culprit and batch_size > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory.\nlong story")
+            return accelerator.gather(torch.tensor([batch_size])).tolist() if batch_size <= 8 else None
+
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            result = train()
+        return result, tried, said.getvalue().splitlines()
+
+    for culprit in range(several.size):
+        answers = several.run(trained, culprit)
+        assert [answer[:2] for answer in answers] == [([8] * several.size, [10, 9, 8])] * several.size
+        retry = f"find_executable_batch_size: out of memory on rank {culprit} with batch size 10; trying 9"
+        assert [retry in lines for _, _, lines in answers] == [True] + [False] * (several.size - 1)
+        assert [len(lines) for _, _, lines in answers] == [2] + [0] * (several.size - 1)
+
+
+def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(several):
+    def trained():
+        accelerator = Accelerator()
+
+        @find_executable_batch_size(starting_batch_size=10)
+        def train(batch_size):
+            if accelerator.is_main_process:
+                raise torch.OutOfMemoryError("full")
+            if accelerator.is_last_process:
+                raise ZeroDivisionError("mine")
+            return batch_size
+
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                return train()
+            except (RuntimeError, ZeroDivisionError) as error:
+                return f"{type(error).__name__}: {error}"
+
+    first, *between, last = several.run(trained)
+    assert first.startswith("RuntimeError: out of memory with batch size 10 (full), and no smaller")
+    assert first.endswith(f"rank {several.size - 1}: ZeroDivisionError: mine")
+    assert last == "ZeroDivisionError: mine"
+    assert between == [10] * (several.size - 2)
+
+
+def test_released_names_are_none_and_what_they_held_is_gone():
+    thing = nn.Linear(2, 2)
+    gone = weakref.ref(thing)
+    thing, other = release_memory(thing, None)
+    clear_device_cache(garbage_collection=True)
+    assert (thing, other, gone()) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["free_memory", "clear"])
+def test_an_accelerator_forgets_what_it_prepared_and_begins_a_new_window(ranks, name):
+    def freed(name):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = nn.Linear(2, 2)
+        gone = weakref.ref(model)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters()), DataLoader(torch.arange(4.0))
+        )
+        with accelerator.accumulate(model):
+            pass
+        model, optimizer, loader = getattr(accelerator, name)(model, optimizer, loader)
+        release_memory()
+        assert (model, optimizer, loader, gone()) == (None, None, None, None)
+        with accelerator.accumulate():
+            return accelerator.sync_gradients
+
+    assert ranks.run(freed, name) == [False] * ranks.size

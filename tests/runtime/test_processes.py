@@ -1,0 +1,152 @@
+"""What each process does, and who goes first."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+
+from accel_runtime import Accelerator, PartialState, debug_launcher, turns
+
+
+@pytest.mark.parametrize("kind", [Accelerator, PartialState])
+def test_a_decorated_function_runs_on_its_process_and_returns_none_elsewhere(ranks, kind):
+    def answers(kind):
+        state = kind()
+        last = state.num_processes - 1
+
+        def who(word):
+            return f"{word} {state.process_index}"
+
+        decorated = [
+            state.on_main_process(who),
+            state.on_local_main_process(who),
+            state.on_last_process(who),
+            state.on_process(who, process_index=last),
+            state.on_process(process_index=last)(who),
+            state.on_local_process(who, local_process_index=last),
+            state.on_local_process(local_process_index=0)(who),
+        ]
+        assert all(function.__name__ == "who" for function in decorated)
+        return [function("I am") for function in decorated]
+
+    last = ranks.size - 1
+    wanted = [0, 0, last, last, last, last, 0]
+    assert ranks.run(answers, kind) == [
+        [f"I am {rank}" if rank == chosen else None for chosen in wanted] for rank in range(ranks.size)
+    ]
+
+
+def test_a_process_that_is_not_there_cannot_be_chosen(alone):
+    state = PartialState()
+    for decorate in (state.on_process, state.on_local_process):
+        with pytest.raises(ValueError, match="is not given"):
+            decorate()
+        with pytest.raises(ValueError, match="lies from 0 to 0 here; it is 1"):
+            decorate(print, 1)
+
+
+@pytest.mark.parametrize("scope", ["main_process_first", "local_main_process_first"])
+def test_the_first_process_is_through_before_the_others_begin(ranks, tmp_path, scope):
+    def order(path, scope):
+        accelerator = Accelerator()
+        for turn in range(3):
+            with getattr(accelerator, scope)():
+                if accelerator.is_main_process:
+                    time.sleep(0.05)
+                    (path / str(turn)).touch()
+                assert (path / str(turn)).exists()
+        return True
+
+    assert all(ranks.run(order, tmp_path, scope))
+
+
+def test_blocks_can_stand_in_each_other_and_take_turns_with_another_accelerator(ranks):
+    def nested():
+        first, second = Accelerator(), PartialState()
+        with first.main_process_first(), second.local_main_process_first(), second.main_process_first():
+            pass
+        return True
+
+    assert all(ranks.run(nested))
+
+
+def test_where_the_first_process_fails_the_others_are_told(several):
+    def failed():
+        accelerator = Accelerator()
+        try:
+            with accelerator.main_process_first():
+                accelerator.on_main_process(open)("/no such file")
+        except (OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    first, *others = several.run(failed)
+    assert first.startswith("FileNotFoundError: ")
+    told = f"RuntimeError: main_process_first(): rank 0 failed in its block: {first}"
+    assert others == [told] * (several.size - 1)
+
+
+def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(several):
+    def strange():
+        accelerator = Accelerator()
+        backend = accelerator._backend
+        # As if every rank above 0 took rank 1 for the first of its machine, and rank 1 took rank 0.
+        leader = min(backend.topology.rank, 1) if backend.topology.rank != 1 else 0
+        try:
+            with turns.leader_first(backend, leader, "strange"):
+                pass
+        except RuntimeError as error:
+            return str(error)
+
+    assert all(said is None or "to be consecutive" in said for said in several.run(strange))
+    if several.size == 3:
+        assert "rank 2 took rank 1 for the first" in several.run(strange)[2]
+
+
+def test_one_rank_says_for_whom_it_waits(several):
+    def waited():
+        accelerator = Accelerator()
+        with (
+            contextlib.redirect_stderr(io.StringIO()) as said,
+            patch.object(turns, "REPORT_S", 0.1),
+            accelerator.main_process_first(),
+        ):
+            accelerator.on_main_process(time.sleep)(1)
+        return said.getvalue()
+
+    said = several.run(waited)
+    assert said[1].startswith("rank 1: waiting for rank 0 (")
+    assert said[1].endswith(" s) in main_process_first()\n")
+    assert said[1].count("\n") == 1
+    assert not any(said[:1] + said[2:])
+
+
+def longer_than_the_timeout():
+    state = PartialState(timeout=timedelta(seconds=2.5))
+    with state.main_process_first():
+        if state.is_main_process:
+            time.sleep(5)
+    with state.local_main_process_first():
+        pass
+    state.wait_for_everyone()
+
+
+def test_the_first_process_may_take_longer_than_the_process_group_waits():
+    debug_launcher(longer_than_the_timeout)
+
+
+def test_every_process_gets_its_part(ranks):
+    def part(inputs):
+        with Accelerator().split_between_processes(inputs) as mine:
+            accelerated = mine
+        with PartialState().split_between_processes(inputs, apply_padding=True) as padded:
+            return accelerated, padded
+
+    items = list("abcdefg")
+    got = ranks.run(part, items)
+    assert [item for mine, _ in got for item in mine] == items
+    assert {len(padded) for _, padded in got} == {-(-len(items) // ranks.size)}

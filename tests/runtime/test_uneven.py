@@ -1,0 +1,65 @@
+"""Processes with unequal numbers of batches."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator
+
+
+def test_a_process_with_fewer_batches_answers_for_the_others(several):
+    def trained():
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model, frozen = accelerator.prepare(
+            nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(requires_grad=False)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with accelerator.join_uneven_inputs([model, frozen], even_batches=False):
+            for _ in range(1 + accelerator.process_index):
+                model(torch.ones(2, 1)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.wait_for_everyone()
+        return [p.item() for p in model.parameters()]
+
+    first, *others = several.run(trained)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("even", [None, True])
+def test_where_batches_are_even_nothing_is_joined(ranks, even):
+    def entered(even):
+        with Accelerator().join_uneven_inputs(["nothing to join"], even_batches=even):
+            return True
+
+    assert all(ranks.run(entered, even))
+
+
+def test_one_process_has_nobody_to_join(alone):
+    with Accelerator().join_uneven_inputs([nn.Linear(1, 1)], even_batches=False):
+        pass
+
+
+def test_prepared_loaders_are_told_for_the_block():
+    accelerator = Accelerator()
+    told = []
+
+    class Loader:
+        @contextlib.contextmanager
+        def overridden(self, *, even_batches):
+            told.append(even_batches)
+            yield
+            told.append("over")
+
+    accelerator._loaders.append(Loader())
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        assert told == [False]
+    assert told == [False, "over"]
+    with accelerator.join_uneven_inputs([]):
+        pass
+    assert told == [False, "over"]

@@ -1,0 +1,121 @@
+"""Functions between processes that find the backend themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator, utils
+from accel_runtime.rng import RNG_TYPES
+
+
+def test_tensors_and_objects_of_all_processes_come_together(ranks):
+    def together():
+        accelerator = Accelerator()
+        rank = accelerator.process_index
+        tensors = utils.gather({"x": torch.tensor([rank])})["x"].tolist()
+        objects = utils.gather_object([f"rank {rank}", {rank}])
+        total = utils.reduce(torch.tensor([rank]), "sum").item()
+        mean = utils.reduce(torch.tensor([float(rank)])).item()
+        twice = utils.reduce((torch.tensor([rank]),), "max", scale=2.0)[0].item()
+        return tensors, objects, total, mean, twice
+
+    everyone = list(range(ranks.size))
+    objects = [item for rank in everyone for item in (f"rank {rank}", {rank})]
+    mean = sum(everyone) / ranks.size
+    assert ranks.run(together) == [(everyone, objects, sum(everyone), mean, 2 * everyone[-1])] * ranks.size
+
+
+def test_what_is_no_list_is_refused_on_all_ranks(ranks):
+    def refused():
+        with pytest.raises(TypeError, match="gather_object joins lists; rank 0 gave str"):
+            utils.gather_object("text")
+        return True
+
+    assert all(ranks.run(refused))
+
+
+def test_one_process_says_it_and_all_have_it_and_its_argument_is_left_alone(ranks):
+    def told():
+        rank = Accelerator().process_index
+        last = Accelerator().num_processes - 1
+        mine = {"x": [torch.tensor([rank])]}
+        got = utils.broadcast(mine, from_process=last)["x"][0].item()
+        words = [f"rank {rank}", None]
+        assert utils.broadcast_object_list(words, from_process=last) is words
+        return got, words, mine["x"][0].item() == rank
+
+    last = ranks.size - 1
+    assert ranks.run(told) == [(last, [f"rank {last}", None], True)] * ranks.size
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_tensors_are_filled_up_to_the_longest(ranks, dim, first):
+    def padded(dim, first):
+        rank = Accelerator().process_index
+        shape = [2, 2]
+        shape[dim] = rank + 1
+        data = {"a": torch.full(shape, rank), "b": torch.tensor(5), "c": "text"}
+        got = utils.pad_across_processes(data, dim=dim, pad_index=-1, pad_first=first)
+        return got["a"], got["b"].item(), got["c"]
+
+    for rank, (a, b, c) in enumerate(ranks.run(padded, dim, first)):
+        assert (a.shape[dim], b, c) == (ranks.size, 5, "text")
+        filled = a == -1
+        assert filled.sum() == 2 * (ranks.size - rank - 1)
+        expected = torch.arange(ranks.size) >= rank + 1
+        assert torch.equal(filled.any(1 - dim % 2), expected.flip(0) if first else expected)
+
+
+def test_states_of_generators_are_shared(ranks):
+    def shared():
+        accelerator = Accelerator()
+        torch.manual_seed(accelerator.process_index)
+        own = torch.Generator().manual_seed(accelerator.process_index)
+        utils.synchronize_rng_states(["torch", "generator"], own)
+        return torch.rand(1).item(), torch.rand(1, generator=own).item()
+
+    assert len(set(ranks.run(shared))) == 1
+
+
+def test_a_generator_and_its_kind_go_together():
+    with pytest.raises(ValueError, match=", ".join(RNG_TYPES)):
+        utils.synchronize_rng_state("dice")
+    with pytest.raises(ValueError, match="go together"):
+        utils.synchronize_rng_state("generator")
+    with pytest.raises(ValueError, match="go together"):
+        utils.synchronize_rng_state("torch", torch.Generator())
+
+
+def test_parts_and_barriers(ranks):
+    def parts():
+        utils.wait_for_everyone()
+        with utils.split_between_processes(list(range(5))) as mine:
+            return mine
+
+    assert [item for own in ranks.run(parts) for item in own] == list(range(5))
+
+
+def test_the_script_gets_its_own_module_back(ranks):
+    def extracted():
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = nn.Linear(2, 2)
+        prepared = accelerator.prepare(model)
+        assert utils.extract_model_from_parallel(prepared) is model
+        wrapped = "forward" in vars(model)
+        utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+        with pytest.raises(ValueError, match="recursive"):
+            utils.extract_model_from_parallel(prepared, recursive=True)
+        exact = nn.functional.linear(torch.ones(1, 2), model.weight, model.bias)
+        return wrapped, torch.equal(model(torch.ones(1, 2)), exact)
+
+    assert ranks.run(extracted) == [(True, True)] * ranks.size
+
+
+def test_a_compiled_module_gives_the_one_it_was_made_from():
+    model = nn.Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    assert utils.extract_model_from_parallel(compiled) is compiled
+    assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model

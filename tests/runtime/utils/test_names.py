@@ -1,0 +1,64 @@
+"""The names scripts import are there, in both places."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import accel_runtime
+from accel_runtime import utils
+
+NAMES = [
+    "gather",
+    "gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "pad_across_processes",
+    "send_to_device",
+    "set_seed",
+    "synchronize_rng_states",
+    "split_between_processes",
+    "find_executable_batch_size",
+    "release_memory",
+    "notebook_launcher",
+    "debug_launcher",
+    "LocalSGD",
+    "PartialState",
+    "init_empty_weights",
+]
+LATER = ["skip_first_batches", "tqdm", "get_logger"]
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.xfail(reason="another room")) for n in LATER)]
+)
+def test_a_name_of_the_function_surface_is_in_both_places(name):
+    assert name in accel_runtime.__all__
+    assert getattr(utils, name) is getattr(accel_runtime, name)
+
+
+@pytest.mark.parametrize("name", utils.__all__)
+def test_every_name_is_there(name):
+    assert getattr(utils, name).__name__ == name
+    assert name in dir(utils)
+
+
+def test_any_other_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'accel_runtime.utils' has no attribute 'gathr'"):
+        _ = utils.gathr
+
+
+def test_the_names_alone_cost_no_torch():
+    code = "import sys, accel_runtime.utils; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("package", ["datasets", "peft", "rich", "torchvision", "transformers", "wandb"])
+def test_a_package_is_available_where_it_is_installed(package):
+    answer = getattr(utils, f"is_{package}_available")()
+    assert answer == (importlib.util.find_spec(package) is not None)
