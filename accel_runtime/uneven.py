@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -35,17 +35,28 @@ class UnevenInputs(Processes):
 
         Raises:
             TypeError: Something in `joinables` that torch cannot join.
+            ValueError: A prepared loader cannot leave its last global batch as it is.
         """
         with ExitStack() as stack:
-            if even_batches is not None:
-                for loader in self._loaders:
-                    override = getattr(loader, "overridden", None)
-                    if override is not None:
-                        stack.enter_context(override(even_batches=even_batches))
+            for loader in self._loaders if even_batches is not None else ():
+                stack.enter_context(_overridden(loader, even_batches=bool(even_batches)))
             even = getattr(self, "even_batches", True) if even_batches is None else even_batches
             if self.use_distributed and not even:
                 stack.enter_context(Join([j for j in joinables if not _learns_nothing(j)]))
             yield
+
+
+def _overridden(loader: Any, *, even_batches: bool) -> AbstractContextManager[Any]:
+    override = getattr(loader, "overridden", None)
+    if override is not None:
+        context: AbstractContextManager[Any] = override(even_batches=even_batches)
+        return context
+    if even_batches:  # which is what a loader that cannot be told does
+        return nullcontext()
+    raise ValueError(
+        "join_uneven_inputs(even_batches=False): a prepared loader always completes its last global batch, and "
+        "cannot be told otherwise; leave even_batches out, or prepare only the model"
+    )
 
 
 def _learns_nothing(item: Any) -> bool:
