@@ -17,15 +17,19 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin, restore
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
+from accel_runtime.data.preparing import loader_options
+from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.gradients import Gradients
+from accel_runtime.in_force import InForce
 from accel_runtime.in_the_loop import InTheLoop
 from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -38,7 +42,7 @@ from accel_runtime.preparing import Preparing
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
-from accel_runtime.state import AcceleratorState, GradientState
+from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
 from accel_runtime.triggers import Triggers
 from accel_runtime.uneven import UnevenInputs
@@ -46,7 +50,7 @@ from accel_runtime.uneven import UnevenInputs
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
+class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInputs):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -65,6 +69,8 @@ class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
         gradient_accumulation_plugin: More about accumulation; in place of `gradient_accumulation_steps`.
         dynamo_backend: Compile models with this backend of `torch.compile`.
         dynamo_plugin: More about compilation; in place of `dynamo_backend`.
+        dataloader_config: How loaders are shared out.
+        dispatch_batches: The early spelling of that field of `dataloader_config`.
         fp16: The early spelling of `mixed_precision="fp16"` (True) or `"no"` (False).
 
     Raises:
@@ -89,10 +95,13 @@ class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        dispatch_batches: bool | None = None,
         fp16: bool | None = None,
     ) -> None:
         settings = Settings.from_env(os.environ)
-        wanted = _precision(mixed_precision, fp16=fp16) or settings.mixed_precision
+        asked = _precision(mixed_precision, fp16=fp16)
+        wanted = asked or settings.mixed_precision
         self.settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
@@ -113,9 +122,8 @@ class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
         )
         dynamo = _one_of(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
         self._dynamo = dynamo if isinstance(dynamo, TorchDynamoPlugin) else TorchDynamoPlugin(dynamo or "no")
-        self._loading = LoaderOptions(
-            split_batches=split_batches, place=device_placement, rng_types=_rng_types(rng_types)
-        )
+        self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
+        self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = Loops(self.process_index, self.num_processes)
         self._models: list[nn.Module] = []
@@ -124,75 +132,9 @@ class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
             self._accumulation, self._precision, self._backend, lambda: (self._models, self._optimizers)
         )
         self._loaders: list[PreparedLoader] = []
-
-    # What is in force ------------------------------------------------------------------
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The number format in force."""
-        return self.settings.mixed_precision
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of fp16; None in other formats."""
-        return self._precision.scaler
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is the global one."""
-        return self._loading.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the end of an epoch is filled up; what is set holds for loaders prepared from then on."""
-        return self._loading.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self._loading = replace(self._loading, even_batches=even)
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches whose gradients make one optimizer step."""
-        return self._accumulation.steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self._accumulation.steps = steps
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the backward pass in hand completes an accumulation window."""
-        return self._accumulation.synced
-
-    @sync_gradients.setter
-    def sync_gradients(self, synced: bool) -> None:
-        self._accumulation.synced = synced
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was left out for overflowed fp16 gradients."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether there are several processes, each with an accelerator of its own."""
-        return self.use_distributed and self.device.index is not None
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether torch's autocast is at work."""
-        return self.mixed_precision != "no"
-
-    @property
-    def state(self) -> AcceleratorState:
-        """The process and the number format, as one object to read or to print."""
-        return AcceleratorState(self, self.mixed_precision)
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """Accumulation and the batch in hand, as one object to read."""
-        return GradientState(self._accumulation, lambda: self._loops.current)
+        self._schedulers: list[PreparedScheduler] = []
+        given = {"mixed_precision": asked is not None, "device": cpu}
+        self._origins = origins(self.settings, given, os.environ)
 
     # Between processes -----------------------------------------------------------------
 
@@ -238,6 +180,7 @@ class Accelerator(Preparing, InTheLoop, Recording, Triggers, UnevenInputs):
         """
         self._models.clear()
         self._optimizers.clear()
+        self._schedulers.clear()
         self._loaders.clear()
         self._accumulation.reset()
         return release_memory(*objects)
@@ -319,6 +262,16 @@ def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecis
         if mixed_precision == known:
             return known
     raise ValueError(f"mixed_precision must be one of {', '.join(FORMATS)}; it is {mixed_precision!r}")
+
+
+def _loader_config(
+    config: DataLoaderConfiguration | None, split_batches: bool, dispatch_batches: bool | None
+) -> DataLoaderConfiguration:
+    config = config or DataLoaderConfiguration()
+    if dispatch_batches is not None and config.dispatch_batches not in {None, dispatch_batches}:
+        raise ValueError("dispatch_batches and dataloader_config contradict each other; give one")
+    dispatch = config.dispatch_batches if dispatch_batches is None else dispatch_batches
+    return replace(config, split_batches=split_batches or config.split_batches, dispatch_batches=dispatch)
 
 
 def _one_of(*given: tuple[str, Any, Any]) -> Any:

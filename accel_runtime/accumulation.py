@@ -61,6 +61,14 @@ class Accumulation:
         """What the gradient of a window is the mean of, as the newest backward pass had it."""
         return "weights" if self.weighted else "mean of micro-batches"
 
+    @property
+    def described(self) -> str:
+        """What an optimizer step is made of, for people."""
+        if self.weighted:
+            return f"the mean over all items of {self.steps} micro-batch(es), as backward(weight=...) counts them"
+        each = f"each loss divided by {self.steps}" if self.steps > 1 else "losses as they are"
+        return f"{self.steps} micro-batch(es) an optimizer step, {each} (unless backward() is given a weight)"
+
     def advance(self, *, last: bool) -> bool:
         """Enter the next micro-batch; the last of an epoch completes its window, unless the plugin says no.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +11,24 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.env import Settings, variable
 from accel_runtime.scheduler import PreparedScheduler
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Description", "LoaderFacts", "ModelFacts", "OptionFacts", "ProcessFacts", "SchedulerFacts"]
+__all__ = [
+    "Description",
+    "LoaderFacts",
+    "ModelFacts",
+    "OptionFacts",
+    "ProcessFacts",
+    "SchedulerFacts",
+    "loader_facts",
+    "model_facts",
+    "origins",
+    "scheduler_facts",
+]
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,25 @@ class Description:
         return Panel(table, title="this run", title_align="left", expand=False)
 
 
+def origins(
+    settings: Settings, given: Mapping[str, bool], environ: Mapping[str, str]
+) -> dict[str, OptionFacts]:
+    """Where each setting comes from.
+
+    Args:
+        settings: What they came to.
+        given: Which were given as an argument.
+        environ: The environment they were read from.
+    """
+
+    def origin(name: str) -> str:
+        if given.get(name):
+            return "argument"
+        return variable(name) if variable(name) in environ else "default"
+
+    return {f.name: OptionFacts(getattr(settings, f.name), origin(f.name)) for f in fields(settings)}
+
+
 def model_facts(
     model: nn.Module, original: nn.Module, computes_in: torch.dtype | None, reduces_in: str | None
 ) -> ModelFacts:
@@ -169,14 +200,14 @@ def model_facts(
     )
 
 
-def loader_facts(loader: PreparedLoader, accumulation_steps: int) -> LoaderFacts:
+def loader_facts(loader: PreparedLoader, world_size: int, accumulation_steps: int) -> LoaderFacts:
     """What there is to say of a prepared loader."""
-    size, whole = loader.source_batch_size, loader.global_batch_size
+    whole = loader.total_batch_size if loader.source_batch_size is not None else None
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
         samples=_length(loader.dataset),
         steps=_length(loader),
-        batch_size=size,
+        batch_size=whole // world_size if whole else None,
         global_batch=whole,
         samples_a_step=whole * accumulation_steps if whole else None,
         end=loader.end,

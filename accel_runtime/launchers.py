@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,9 +142,15 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
         # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
         store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         place = place._replace(port=store.port)
-    context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
-        _Started(function, tuple(args), place, settings), nprocs=place.here, join=False, start_method="fork"
-    )
+    with warnings.catch_warnings():
+        # Python 3.12 warns of the threads that are not forked; `_Started` sees to those of torch.
+        warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
+        context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
+            _Started(function, tuple(args), place, settings),
+            nprocs=place.here,
+            join=False,
+            start_method="fork",
+        )
     assert context is not None
     try:
         while not context.join():

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from accel_runtime import collectives
-
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
 
@@ -70,7 +68,5 @@ class LocalSGD:
     @torch.no_grad()
     def _average(self) -> None:
         weights = [p.detach() for p in self._model.parameters() if p.requires_grad]
-        for own, mean in zip(
-            weights, collectives.reduce(weights, "mean", self._accelerator._backend), strict=True
-        ):  # noqa: SLF001
+        for own, mean in zip(weights, self._accelerator.reduce(weights, "mean"), strict=True):
             own.copy_(mean)

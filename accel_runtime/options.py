@@ -123,17 +123,18 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     """Whether a loader's batch size is the global one, to be split among the processes."""
     dispatch_batches: bool | None = None
-    """Whether the first process reads for all; None is so for streams only."""
+    """Whether the first process reads for all; else every process reads, streams too."""
     even_batches: bool = True
-    """Whether the last global batch is completed from the start of the epoch, so that shapes are equal."""
+    """Whether the end of an epoch is completed from its start, so that shapes are equal; else it is divided
+    evenly, and gradients count its samples."""
     use_seedable_sampler: bool = False
     """Whether the order of an epoch depends on `data_seed` and the epoch's number alone."""
     data_seed: int | None = None
-    """The seed of that order; None takes torch's."""
+    """The seed of that order; None takes what torch was seeded with on the first process."""
     non_blocking: bool = False
     """Whether copies to the device overlap with the computation; useful with `pin_memory`."""
     use_stateful_dataloader: bool = False
-    """Whether loaders have a `state_dict` that says where they are."""
+    """Whether loaders have a `state_dict` that says where they are: all have."""
 
 
 @dataclass(frozen=True)

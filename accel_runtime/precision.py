@@ -107,6 +107,14 @@ class Precision:
         self._options = dict(autocast_options)
         self._convert = bool(self._options.pop("fp32_outputs", True))
 
+    @property
+    def described(self) -> str:
+        """The format, for people."""
+        if self.format.dtype is None:
+            return "no: what the models have"
+        scaled = ", the loss is scaled" if self.scaler is not None else ""
+        return f"autocast to {str(self.format.dtype).removeprefix('torch.')}{scaled}"
+
     def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
         """The context in which operations run in the chosen format.
 

@@ -39,6 +39,7 @@ class Preparing:
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
     _replication: dict[str, Any]
+    _schedulers: list[PreparedScheduler]
     _step_with_optimizer: bool
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -161,10 +162,12 @@ class Preparing:
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         own = [o for o in self._optimizers if scheduler.optimizer in (o, o.optimizer)]
-        return PreparedScheduler(
+        prepared = PreparedScheduler(
             scheduler,
             own or self._optimizers,
             self._accumulation,
             strides=1 if self._loading.split_batches else self._backend.topology.world_size,
             with_optimizer=self._step_with_optimizer,
         )
+        self._schedulers.append(prepared)
+        return prepared

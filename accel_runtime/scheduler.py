@@ -67,6 +67,13 @@ class PreparedScheduler(LRScheduler):
         for _ in range(strides):
             scheduler.step(*args, **kwargs)
 
+    @property
+    def advances(self) -> str:
+        """What a call of `step()` means, for people."""
+        if not self._with_optimizer:
+            return "one step a call: it is left to the script"
+        return f"{self._strides} step(s) of the schedule an optimizer step"
+
     def _steps(self) -> int:
         # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
         total: int = self.scheduler.total_steps  # type: ignore[attr-defined]

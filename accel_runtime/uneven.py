@@ -36,6 +36,7 @@ class UnevenInputs(Processes):
 
         Raises:
             TypeError: Something in `joinables` that torch cannot join.
+            ValueError: A prepared loader cannot leave its last global batch as it is.
         """
         with ExitStack() as stack:
             if even_batches is not None:

@@ -36,8 +36,10 @@ class LoaderOptions:
     """Whether the first rank alone reads, and sends the others their parts."""
     data: Literal["global", "sharded"] = "global"
     """Whether the loader has the data of all ranks, or those of its own rank already."""
+    seeded: bool = False
+    """Whether shuffled orders are drawn anew for every epoch from a seed and the epoch's number alone."""
     seed: int | None = None
-    """With a number, shuffled orders are drawn anew for every epoch from it and the epoch's number."""
+    """That seed; None is what torch was seeded with."""
     place: bool = True
     """Whether batches are moved to the device."""
     non_blocking: bool = False
@@ -107,6 +109,7 @@ class PreparedLoader(DataLoader[Any]):
             if finished:
                 self._progress.epoch += 1
                 self._progress.loop = None
+                self._progress.repeats = track.repeats
 
     def _begin(self) -> dict[str, Any]:
         """The position of the next walk."""
@@ -170,6 +173,31 @@ class PreparedLoader(DataLoader[Any]):
         )
 
     @property
+    def end(self) -> str:
+        """What becomes of the end of an epoch, for people."""
+        if self._options.data == "sharded":
+            return "each process has data of its own; one that is out repeats a batch that counts for nothing"
+        if self._backend.topology.world_size == 1:
+            return "no repeats"
+        if self.drop_last:
+            return "what does not fill a global batch is left out"
+        if not self._options.even_batches:
+            return "the end is divided evenly, gradients count its samples"
+        return f"the end is filled up from the start{self._filled()}"
+
+    def _filled(self) -> str:
+        count, size = _length(self), self.source_batch_size
+        samples = _length(self.sampler)
+        if count is None or size is None or samples is None or isinstance(self.dataset, IterableDataset):
+            return ""
+        return f": {count * self.total_batch_size - samples} repeats an epoch"
+
+    @property
+    def repeats(self) -> int:
+        """How many samples of the last whole epoch were repeats, over all ranks."""
+        return self._progress.repeats
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the dataset.
 
@@ -226,6 +254,13 @@ class PreparedLoader(DataLoader[Any]):
         if name == "_source":
             raise AttributeError(name)
         return getattr(self._source.inner or self.dataset, name)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -54,6 +54,11 @@ class _Track:
         """How many samples this rank was handed so far."""
         return sum(share.sizes[rank] * times for share, times in self.steps)
 
+    @property
+    def repeats(self) -> int:
+        """How many samples handed out to all ranks were repeats."""
+        return sum((sum(share.sizes) - sum(share.valid)) * times for share, times in self.steps)
+
     def shares(self) -> list[Share]:
         return [share for share, times in self.steps for _ in range(times)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accel_runtime.backends.base import Backend
@@ -17,9 +18,32 @@ from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.separate import Separate
 from accel_runtime.data.source import Source
 from accel_runtime.data.streams import Stream, split_by_node
+from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.topology import Topology
 
-__all__ = ["prepare_loader"]
+__all__ = ["loader_options", "prepare_loader"]
+
+
+def loader_options(config: DataLoaderConfiguration, place: bool, rng_types: tuple[str, ...]) -> LoaderOptions:
+    """How loaders are prepared, as a script's configuration says it.
+
+    Raises:
+        ValueError: A seed for an order that is not drawn from it.
+    """
+    if config.data_seed is not None and not config.use_seedable_sampler:
+        raise ValueError(
+            "data_seed needs use_seedable_sampler=True: without it, orders are not drawn from a seed"
+        )
+    return LoaderOptions(
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+        dispatch=bool(config.dispatch_batches),
+        seeded=config.use_seedable_sampler,
+        seed=config.data_seed,
+        place=place,
+        non_blocking=config.non_blocking,
+        rng_types=rng_types,
+    )
 
 
 def prepare_loader(
@@ -46,7 +70,14 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         return Stream(loader, backend, **how)
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
     sharding = Sharding(backend.topology.rank, backend.topology.world_size, drop_last=drop_last, **how)
-    return Ordered(loader, backend, sharding, options.seed)
+    return Ordered(loader, backend, sharding, _seed(options, backend))
+
+
+def _seed(options: LoaderOptions, backend: Backend) -> int | None:
+    if not options.seeded or options.seed is not None:
+        return options.seed
+    first: int = backend.broadcast_object(torch.initial_seed())
+    return first
 
 
 def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> None:

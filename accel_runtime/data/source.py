@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -59,9 +59,16 @@ class Source(ABC):
         Sets `loop.share` before each batch.
         """
 
-    def overridden(self, *, even: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - for those that can
-        """Inside, epochs that begin treat their end so; sources without indices stay as they are."""
-        return nullcontext()
+    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
+        """Inside, epochs that begin treat their end so.
+
+        Raises:
+            ValueError: It has no indices, so that its end cannot be treated otherwise once it is prepared.
+        """
+        raise ValueError(
+            f"even_batches={even} for a while can be asked of loaders over datasets with indices only: say it of all, "
+            f"Accelerator(dataloader_config=DataLoaderConfiguration(even_batches={even}))"
+        )
 
     @abstractmethod
     def steps(self) -> int:

@@ -171,6 +171,19 @@ def test_unwrapping_gives_the_model_of_the_script_with_the_names_of_the_script(r
     assert ranks.run(names) == [(list(network().state_dict()), [False, True])] * ranks.size
 
 
+def test_the_state_of_a_model_has_the_names_of_the_script_unless_asked_otherwise(ranks):
+    def names():
+        accelerator = Accelerator()
+        model = accelerator.prepare(network())
+        state = accelerator.get_state_dict(model)
+        assert all(torch.equal(state[name], value) for name, value in network().state_dict().items())
+        return list(state), list(accelerator.get_state_dict(model, unwrap=False))
+
+    own = list(network().state_dict())
+    wrapped = own if ranks.size == 1 else [f"module.{name}" for name in own]
+    assert ranks.run(names) == [(own, wrapped)] * ranks.size
+
+
 def test_a_second_accelerator_works_beside_the_first(ranks):
     def both():
         first, second = Accelerator(mixed_precision="fp16"), Accelerator(gradient_accumulation_steps=2)

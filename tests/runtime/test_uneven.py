@@ -45,6 +45,18 @@ def test_one_process_has_nobody_to_join(alone):
         pass
 
 
+def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
+    accelerator = Accelerator()
+    accelerator._loaders.append(object())
+    with accelerator.join_uneven_inputs([], even_batches=True):
+        pass
+    with (
+        pytest.raises(ValueError, match="cannot be told otherwise"),
+        accelerator.join_uneven_inputs([], False),
+    ):
+        pass
+
+
 def test_prepared_loaders_are_told_for_the_block():
     accelerator = Accelerator()
     told = []

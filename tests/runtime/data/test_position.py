@@ -302,7 +302,7 @@ def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator
 
 def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
     def epochs(start):
-        options = LoaderOptions(seed=7)
+        options = LoaderOptions(seeded=True, seed=7)
         script = DataLoader(range(COUNT), batch_size=5, shuffle=True)
         backend = Single(Topology(), torch.device("cpu"))
         loader = prepare_loader(script, backend, Loops(0, 1), options)

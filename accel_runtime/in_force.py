@@ -1,0 +1,172 @@
+"""The half of the facade that says what is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loops import Loops
+from accel_runtime.description import (
+    Description,
+    ModelFacts,
+    OptionFacts,
+    ProcessFacts,
+    loader_facts,
+    model_facts,
+    scheduler_facts,
+)
+from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.options import DataLoaderConfiguration
+from accel_runtime.precision import Precision
+from accel_runtime.processes import Processes
+from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.state import AcceleratorState, GradientState
+
+__all__ = ["InForce"]
+
+
+class InForce(Processes):
+    """What a script can ask an `Accelerator`."""
+
+    settings: Settings
+    _accumulation: Accumulation
+    _loaders: list[PreparedLoader]
+    _loader_config: DataLoaderConfiguration
+    _loading: LoaderOptions
+    _loops: Loops
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _origins: Mapping[str, OptionFacts]
+    _precision: Precision
+    _replication: dict[str, Any]
+    _schedulers: list[PreparedScheduler]
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The number format in force."""
+        return self.settings.mixed_precision
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of fp16; None in other formats."""
+        return self._precision.scaler
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one."""
+        return self._loading.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the end of an epoch is filled up; what is set holds for loaders prepared from then on."""
+        return self._loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._loading = replace(self._loading, even_batches=even_batches)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches whose gradients make one optimizer step."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.steps = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the backward pass in hand completes an accumulation window."""
+        return self._accumulation.synced
+
+    @sync_gradients.setter
+    def sync_gradients(self, synced: bool) -> None:
+        self._accumulation.synced = synced
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was left out for overflowed fp16 gradients."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each with an accelerator of its own."""
+        return self.use_distributed and self.device.index is not None
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether torch's autocast is at work."""
+        return self.mixed_precision != "no"
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process and the number format, as one object to read or to print."""
+        return AcceleratorState(self, self.mixed_precision)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Accumulation and the batch in hand, as one object to read."""
+        return GradientState(self._accumulation, lambda: self._loops.current)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the first process reads for all."""
+        return self._loader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffled orders are drawn from a seed and the epoch's number alone."""
+        return self._loader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device overlap with the computation."""
+        return self._loading.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether a script asked for loaders with a state; all have one."""
+        return self._loader_config.use_stateful_dataloader
+
+    def describe(self) -> Description:
+        """What this run will do: processes, precision, models, loaders, and where the options come from.
+
+        Printed, it is a text; `rich.print` shows a panel; `as_dict()` gives data.
+        """
+        topology = self._backend.topology
+        return Description(
+            processes=ProcessFacts(
+                world_size=topology.world_size,
+                rank=topology.rank,
+                local_world_size=topology.local_world_size,
+                device=str(self.device),
+                process_group=self._backend.name or "",
+            ),
+            precision=self._precision.described,
+            accumulation_steps=self._accumulation.steps,
+            gradients=self._accumulation.described,
+            models=tuple(map(self._model_facts, self._models)),
+            optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
+            schedulers=tuple(map(scheduler_facts, self._schedulers)),
+            loaders=tuple(
+                loader_facts(loader, topology.world_size, self._accumulation.steps)
+                for loader in self._loaders
+            ),
+            options=self._origins,
+        )
+
+    def _model_facts(self, model: nn.Module) -> ModelFacts:
+        hook = self._replication.get("comm_hook")
+        return model_facts(
+            model,
+            self._backend.original(model),
+            self._precision.format.dtype,
+            getattr(hook, "value", None),
+        )
