@@ -63,15 +63,13 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ra
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("all_gather", lambda self, tensor: torch.stack([tensor] * self.topology.world_size)),
-        ("replicate", lambda _self, model, _options: model),
+        ("wire.GlooWire.swap", lambda self, slot, _where: torch.stack([slot] * self._size)),
+        ("distributed.Distributed.replicate", lambda _self, model, _options: model),
     ],
 )
 def test_a_backend_that_does_not_do_its_work_is_found_out(pair, name, broken):
     def found_out(name, broken):
-        from accel_runtime.backends.distributed import Distributed
-
-        with patch.object(Distributed, name, broken):
+        with patch(f"accel_runtime.backends.{name}", broken):
             return checked({})[0]
 
     assert pair.run(found_out, name, broken) == [1, 1]
