@@ -20,8 +20,9 @@ left is overhead. A batch is 32 samples of a TensorDataset of 8192; an epoch's s
 batches. Each library runs in an interpreter of its own, where blocks of the bare loop and of the loop with the
 library take turns. Added is the median difference of two such blocks."""
 _GATHER = """\
-Milliseconds of wall time for one `gather` of a dict of 20 tensors of 8 numbers on two gloo processes. Bare is
-`torch.distributed.all_gather` and `torch.cat`, tensor by tensor, in the same processes, block by block in turn.
+Milliseconds of wall time on two gloo processes for one `gather` of a dict of 20 tensors of 8 numbers, and for one
+`gather_object` of a list of 4 small dicts. Bare is `torch.distributed.all_gather` and `torch.cat`, tensor by tensor,
+or `all_gather_object`, in the same processes, block by block in turn.
 Waiting for another process varies much more than computing does, so what is compared is how the library stands
 to the bare code beside it."""
 
@@ -78,14 +79,17 @@ def measure_gather(bench: Bench) -> Table:
         },
         bench.repeats,
     )
-    blocks = {name: _pooled(json.loads(run.output) for run in found) for name, found in runs.items()}
-    ours = blocks["accel"].times
-    rows = [
-        (*_shared(name, found), NONE if found.times == ours else ratio(found.times, ours))
-        for name, found in blocks.items()
-    ]
+    answers = {name: [json.loads(run.output) for run in found] for name, found in runs.items()}
+    rows = []
+    for what in answers["accel"][0]:
+        blocks = {name: _pooled(answer[what] for answer in found) for name, found in answers.items()}
+        ours = blocks["accel"].times
+        rows += [
+            (*_shared(f"{what}: {name}", found), NONE if found.times == ours else ratio(found.times, ours))
+            for name, found in blocks.items()
+        ]
     header = ("", "bare", "with it", "added", "with it ÷ bare", "that ÷ accel")
-    return Table("Gathering 20 small tensors, ms", _GATHER, header, rows)
+    return Table("Gathering small tensors and objects, ms", _GATHER, header, rows)
 
 
 def _pooled(answers: Iterable[dict[str, list[float]]]) -> Blocks:
