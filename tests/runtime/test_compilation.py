@@ -128,7 +128,7 @@ def test_hooks_and_modes_of_a_compiled_model_still_count_and_a_copy_is_on_its_ow
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
     seen = []
-    model.register_forward_hook(lambda *call: seen.append(1))
+    model.register_forward_hook(lambda *_: seen.append(1))
     model = Accelerator(dynamo_backend="eager").prepare(model)
     assert model(X).abs().sum() == 0
     model.eval()

@@ -286,6 +286,44 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
     assert error(flat(model), reference([batches[0], batches[2]])) <= BAR
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_value_of_a_device_is_waited_for(steps):
+    """On `meta` there are no values: whatever looks at one fails."""
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    accelerator._backend.device = accelerator._gradients._device = torch.device("meta")
+    model = accelerator.prepare(Bigram())
+    for _ in range(2):
+        for weight in (7, torch.tensor(7), torch.tensor(7, device="meta")):
+            with accelerator.accumulate(model):
+                loss = model(torch.zeros(2, 3, dtype=torch.int64, device="meta")).mean()
+                accelerator.backward(loss, weight=weight)
+    assert flat(model).device.type == "meta"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["averaged at once", "kept until the window is complete"])
+def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
+    def sharded(counts, kept):
+        from torch.distributed.fsdp import fully_shard
+
+        class Copied(Bigram):
+            def forward(self, tokens):
+                return super().forward(tokens).clone()  # FSDP warns of views
+
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+        model = fully_shard(Copied())
+        accelerator._models.append(model)
+        for batch in own_text(accelerator, counts):
+            with accelerator.accumulate(model):
+                model.set_requires_gradient_sync(accelerator.sync_gradients or not kept)
+                accelerator.backward(mean_loss(model, batch), weight=asked(batch))
+        return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+
+    for kind in KINDS[:3]:
+        counts = plan(several.size, 3, kind)
+        wanted = reference(all_text(counts))
+        assert all(error(got, wanted) <= BAR for got in several.run(sharded, counts, kept))
+
+
 # Nothing to learn from -------------------------------------------------------------------
 
 
