@@ -17,6 +17,7 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import Backend
 from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
 from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
 from accel_runtime.scheduler import PreparedScheduler
@@ -31,6 +32,7 @@ class Preparing:
     _backend: Backend
     _batches: Batches
     _dynamo: TorchDynamoPlugin
+    _gradients: Gradients
     _loading: LoaderOptions
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
@@ -99,6 +101,7 @@ class Preparing:
         compile_in_place(self._backend.original(model), self._dynamo)
         prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
         self._models.append(prepared)
+        self._gradients.find()
         return prepared
 
     def prepare_optimizer(
@@ -121,6 +124,7 @@ class Preparing:
         if self._places(device_placement):
             prepared.place()
         self._optimizers.append(prepared)
+        self._gradients.find()
         return prepared
 
     def _places(self, wanted: bool | None) -> bool:

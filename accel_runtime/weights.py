@@ -139,8 +139,7 @@ class Weights:
             if self._accumulation.complete
             else None
         )
-        with silenced(found, weight):
-            run(loss * (weight.amount * self._backend.topology.world_size / unit))
+        run(loss * (weight.amount * self._backend.topology.world_size / unit))
         for group in found:
             group.add(weight.amount, shown=arrive is not None)
         if arrive is None:
@@ -187,11 +186,11 @@ class Weight:
 
 
 @contextmanager
-def silenced(found: Iterable[Group], weight: Weight) -> Iterator[None]:
+def silenced(reached: Callable[[], Iterable[nn.Parameter]], weight: Weight) -> Iterator[None]:
     """Inside, a backward pass of weight 0 adds exact zeros, whatever its loss is, and all hooks fire.
 
     Args:
-        found: What the pass may reach.
+        reached: Finds the parameters that the pass may reach.
         weight: Where its value is not known, every gradient is selected by it on the device.
     """
     if weight.empty is False:
@@ -205,7 +204,7 @@ def silenced(found: Iterable[Group], weight: Weight) -> Iterator[None]:
         return grad if grad.is_sparse else torch.where(weight.amount.to(grad.device) == 0, 0.0, grad)
 
     hook = zeros if weight.empty else selected
-    parameters = [parameter for group in found for parameter in group.parameters if parameter.requires_grad]
+    parameters = [parameter for parameter in reached() if parameter.requires_grad]
     handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
     try:
         yield
