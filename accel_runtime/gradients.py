@@ -83,28 +83,39 @@ class Gradients:
         if factor == 1:
             self._precision.backward(loss, options)
             return
-        with silenced(self._found(), Weight.of(factor, self._device)):
+        with silenced(self._reached, Weight.of(factor, self._device)):
             self._precision.backward(loss * factor, options)
 
     def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]) -> None:
         given = Weight.of(weight, self._device)
         self._begin(weighted=True)
+
+        def run(multiplied: torch.Tensor) -> None:
+            with silenced(self._reached, given):
+                self._precision.backward(multiplied, options)
+
         self._weights.backward(
             loss,
             given,
-            lambda multiplied: self._precision.backward(multiplied, options),
-            self._found(),
+            run,
+            self.find(),
         )
 
     def _begin(self, *, weighted: bool) -> None:
         accumulation = self._accumulation
         if not accumulation.fresh and accumulation.weighted is not weighted:
             # The script may have zeroed by itself: then this is the first pass of a window after all.
-            accumulation.fresh = all(group.clear for group in self._found())
+            accumulation.fresh = all(group.clear for group in self.find())
         accumulation.begin(weighted=weighted)
 
-    def _found(self) -> list[Group]:
-        """The groups of parameters; found anew when more has been prepared."""
+    def _reached(self) -> set[nn.Parameter]:
+        """The parameters that a backward pass may reach now; fully sharded ones are others during the pass."""
+        models, _ = self._prepared()
+        found = {parameter for group in self.find() for parameter in group.parameters}
+        return found.union(*(model.parameters() for model in models))
+
+    def find(self) -> list[Group]:
+        """The groups of parameters; found anew when more has been prepared, as it is best done outside of a pass."""
         models, optimizers = self._prepared()
         size = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
         if size != self._grouped:

@@ -19,6 +19,7 @@ from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
 from accel_runtime.scheduler import PreparedScheduler
@@ -34,6 +35,7 @@ class Preparing:
     _loops: Loops
     _dynamo: TorchDynamoPlugin
     _loaders: list[PreparedLoader]
+    _gradients: Gradients
     _loading: LoaderOptions
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
@@ -105,6 +107,7 @@ class Preparing:
         if self._backend.topology.world_size > 1:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
+        self._gradients.find()
         return prepared
 
     def prepare_optimizer(
@@ -127,6 +130,7 @@ class Preparing:
         if self._places(device_placement):
             prepared.place()
         self._optimizers.append(prepared)
+        self._gradients.find()
         return prepared
 
     def _places(self, wanted: bool | None) -> bool:

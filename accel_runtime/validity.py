@@ -42,12 +42,16 @@ class Steps(NamedTuple):
         Raises:
             ValueError: They are not a whole number for every sample.
         """
-        if not self.sizes:
+        if not self.sizes or self._one_a_rank(rows):
             return joined
         per_sample = self._rows_a_sample(rows)
         if len(self.sizes) == 1 and self.valid == self.sizes:
             return joined
         return joined.index_select(0, self._positions(per_sample).to(joined.device))
+
+    def _one_a_rank(self, rows: Sequence[int]) -> bool:
+        """Whether every rank gave a single row for more samples than one: a loss, say, of which none is a repeat."""
+        return set(rows) == {1} and set(self.totals) != {1}
 
     def _rows_a_sample(self, rows: Sequence[int]) -> int:
         totals = self.totals
@@ -56,7 +60,7 @@ class Steps(NamedTuple):
             raise ValueError(
                 f"gather_for_metrics got tensors of {_listed(rows)} rows for batches of {_listed(totals)} samples: "
                 "which rows are repeats is not known. Give a whole number of rows a sample, the same on all ranks; "
-                "a single value a rank as a scalar (no dimensions); for anything else there is gather()."
+                "a single value a rank as a scalar or as one row; for anything else there is gather()."
             )
         return per_sample
 

@@ -36,6 +36,7 @@ class Group:
         self.total: torch.Tensor | None = None
         """Weights of all ranks that the gradients have been divided by; `[]`."""
         self._stamp: _Stamp = []
+        self._sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
 
     def resume(self, unit: torch.Tensor) -> None:
         """Before a backward pass: forget what was zeroed since the last, and undo the division of what was not.
@@ -49,9 +50,15 @@ class Group:
             self._multiply(self.total / unit)
         self._stamp = self._seen()
 
-    def add(self, weight: torch.Tensor) -> None:
-        """After a backward pass: count its weight if it left something in the gradients here."""
-        if (seen := self._seen()) != self._stamp:
+    def add(self, weight: torch.Tensor, *, shown: bool) -> None:
+        """After a backward pass: count its weight if it left something in the gradients here.
+
+        Args:
+            weight: `[]`.
+            shown: Whether all of it is to be seen; fully sharded parameters keep it back while a window is open.
+        """
+        seen = self._seen()
+        if seen != self._stamp or (self._sharded and not shown):
             self.pending = weight if self.pending is None else self.pending + weight
         self._stamp = seen
 
@@ -76,7 +83,7 @@ class Group:
     def _seen(self) -> _Stamp:
         """What changes whenever a gradient is written or replaced."""
         grads = [parameter.grad for parameter in self.parameters]
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]  # noqa: SLF001
+        return [None if grad is None else (id(grad), _version(grad)) for grad in grads]
 
     def _multiply(self, scale: torch.Tensor) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -132,10 +139,9 @@ class Weights:
             if self._accumulation.complete
             else None
         )
-        with silenced(found, weight):
-            run(loss * (weight.amount * self._backend.topology.world_size / unit))
+        run(loss * (weight.amount * self._backend.topology.world_size / unit))
         for group in found:
-            group.add(weight.amount)
+            group.add(weight.amount, shown=arrive is not None)
         if arrive is None:
             return
         *sums, own = arrive().unbind()
@@ -180,11 +186,11 @@ class Weight:
 
 
 @contextmanager
-def silenced(found: Iterable[Group], weight: Weight) -> Iterator[None]:
+def silenced(reached: Callable[[], Iterable[nn.Parameter]], weight: Weight) -> Iterator[None]:
     """Inside, a backward pass of weight 0 adds exact zeros, whatever its loss is, and all hooks fire.
 
     Args:
-        found: What the pass may reach.
+        reached: Finds the parameters that the pass may reach.
         weight: Where its value is not known, every gradient is selected by it on the device.
     """
     if weight.empty is False:
@@ -198,13 +204,19 @@ def silenced(found: Iterable[Group], weight: Weight) -> Iterator[None]:
         return grad if grad.is_sparse else torch.where(weight.amount.to(grad.device) == 0, 0.0, grad)
 
     hook = zeros if weight.empty else selected
-    parameters = [parameter for group in found for parameter in group.parameters if parameter.requires_grad]
+    parameters = [parameter for parameter in reached() if parameter.requires_grad]
     handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _version(grad: torch.Tensor) -> int:
+    # A sharded tensor is a shell, and only what is inside it counts its changes.
+    version: int = getattr(grad, "_local_tensor", grad)._version  # noqa: SLF001
+    return version
 
 
 def groups(models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer]) -> list[Group]:

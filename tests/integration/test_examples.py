@@ -14,6 +14,9 @@ PRINTED = {
     "early_stopping": ([], r"stopped in epoch \d\nsteps on each process: \{\d+\}"),
     "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
+    "profiler": ([], r"PRINTED"),
+    "token_weights": (["--epochs", "1"], r"loss"),
+    "tracking": ([], r"PRINTED"),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
 """For each example its arguments here, and what its output holds."""
@@ -33,3 +36,15 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     assert done.returncode == 0, done.stderr
     assert len(re.findall(printed, done.stdout)) == 1, done.stdout
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.slow
+def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel):
+    printed = []
+    for size in (1, 2):
+        options = ("--cpu", "--nproc-per-node", size)
+        done = accel("launch", *options, EXAMPLES / "token_weights.py", "--epochs", 3)
+        assert done.returncode == 0, done.stderr
+        printed.append([line for line in done.stdout.splitlines() if "loss" in line])
+    assert len(printed[0]) == 3
+    assert printed[0] == printed[1]

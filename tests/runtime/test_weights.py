@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.data.source import Loop, Share
-from accel_runtime.weights import Weight
+from accel_runtime.weights import Weight, silenced
 
 BAR = 1e-6  # relative error of the gradient
 WORDS, WIDTH, LENGTH = 11, 6, 24
@@ -264,6 +265,11 @@ def test_a_weight_may_be_a_tensor_of_any_kind_of_number(ranks):
         assert all(torch.equal(other, seen[0]) for other in seen[1:])
 
 
+def silent_backward(model, weight, loss):
+    with silenced(model.parameters, weight):
+        loss.backward()
+
+
 def test_a_weight_that_is_only_known_on_the_device_selects_there():
     """Here the device is the CPU; what matters is that its value is not looked at."""
     from accel_runtime.accumulation import Accumulation
@@ -279,8 +285,48 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
     for batch in batches:
         accumulation.advance(last=False)
         unknown = Weight(torch.tensor(float(asked(batch))), empty=None)
-        weights.backward(mean_loss(model, batch), unknown, lambda loss: loss.backward(), found)
+        run = partial(silent_backward, model, unknown)
+        weights.backward(mean_loss(model, batch), unknown, run, found)
     assert error(flat(model), reference([batches[0], batches[2]])) <= BAR
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_value_of_a_device_is_waited_for(steps):
+    """On `meta` there are no values: whatever looks at one fails."""
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    accelerator._backend.device = accelerator._gradients._device = torch.device("meta")
+    model = accelerator.prepare(Bigram())
+    for _ in range(2):
+        for weight in (7, torch.tensor(7), torch.tensor(7, device="meta")):
+            with accelerator.accumulate(model):
+                loss = model(torch.zeros(2, 3, dtype=torch.int64, device="meta")).mean()
+                accelerator.backward(loss, weight=weight)
+    assert flat(model).device.type == "meta"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["averaged at once", "kept until the window is complete"])
+def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
+    def sharded(counts, kept):
+        from torch.distributed.fsdp import fully_shard
+
+        class Copied(Bigram):
+            def forward(self, tokens):
+                return super().forward(tokens).clone()  # FSDP warns of views
+
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+        model = fully_shard(Copied())
+        accelerator._models.append(model)
+        accelerator._gradients.find()
+        for batch in own_text(accelerator, counts):
+            with accelerator.accumulate(model):
+                model.set_requires_gradient_sync(accelerator.sync_gradients or not kept)
+                accelerator.backward(mean_loss(model, batch), weight=asked(batch))
+        return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+
+    for kind in KINDS[:3]:
+        counts = plan(several.size, 3, kind)
+        wanted = reference(all_text(counts))
+        assert all(error(got, wanted) <= BAR for got in several.run(sharded, counts, kept))
 
 
 # Nothing to learn from -------------------------------------------------------------------
