@@ -135,6 +135,9 @@ class Flow:
         place.began = {"rng": states} | self._generator(start, backend)
         apart = None if equal else Apart(states)
         reads = apart if self.workers == 0 else None
+        if reads and self._loader.generator is None:
+            with reads():  # torch draws a seed for workers, also where there are none
+                torch.empty((), dtype=torch.int64).random_()
         walk = iter(self._walk(start, reads))
         # With workers only their seeds are drawn here.
         with nullcontext() if apart is None or reads or leads else apart():
@@ -260,6 +263,8 @@ class Place:
 
 
 def _stand(made: Made) -> dict[str, Any]:
+    if made.last:  # a dataset may have set itself back to its start already
+        return {"samples": made.samples, "ended": True}
     state = {} if made.state is None else {"state": made.state, "state_at": made.samples}
     return {"samples": made.samples} | state
 

@@ -92,6 +92,8 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         if parts is not None and (seat is None or len(parts) != seat.count):
             raise _misplaced(len(parts))
         where = start if parts is None or seat is None else parts[seat.place]
+        if where.get("ended"):
+            return
         source = _Samples(self._recipe, self._apart)
         try:
             source.open(where.get("state"))
@@ -312,8 +314,7 @@ class _Samples:
 
 def _misplaced(workers: int) -> ValueError:
     """The error of a position that another division of the stream has left."""
-    wanted = f"num_workers={workers}" if workers else "the loader it was taken with"
     return ValueError(
-        "this dataset splits itself among the workers of its loader, so its position is one a worker and holds "
-        f"for the same number of workers only: resume with {wanted}"
+        "this dataset splits itself among the workers of its loader, so a position in it holds for the same number "
+        f"of workers only: resume with num_workers={workers}"
     )

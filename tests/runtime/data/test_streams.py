@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
+from accel_runtime import set_seed
 from accel_runtime.backends.single import Single
+from accel_runtime.data import states
 from accel_runtime.data.streams import Stream, StreamsDifferError
 from accel_runtime.topology import Topology
 
@@ -31,11 +33,10 @@ DIVIDED = {
 
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = torch.get_rng_state(), random.getstate()
+    kept = states.capture()
     seen = []
     for rank in range(world):
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
+        states.restore(kept)
         seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
@@ -231,8 +232,6 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
-        from accel_runtime import set_seed
-
         set_seed(3, device_specific=True)
         source = Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False)
         epochs, own = [], []
@@ -252,16 +251,12 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
     def walk(workers):
-        from accel_runtime import set_seed
-
         set_seed(3)
         source = Stream(DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend())
         set_seed(3 + walks.backend().topology.rank)
         return [walked(source) for _ in range(2)]
 
     found = ranks.run(walk, workers)
-    from accel_runtime import set_seed
-
     set_seed(3)
     alone = DataLoader(walks.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
     for epoch in range(2):
@@ -430,9 +425,10 @@ def test_a_worker_is_shown_as_torch_shows_it():
     class Curious(walks.Stream):
         def __iter__(self):
             info = get_worker_info()
+            seen = info.id + 10 * info.num_workers
             assert info.dataset is self
             assert info.seed == torch.initial_seed()
-            yield from [info.id + 10 * info.num_workers]
+            yield seen
 
     got = checked(
         [walked(Stream(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
@@ -546,12 +542,12 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
     """B3: Accelerate skips too few on several ranks."""
 
     def loader():
-        torch.manual_seed(0)
-        random.seed(0)
         return DataLoader(kind(23), batch_size=2, num_workers=workers)
 
+    set_seed(0)
     whole = everywhere(2, loader)
     source = Stream(loader(), walks.Likewise(0, 2))
+    set_seed(0)
     assert checked(everywhere(2, loader, source.after(skipped, {}))) == checked([s[skipped:] for s in whole])
     further = source.after(skipped, whole[0][0].position)
     assert checked(everywhere(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
