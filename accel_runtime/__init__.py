@@ -11,35 +11,52 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
     from accel_runtime.env import Settings
+    from accel_runtime.logging import get_logger
     from accel_runtime.options import (
         AutocastKwargs,
         DistributedDataParallelKwargs,
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
+    from accel_runtime.profiling import ProfileKwargs
+    from accel_runtime.progress import tqdm
+    from accel_runtime.project import ProjectConfiguration
     from accel_runtime.rng import set_seed
     from accel_runtime.topology import Topology
+    from accel_runtime.tracking import GeneralTracker, LoggerType
 
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
     "DistributedDataParallelKwargs",
+    "GeneralTracker",
     "GradScalerKwargs",
     "InitProcessGroupKwargs",
+    "LoggerType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
     "Settings",
     "Topology",
+    "get_logger",
     "set_seed",
+    "tqdm",
 ]
 
 _HOMES = {
     "Accelerator": "accel_runtime.accelerator",
     "AutocastKwargs": "accel_runtime.options",
     "DistributedDataParallelKwargs": "accel_runtime.options",
+    "GeneralTracker": "accel_runtime.tracking",
     "GradScalerKwargs": "accel_runtime.options",
     "InitProcessGroupKwargs": "accel_runtime.options",
+    "LoggerType": "accel_runtime.tracking",
+    "ProfileKwargs": "accel_runtime.profiling",
+    "ProjectConfiguration": "accel_runtime.project",
     "Settings": "accel_runtime.env",
     "Topology": "accel_runtime.topology",
+    "get_logger": "accel_runtime.logging",
     "set_seed": "accel_runtime.rng",
+    "tqdm": "accel_runtime.progress",
 }
 
 

@@ -19,7 +19,9 @@ from accel_runtime import collectives, tree
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
-from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loops import Feeding, Loops
+from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.flag import Flag
 from accel_runtime.optimizer import PreparedOptimizer
@@ -32,6 +34,8 @@ from accel_runtime.options import (
     chosen,
 )
 from accel_runtime.precision import FORMATS, AutocastForward, Precision
+from accel_runtime.project import ProjectConfiguration
+from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
@@ -39,7 +43,7 @@ from accel_runtime.topology import Topology
 __all__ = ["Accelerator"]
 
 
-class Accelerator:
+class Accelerator(Recording):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -48,6 +52,9 @@ class Accelerator:
         mixed_precision: `no`, `bf16` or `fp16`; None takes what the launcher said, else `no`.
         gradient_accumulation_steps: Micro-batches whose gradients make one optimizer step.
         cpu: Compute on the CPU, whatever else is there.
+        log_with: Trackers, by name, class or instance, one or a list; `all` is every one that is installed.
+        project_dir: Where the project keeps its data.
+        project_config: The same and more, as an object.
         rng_types: Generators each rank takes over from the first at every epoch: `torch`, `cuda`, `xpu`.
             Loaders share their order always, so `generator` is accepted and asks nothing more.
         step_scheduler_with_optimizer: False leaves prepared schedulers entirely to the script.
@@ -67,6 +74,9 @@ class Accelerator:
         mixed_precision: MixedPrecision | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         rng_types: Iterable[str] | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
@@ -79,6 +89,7 @@ class Accelerator:
         self._backend = connect(
             self.settings, Topology.here(), chosen(kwargs_handlers, InitProcessGroupKwargs)
         )
+        self._record(log_with, project_dir, project_config, kwargs_handlers)
         self._precision = Precision(
             wanted,
             self._backend.device,
@@ -87,9 +98,11 @@ class Accelerator:
         )
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._accumulation = Accumulation(gradient_accumulation_steps)
-        self._loading = LoaderOptions(split_batches, device_placement, _rng_types(rng_types))
+        self._loading = LoaderOptions(
+            split_batches=split_batches, place=device_placement, rng_types=_rng_types(rng_types)
+        )
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._batches = Batches()
+        self._loops = Loops(self.process_index, self.num_processes)
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
 
@@ -146,6 +159,15 @@ class Accelerator:
         return self._loading.split_batches
 
     @property
+    def even_batches(self) -> bool:
+        """Whether the end of an epoch is filled up; what is set holds for loaders prepared from then on."""
+        return self._loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._loading = replace(self._loading, even_batches=even)
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches whose gradients make one optimizer step."""
         return self._accumulation.steps
@@ -198,6 +220,8 @@ class Accelerator:
             model = model.to(self.device)
         self._precision.wrap(model)
         prepared = self._backend.replicate(model, self._replication)
+        if self.num_processes > 1:
+            prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         return prepared
 
@@ -217,7 +241,7 @@ class Accelerator:
         """
         if isinstance(loader, PreparedLoader):
             return loader
-        return PreparedLoader(loader, self._backend, self._batches, self._loading)
+        return prepare_loader(loader, self._backend, self._loops, self._loading)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Make a scheduler advance with the samples all processes see."""
@@ -246,7 +270,7 @@ class Accelerator:
         Args:
             *models: The prepared models at work; none means all.
         """
-        share = self._batches.current
+        share = self._loops.current
         with ExitStack() as stack:
             if not self._accumulation.advance(last=share is not None and share.last):
                 for model in models or self._models:
@@ -288,23 +312,30 @@ class Accelerator:
         """Every process's tensors, concatenated along the first dimension; see `collectives.gather`."""
         return collectives.gather(data, self._backend)
 
-    def gather_for_metrics(self, data: Any) -> Any:
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False, *, batch: Any = None) -> Any:
         """What the processes computed for the step in hand: every sample once, in the dataset's order.
 
         Args:
-            data: Tensors of one row a sample, also nested; or lists of objects, one a sample.
+            data: Tensors of a whole number of rows a sample, also nested; or lists of objects, one a sample.
+            use_gather_object: Send tensors as objects too: for lists of tensors of different shapes, one a sample.
+            batch: The batch the data were computed from, where several loops advance together (`zip`).
 
         Raises:
             ValueError: A tensor whose rows have nothing to do with the batch.
-            MismatchError: The processes' data differ in structure, shape or dtype.
+            MismatchError: The processes' data differ in structure, dtype or trailing shape.
         """
-        share = self._batches.current
-        valid, size = (share.valid, share.size) if share else ((0,) * self.num_processes, 0)
-        return collectives.gather_valid(data, valid, size, self._backend)
+        steps = self._loops.steps_of(data, batch)
+        return collectives.gather_valid(data, steps, self._backend, as_objects=use_gather_object)
 
-    def reduce(self, data: Any, reduction: Reduction = "sum") -> Any:
+    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Every process's tensors combined element by element; see `collectives.reduce`."""
-        return collectives.reduce(data, reduction, self._backend)
+        return collectives.reduce(tensor, reduction, self._backend, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors made as long as the longest of all processes; see `collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, self._backend, dim, pad_index, pad_first)
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here."""
@@ -333,18 +364,21 @@ class Accelerator:
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object once, from the main process; a file appears whole or not at all.
 
+        With `ProjectConfiguration(save_on_each_node=True)` the first process of every machine writes it.
+
         Args:
             obj: What `torch.save` can write; tensors by name with `safe_serialization`.
             f: A path, or an open binary file.
             safe_serialization: Write safetensors; `f` must then be a path.
         """
-        if not self.is_main_process:
+        each = self.project_configuration.save_on_each_node
+        if not (self.is_local_main_process if each else self.is_main_process):
             return
         if not isinstance(f, (str, os.PathLike)):
             torch.save(obj, f)
             return
         path = Path(f).resolve()
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        scratch = path.with_name(f".{path.name}.{self.process_index}.{os.getpid()}")
         try:
             # safetensors would leave a file that only its owner can read.
             scratch.touch()

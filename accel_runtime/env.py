@@ -19,6 +19,7 @@ __all__ = [
     "PREFIX",
     "PROFILE",
     "Device",
+    "LogLevel",
     "MixedPrecision",
     "ProcessGroupBackend",
     "Settings",
@@ -35,6 +36,7 @@ EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
 
 Device = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ProcessGroupBackend = Literal["auto", "gloo", "nccl"]
 
@@ -61,6 +63,8 @@ class Settings:
     """What carries collectives; `auto` is torch's own choice for the device."""
     process_group_timeout: int = 1800
     """Seconds a collective may wait for the other processes before it is an error."""
+    log_level: LogLevel = "auto"
+    """The level that `get_logger` sets; `auto` leaves levels to the script."""
 
     def to_env(self) -> dict[str, str]:
         """The environment variables that say this."""

@@ -1,79 +1,106 @@
-"""Many tensors in one collective: packed into a buffer, sent, and taken apart again."""
+"""Many tensors as one row of bytes, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from accel_runtime.backends.base import Backend, Reduction
-
-__all__ = ["gather_all", "reduce_all"]
+__all__ = ["Layout", "layout", "pack", "unpack", "unpack_each"]
 
 
-def gather_all(tensors: Sequence[torch.Tensor], backend: Backend) -> list[torch.Tensor]:
-    """Every rank's tensors, each stacked: `[...]` becomes `[world_size, ...]`; one collective a device.
+class _Group(NamedTuple):
+    """Tensors of one dtype, one after the other."""
 
-    Args:
-        tensors: Of the same shapes, dtypes and devices on all ranks, in the same order.
-        backend: Carries them.
-    """
-
-    def gathered(group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        everyone = backend.all_gather(torch.cat([_bytes(tensor) for tensor in group]))
-        columns = torch.split(everyone, [tensor.nbytes for tensor in group], dim=1)
-        return [_typed(column, tensor) for column, tensor in zip(columns, group, strict=True)]
-
-    return _grouped(tensors, lambda tensor: tensor.device, gathered, backend.all_gather)
+    dtype: torch.dtype
+    indices: tuple[int, ...]
+    counts: tuple[int, ...]
+    start: int
+    stop: int
+    flat: bool
+    alike: bool
 
 
-def reduce_all(tensors: Sequence[torch.Tensor], reduction: Reduction, backend: Backend) -> list[torch.Tensor]:
-    """Every tensor combined over the ranks element by element; one collective a device and dtype.
+class Layout(NamedTuple):
+    """Where the numbers of each tensor lie."""
 
-    Args:
-        tensors: Of the same shapes, dtypes and devices on all ranks, in the same order.
-        reduction: How to combine.
-        backend: Carries them.
-    """
-
-    def reduced(group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        total = backend.all_reduce(torch.cat([tensor.reshape(-1) for tensor in group]), reduction)
-        parts = torch.split(total, [tensor.numel() for tensor in group])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, group, strict=True)]
-
-    return _grouped(
-        tensors,
-        lambda tensor: (tensor.device, tensor.dtype),
-        reduced,
-        lambda t: backend.all_reduce(t, reduction),
-    )
+    groups: tuple[_Group, ...]
+    size: int
+    """Bytes of the row."""
 
 
-def _grouped(
-    tensors: Sequence[torch.Tensor],
-    key: Callable[[torch.Tensor], Hashable],
-    together: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-    alone: Callable[[torch.Tensor], torch.Tensor],
+@lru_cache(maxsize=1024)
+def layout(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
+    """The layout for tensors of these dtypes and shapes; every number begins where its dtype may."""
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        indices.setdefault(dtype, []).append(index)
+    groups, start = [], 0
+    for dtype in sorted(indices, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+        own = indices[dtype]
+        counts = tuple(math.prod(shapes[index]) for index in own)
+        stop = start + sum(counts) * dtype.itemsize
+        alike = all(shapes[index] == shapes[own[0]] for index in own)
+        flat = all(len(shapes[index]) == 1 for index in own)
+        groups.append(_Group(dtype, tuple(own), counts, start, stop, flat, alike))
+        start = stop
+    return Layout(tuple(groups), start)
+
+
+@torch.no_grad()
+def pack(tensors: Sequence[torch.Tensor], plan: Layout, row: torch.Tensor) -> None:
+    """Write tensors into a row of `plan.size` bytes."""
+    for group in plan.groups:
+        room = row[group.start : group.stop].view(group.dtype)
+        own = [tensors[index] for index in group.indices]
+        if len(own) == 1:
+            room.view(own[0].shape).copy_(own[0])
+        else:
+            torch.cat(own if group.flat else [tensor.reshape(-1) for tensor in own], out=room)
+
+
+def unpack(
+    rows: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]], *, stacked: bool = False
 ) -> list[torch.Tensor]:
-    """Treat tensors of the same key together, in the order of their first; the results in the order given."""
-    groups: dict[Hashable, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault(key(tensor), []).append(index)
-    results: dict[int, torch.Tensor] = {}
-    for indices in groups.values():
-        group = [tensors[index] for index in indices]
-        # One tensor is a buffer already.
-        done = together(group) if len(group) > 1 else [alone(group[0])]
-        results |= zip(indices, done, strict=True)
-    return [results[index] for index in range(len(tensors))]
+    """What several ranks packed in the same layout, tensor by tensor.
+
+    Args:
+        rows: `[world_size, plan.size]` bytes, a row a rank.
+        plan: The layout.
+        shapes: Of each tensor.
+        stacked: Whether ranks become a dimension of their own.
+
+    Returns:
+        `[n, ...]` becomes `[world_size * n, ...]` and a scalar `[world_size]`; with `stacked` any shape
+        `[world_size, *shape]`. No two tensors share memory.
+    """
+    world = len(rows)
+    found: dict[int, torch.Tensor] = {}
+    for group in plan.groups:
+        numbers = rows[:, group.start : group.stop].view(group.dtype)
+        own = [shapes[index] for index in group.indices]
+        wanted = [
+            (world, *shape) if stacked or not shape else (world * shape[0], *shape[1:]) for shape in own
+        ]
+        if len(own) > 1 and group.alike:
+            # One pass over all of them, since a pass over each costs more than the numbers themselves.
+            apart = numbers.view(world, len(own), group.counts[0])
+            together = apart.transpose(0, 1).reshape(len(own), *wanted[0])
+            parts: Sequence[torch.Tensor] = torch.unbind_copy(together)  # type: ignore[func-returns-value,assignment]
+        else:
+            columns = torch.split(numbers, list(group.counts), 1)
+            parts = [column.reshape(shape) for column, shape in zip(columns, wanted, strict=True)]
+        found |= zip(group.indices, parts, strict=True)
+    return [found[index] for index in range(len(found))]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _typed(column: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`[world_size, bytes]` as `[world_size, *like.shape]` of its dtype."""
-    # A copy of its own, in one row, since a number cannot begin at any byte.
-    row = column.clone(memory_format=torch.contiguous_format).flatten()
-    return row.view(like.dtype).view(len(column), *like.shape)
+def unpack_each(row: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """What one rank packed: views into its row."""
+    found: dict[int, torch.Tensor] = {}
+    for group in plan.groups:
+        parts = torch.split(row[group.start : group.stop].view(group.dtype), list(group.counts))
+        found |= zip(group.indices, parts, strict=True)
+    return [found[index].view(shape) for index, shape in enumerate(shapes)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves", "map_leaves", "map_tensors", "paths", "rebuilt", "send"]
+__all__ = ["is_there", "leaves", "map_leaves", "map_tensors", "paths", "rebuilt", "send"]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -47,10 +47,12 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """`tree` with its tensors on `device`; tensors already there are not copied.
+    """`tree` with its tensors on `device`; tensors already there are not copied, nor is a flat batch of them.
 
     Objects that are no tensor but can move themselves (`.to(device)`) do.
     """
+    if is_there(tree, device):
+        return tree
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -58,6 +60,17 @@ def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
     return map_leaves(move, tree)
+
+
+def is_there(tree: Any, device: torch.device) -> bool:
+    """Whether this is a plain list, tuple or dict of plain tensors on the device: what most batches on a CPU are."""
+    kind = type(tree)
+    if kind is not list and kind is not tuple and kind is not dict:
+        return False
+    for leaf in tree.values() if kind is dict else tree:
+        if type(leaf) is not torch.Tensor or leaf.device != device:
+            return False
+    return True
 
 
 def rebuilt(original: Any, items: Any) -> Any:

@@ -11,7 +11,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.machine import Machine
-from accel_runtime.env import Device, MixedPrecision, ProcessGroupBackend, Settings
+from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["SCHEMA_VERSION", "Profile", "json_schema", "known_keys"]
 
@@ -72,6 +72,9 @@ class Profile(Section):
         int,
         Field(ge=1, description="Seconds a collective waits for the other processes before it is an error."),
     ] = 1800
+    log_level: Annotated[
+        LogLevel, Field(description="Level that `get_logger` sets in scripts; `auto` leaves it to them.")
+    ] = "auto"
     env: Annotated[
         dict[str, str],
         BeforeValidator(_numbers_as_text),
@@ -87,6 +90,7 @@ class Profile(Section):
             mixed_precision=self.mixed_precision,
             process_group_backend=self.process_group_backend,
             process_group_timeout=self.process_group_timeout,
+            log_level=self.log_level,
         )
 
     @property

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from accel_runtime.agreement import Agreement, Wire, here
+from accel_runtime.objects import share_objects
 from accel_runtime.topology import Topology
 
 __all__ = ["Backend", "Reduction"]
@@ -19,11 +21,13 @@ Reduction = Literal["sum", "mean", "max", "min"]
 class Backend(ABC):
     """How processes talk. One process is a backend too, so nobody else needs to ask how many there are."""
 
-    def __init__(self, topology: Topology, device: torch.device) -> None:
+    def __init__(self, topology: Topology, device: torch.device, wire: Wire) -> None:
         self.topology = topology
         """Where this process stands."""
         self.device = device
         """The hardware this process computes on."""
+        self.agreement = Agreement(wire, topology.rank, topology.world_size)
+        """How the ranks see to it that they do the same."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -37,17 +41,31 @@ class Backend(ABC):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of rank `source`, written into `tensor` on every rank."""
 
-    @abstractmethod
     def all_gather_objects(self, item: Any) -> list[Any]:
-        """Every rank's picklable object, in rank order."""
+        """Every rank's picklable object, in rank order.
 
-    @abstractmethod
+        Raises:
+            MismatchError: The ranks called different collectives, or an object cannot be pickled.
+        """
+        return share_objects("all_gather_objects", item, self.agreement)
+
     def broadcast_object(self, item: Any, source: int = 0) -> Any:
-        """The picklable object of rank `source`."""
+        """The picklable object of rank `source`.
 
-    @abstractmethod
+        Raises:
+            MismatchError: As for `all_gather_objects`.
+        """
+        mine = item if self.topology.rank == source else None
+        return share_objects(f"broadcast_object from rank {source}", mine, self.agreement)[source]
+
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank is here, whatever line it comes from.
+
+        Raises:
+            MismatchError: A rank is in another collective.
+            StallError: A rank does not come.
+        """
+        self.agreement.exchange(here("wait_for_everyone", anywhere=True))
 
     @abstractmethod
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -60,3 +78,7 @@ class Backend(ABC):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Say that this backend is not used any more; its process group ends with its last user."""

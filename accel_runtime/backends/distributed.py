@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.wire import GlooWire, control_group
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
@@ -29,6 +31,10 @@ _OPERATIONS = {
 
 _GRACE_S = 0.05
 
+# torch has one default process group in a process, so who uses the one we made is known to the process too:
+# without it, the first of two Accelerators to end would take the group from the other.
+_USERS: WeakSet[Distributed] = WeakSet()
+
 
 class Distributed(Backend):
     """The backend of a process that a launcher started beside others.
@@ -39,54 +45,52 @@ class Distributed(Backend):
         settings: Name and timeout of the process group.
         options: Arguments for `init_process_group`; they win over `settings`.
 
-    A process group the script has made itself is used as it is, and left alone at the end.
+    A process group the script has made itself is used as it is, and left alone at the end. What lies on the CPU
+    travels on a group of our own in any case, so that it never meets a collective of DDP or of the script.
     """
 
     def __init__(
         self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
     ) -> None:
-        super().__init__(topology, device)
+        timeout = timedelta(seconds=settings.process_group_timeout)
+        wanted: dict[str, Any] = {"backend": _name(settings, device), "timeout": timeout} | options
         if not dist.is_initialized():
-            wanted: dict[str, Any] = {
-                "backend": _name(settings, device),
-                "timeout": timedelta(seconds=settings.process_group_timeout),
-            }
-            dist.init_process_group(**wanted | options)
+            dist.init_process_group(**wanted)
             atexit.register(_leave)
+            _USERS.clear()
+            _USERS.add(self)
+        elif _USERS:
+            _USERS.add(self)
+        patience = wanted["timeout"] or timeout
+        self._control = control_group(dist.group.WORLD, patience)
+        super().__init__(topology, device, GlooWire(self._control, patience))
         self._device_ids = [device.index] if device.index is not None else None
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         everyone = tensor.new_empty((self.topology.world_size, *tensor.shape))
-        dist.all_gather(list(everyone.unbind()), tensor.contiguous())
+        dist.all_gather(list(everyone.unbind()), tensor.contiguous(), group=self._group(tensor))
         return everyone
 
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=_OPERATIONS[reduction])
+        dist.all_reduce(total, op=_OPERATIONS[reduction], group=self._group(tensor))
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        dist.broadcast(tensor, src=source)
+        dist.broadcast(tensor, src=source, group=self._group(tensor))
         return tensor
 
     @override
-    def all_gather_objects(self, item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.topology.world_size
-        dist.all_gather_object(everyone, item)
-        return everyone
-
-    @override
-    def broadcast_object(self, item: Any, source: int = 0) -> Any:
-        holder = [item]
-        dist.broadcast_object_list(holder, src=source)
-        return holder[0]
-
-    @override
     def barrier(self) -> None:
-        dist.barrier(device_ids=self._device_ids)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        super().barrier()
+
+    def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        return self._control if tensor.device.type == "cpu" else None
 
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -104,6 +108,13 @@ class Distributed(Backend):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
+    @override
+    def leave(self) -> None:
+        if self in _USERS:
+            _USERS.remove(self)
+            if not _USERS:
+                _leave()
+
 
 def _name(settings: Settings, device: torch.device) -> str:
     """The group's backend; tensors on the CPU go over gloo whatever the device."""
@@ -118,5 +129,6 @@ def _leave() -> None:
     # interpreter's lock for it. If they ask for it while the interpreter shuts down, the process aborts
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
     time.sleep(_GRACE_S)
+    control_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,13 +10,35 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.agreement import Wire
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.topology import Topology
 
 __all__ = ["Single"]
 
 
+class _Nobody(Wire):
+    """Reaches all others: none."""
+
+    @override
+    def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
+        return slot.clone().unsqueeze(0)
+
+    @override
+    def transfer(
+        self,
+        outgoing: Mapping[int, torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
+        where: Callable[[], str],
+    ) -> None:
+        return None
+
+
 class Single(Backend):
     """The backend of a process that is alone."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        super().__init__(topology, device, _Nobody())
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -30,18 +53,6 @@ class Single(Backend):
         return tensor
 
     @override
-    def all_gather_objects(self, item: Any) -> list[Any]:
-        return [item]
-
-    @override
-    def broadcast_object(self, item: Any, source: int = 0) -> Any:
-        return item
-
-    @override
-    def barrier(self) -> None:
-        return None
-
-    @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         return model
 
@@ -52,3 +63,7 @@ class Single(Backend):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
+
+    @override
+    def leave(self) -> None:
+        return None

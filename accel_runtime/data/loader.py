@@ -1,33 +1,23 @@
-"""The prepared loader: the script's own DataLoader, walking one order of batches shared by all ranks."""
+"""The prepared loader: this rank's part of every global batch, on the device, from any position of an epoch."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
 from accel_runtime import rng, tree
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.sampling import Sharding, Share
+from accel_runtime.data.loops import Loops
+from accel_runtime.data.source import Loop, Source
 
-__all__ = ["Batches", "LoaderOptions", "PreparedLoader"]
-
-_END = object()
+__all__ = ["LoaderOptions", "PreparedLoader", "skip_first_batches"]
 
 
 @dataclass(frozen=True)
@@ -36,82 +26,120 @@ class LoaderOptions:
 
     split_batches: bool = False
     """Whether the script's batch size is the global one, to be split among the ranks."""
+    even_batches: bool = True
+    """Whether the end of an epoch is filled up, so that all ranks see equal shapes."""
+    dispatch: bool = False
+    """Whether the first rank alone reads, and sends the others their parts."""
+    data: Literal["global", "sharded"] = "global"
+    """Whether the loader has the data of all ranks, or those of its own rank already."""
+    seed: int | None = None
+    """With a number, shuffled orders are drawn anew for every epoch from it and the epoch's number."""
     place: bool = True
     """Whether batches are moved to the device."""
+    non_blocking: bool = False
+    """Whether batches are moved while the script goes on; those in pinned memory always are."""
     rng_types: tuple[str, ...] = ()
     """The generators every rank takes over from the first at the start of an epoch."""
 
 
-class Batches:
-    """The batches in hand: which step of which loader the script is working on."""
+@dataclass
+class _Progress:
+    """How far a loader has come; shared with its copies that leave out the first steps."""
 
-    def __init__(self) -> None:
-        self._open: dict[object, Share] = {}
-
-    def enter(self, loop: object, share: Share) -> None:
-        """A loop has been handed the batch of this step; a loop not seen before becomes the innermost."""
-        self._open[loop] = share
-
-    def leave(self, loop: object) -> None:
-        """A loop is over: at its end, by `break`, or by an exception."""
-        self._open.pop(loop, None)
-
-    @property
-    def current(self) -> Share | None:
-        """The step of the innermost loop, or None outside of all loops."""
-        return next(reversed(self._open.values()), None)
+    epoch: int = 0
+    """Of the walk under way or left; of the next one, where none is."""
+    loop: Loop | None = None
+    """The walk under way or left early."""
+    resume: dict[str, Any] | None = None
+    """Where the next walk begins, as `state_dict` said it."""
+    repeats: int = 0
+    """How many samples the last whole epoch trained on twice, over all ranks."""
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader that gives this rank its slice of every global batch, on the device.
+    """A DataLoader that gives this rank its part of every global batch, on the device.
 
-    The script's loader is copied, not rebuilt, so subclasses and every option stay as they are; only
-    its batch sampler is seen through `Sharding`. Attributes are those of the script's loader.
+    Attributes are those of the script's loader.
 
     Args:
-        loader: The script's loader, over a map-style dataset if there are several processes.
-        backend: Carries the order of an epoch between the ranks.
-        batches: Learns of every batch handed out.
+        loader: The script's loader.
+        source: What its batches come from.
+        backend: Carries random states, where the options ask for it.
+        loops: Learns of every batch handed out.
         options: See `LoaderOptions`.
-
-    Raises:
-        ValueError: The loader cannot be shared out exactly; the message says why and what to do.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], backend: Backend, batches: Batches, options: LoaderOptions
+        self, loader: DataLoader[Any], source: Source, backend: Backend, loops: Loops, options: LoaderOptions
     ) -> None:
-        _check(loader, backend.topology.world_size, options)
-        self._inner = copy.copy(loader)
-        self._order: _Order | None = None
-        if loader.batch_sampler is not None and not isinstance(loader.dataset, IterableDataset):
-            self._order = _Order(loader, backend, options)
-            # DataLoader guards these names against assignment; the copy is ours to change.
-            vars(self._inner).update(batch_sampler=self._order, _iterator=None)
+        # DataLoader guards names against assignment, and its own __init__ would build another loader.
         vars(self).update({k: v for k, v in vars(loader).items() if k != "_iterator"})
+        self._source = source
         self._backend = backend
-        self._batches = batches
+        self._loops = loops
         self._options = options
+        self._progress = _Progress()
+        self._skip = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
-        steps = self._ordered(self._order) if self._order is not None else self._streamed()
-        placed, enter, loop = self._placed, self._batches.enter, object()
+        loop, start = Loop(), self._begin()
+        self._progress.loop = loop
+        track, device, place = self._loops.opened(loop), self._backend.device, self._placing()
+        note = self._loops.note if self._backend.topology.world_size > 1 else None
+        finished = False
         try:
-            for batch, share in steps:
-                enter(loop, share)
-                yield placed(batch)
+            for batch in self._source.walk(loop, start):
+                loop.steps += 1
+                if place and not tree.is_there(batch, device):
+                    batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
+                if note:
+                    note(track, batch)
+                yield batch
+            finished = True
         finally:
-            self._batches.leave(loop)
+            self._loops.closed(track, finished=finished)
+            if finished:
+                self._progress.epoch += 1
+                self._progress.loop = None
+
+    def _begin(self) -> dict[str, Any]:
+        """The position of the next walk."""
+        progress = self._progress
+        if progress.loop is not None:  # a walk that was left early was an epoch too
+            progress.epoch += 1
+        start, progress.resume = progress.resume or {}, None
+        self._tell(progress.epoch)
+        if self._skip:
+            start = start | self._source.after(self._skip, {})
+        return start | {"epoch": progress.epoch}
+
+    def _placing(self) -> Callable[[Any], Any] | None:
+        """How a batch comes to the device; None where it is there already."""
+        device = self._backend.device
+        if not self._options.place:
+            return None
+        non_blocking = self._options.non_blocking or self.pin_memory
+        return lambda batch: tree.send(batch, device, non_blocking=non_blocking)
 
     @override
     def __len__(self) -> int:
         """The number of steps; the same on every rank."""
-        return len(self._inner)
+        return max(self._source.steps() - self._skip, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch under way or, between two, of the next, from 0."""
+        return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the sampler, batch sampler or dataset that wants it."""
+        """Say which epoch comes next; the sampler, batch sampler or dataset that wants to know is told."""
+        self._progress.epoch = epoch
+        self._progress.loop = None
+        self._tell(epoch)
+
+    def _tell(self, epoch: int) -> None:
         for part in (self.batch_sampler, self.sampler, self.dataset):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)  # type: ignore[union-attr]
@@ -123,128 +151,112 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
-        size: int | None = getattr(self._order, "batch_size", None)
+        size: int | None = self._source.batch_size
         if size is None:
             raise ValueError("this loader's batches have no fixed size")
         return size if self._options.split_batches else size * self._backend.topology.world_size
 
-    def _ordered(self, order: _Order) -> Iterator[tuple[Any, Share]]:
-        """Batches of a known order, each with its share."""
-        shares: deque[Share] | None = None
-        for batch in self._inner:
-            # Not before the first batch: a subclass may begin its walk as late as that.
-            shares = order.shares if shares is None else shares
-            yield batch, shares.popleft()
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset.
 
-    def _streamed(self) -> Iterator[tuple[Any, Share]]:
-        """Batches whose number is not known: the next one is fetched to tell the last."""
-        iterator = iter(self._inner)
-        ahead = next(iterator, _END)
-        while ahead is not _END:
-            batch, ahead = ahead, next(iterator, _END)
-            yield batch, Share([], valid=(0,), size=0, last=ahead is _END)
+        Raises:
+            TypeError: It is a stream of unknown length.
+        """
+        return len(self.dataset)  # type: ignore[arg-type]
 
-    def _placed(self, batch: Any) -> Any:
-        if not self._options.place:
-            return batch
-        return tree.send(batch, self._backend.device, non_blocking=self.pin_memory)
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: equal on all ranks, and valid for another number of them.
+
+        Returns:
+            The epoch, the position in it (in samples, or in batches where the script's batches have no fixed size)
+            counting the batches handed out, and the random states the epoch is drawn under: numbers, text and
+            tensors only.
+        """
+        progress = self._progress
+        if progress.loop is None:
+            return progress.resume or {
+                "epoch": progress.epoch,
+                "position": 0,
+                "random": rng.capture(self._source.generators),
+            }
+        position = self._source.position(progress.loop)
+        return {"epoch": progress.epoch, **position, "random": progress.loop.random}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken, with the next walk.
+
+        Raises:
+            ValueError: It is not what `state_dict` gave.
+        """
+        if missing := {"epoch", "position", "random"} - set(state_dict):
+            raise ValueError(f"the state of a loader has {', '.join(sorted(missing))} too; this one has not")
+        self._progress.epoch, self._progress.loop = state_dict["epoch"], None
+        self._progress.resume = dict(state_dict)
+
+    def skipping(self, steps: int) -> PreparedLoader:
+        """This loader without the first steps of every epoch; both count the same epochs."""
+        other = copy.copy(self)
+        vars(other)["_skip"] = self._skip + steps
+        return other
+
+    @contextmanager
+    def overridden(self, *, even_batches: bool) -> Iterator[None]:
+        """Inside, epochs that begin treat their end so."""
+        with self._source.overridden(even=even_batches):
+            yield
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes a subclass of DataLoader computes live on the copy.
-        if name == "_inner":
+        # Attributes a subclass of DataLoader computes live on the loader that is walked.
+        if name == "_source":
             raise AttributeError(name)
-        return getattr(self._inner, name)
+        return getattr(self._source.inner, name)
 
 
-class _Order(Sampler[list[Any]]):
-    """The batch sampler of one rank: its slices of an order that is the same on all ranks."""
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader that leaves out the first batches of every epoch, without loading their samples.
 
-    def __init__(self, loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
-        source: Any = loader.batch_sampler
-        self._source: Any = source
-        self._backend = backend
-        self._fixed = _is_sequential(source)
-        # torch's own attributes of a BatchSampler, which callers read.
-        self.sampler = getattr(source, "sampler", loader.sampler)
-        self.batch_size = getattr(source, "batch_size", None)
-        self.drop_last = bool(getattr(source, "drop_last", False))
-        topology = backend.topology
-        self._sharding = Sharding(topology.rank, topology.world_size, options.split_batches, self.drop_last)
-        self.shares: deque[Share] = deque()
-        """The steps whose indices were given out by the newest iterator and whose batches were not yet."""
+    Args:
+        dataloader: A prepared loader; or one that is not, over a dataset with indices.
+        num_batches: How many, from the start of the epoch; the same where a state was loaded.
+
+    Raises:
+        ValueError: A negative number; or a stream that is not prepared yet.
+    """
+    if num_batches < 0:
+        raise ValueError(f"num_batches must be at least 0; it is {num_batches}")
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if isinstance(dataloader.dataset, IterableDataset):
+        raise ValueError(  # noqa: TRY004 - the type is right, the order is not
+            "prepare() this loader before skip_first_batches: its dataset is a stream"
+        )
+    other = copy.copy(dataloader)
+    slot = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
+    vars(other).update({slot: _Skipping(getattr(dataloader, slot), num_batches), "_iterator": None})
+    return other
+
+
+class _Skipping(Sampler[Any]):
+    """A sampler or batch sampler without the first of what it draws."""
+
+    def __init__(self, source: Any, count: int) -> None:
+        self._source, self._count = source, count
+        if isinstance(source, BatchSampler):
+            self.sampler, self.batch_size, self.drop_last = (
+                source.sampler,
+                source.batch_size,
+                source.drop_last,
+            )
 
     @override
-    def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator: each iterator has its own queue, and the loader picks it up with its first batch.
-        self.shares = deque()
-        return self._walk(self.shares)
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._source), self._count, None)
 
     def __len__(self) -> int:
-        return self._sharding.steps(len(self._source))
+        return max(len(self._source) - self._count, 0)
 
-    def _walk(self, shares: deque[Share]) -> Iterator[list[Any]]:
-        for share in self._sharding.shares(self._batches(), self.batch_size):
-            shares.append(share)
-            yield share.indices
-
-    def _batches(self) -> Iterable[list[Any]]:
-        """One epoch of the script's batches: what the first rank drew.
-
-        Every rank draws, so that equal random states stay equal; eight bytes tell whether the draws
-        agree, and only where they do not does the first rank's order travel.
-        """
-        if self._fixed or self._backend.topology.world_size == 1:
-            source: Iterable[list[Any]] = self._source
-            return source
-        drawn = [list(batch) for batch in self._source]
-        prints = self._backend.all_gather(_fingerprint(drawn).to(self._backend.device))
-        if bool((prints == prints[0]).all()):
-            return drawn
-        first: list[list[Any]] = self._backend.broadcast_object(drawn)
-        return first
-
-
-def _is_sequential(source: object) -> bool:
-    return type(source) is BatchSampler and type(source.sampler) is SequentialSampler
-
-
-def _fingerprint(batches: list[list[Any]]) -> torch.Tensor:
-    """Eight bytes that differ where orders differ: `[1]`, int64."""
-    digest = hashlib.blake2b(digest_size=8)
-    for batch in batches:
-        digest.update(pickle.dumps(batch))
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
-
-
-def _has_length(source: Any) -> bool:
-    try:
-        len(source)
-    except (TypeError, NotImplementedError):  # a BatchSampler has one only if its sampler has
-        return False
-    return True
-
-
-def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> None:
-    """Refuse what could not be shared out exactly."""
-    if world_size == 1:
-        return
-    source = loader.batch_sampler
-    size = getattr(source, "batch_size", None)
-    refusals = {
-        "its dataset is a stream (IterableDataset), which this version shares out on one process only": isinstance(
-            loader.dataset, IterableDataset
-        ),
-        "batch_size=None loads samples one by one, which this version shares out on one process only": source
-        is None,
-        "its sampler is a DistributedSampler, and sharding twice would skip samples: leave the sampler to "
-        "prepare()": isinstance(loader.sampler, DistributedSampler)
-        or isinstance(getattr(source, "sampler", None), DistributedSampler),
-        "its sampler has no length, so an epoch cannot be shared out": not _has_length(source),
-        "in_order=False lets batches overtake each other": not getattr(loader, "in_order", True),
-        f"split_batches needs a batch size that {world_size} processes divide; it is {size}": bool(
-            options.split_batches and (size is None or size % world_size)
-        ),
-    }
-    for reason, applies in refusals.items():
-        if applies:
-            raise ValueError(f"this DataLoader cannot be prepared for {world_size} processes: {reason}")
+    def set_epoch(self, epoch: int) -> None:
+        """Pass it on."""
+        if callable(getattr(self._source, "set_epoch", None)):
+            self._source.set_epoch(epoch)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
 
 __all__ = ["Loop", "Share", "Source"]
 
@@ -28,6 +33,12 @@ class Loop:
 
     share: Share | None = None
     """The step whose batch was handed out last; None before the first."""
+    steps: int = 0
+    """How many batches were handed out."""
+    start: int = 0
+    """The position it began at."""
+    random: dict[str, Any] | None = None
+    """The random states the epoch is drawn under, as `rng.capture` gives them."""
 
 
 class Source(ABC):
@@ -37,12 +48,24 @@ class Source(ABC):
     tensors, lists and dicts only, so that it can be saved.
     """
 
+    inner: DataLoader[Any]
+    """The loader that is walked: the script's, or a copy."""
+    batch_size: int | None
+    """Samples in a full batch of the script; None where batches have no fixed size."""
+    generators: tuple[torch.Generator, ...] = ()
+    """What the script gave its loader and sampler to draw from."""
+
     @abstractmethod
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
 
-        Sets `loop.share` before each batch.
+        Sets `loop.share` before each batch. `start` may also hold `epoch`, its number, and `random`, the states
+        it is to be drawn under.
         """
+
+    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
+        """Inside, epochs that begin treat their end so."""
+        raise ValueError(f"even_batches={even} cannot be asked of this loader: it has no indices")
 
     @abstractmethod
     def steps(self) -> int:

@@ -15,6 +15,7 @@ from accel_runtime.env import (
     PREFIX,
     PROFILE,
     Device,
+    LogLevel,
     MixedPrecision,
     ProcessGroupBackend,
     Settings,
@@ -28,6 +29,7 @@ every_settings = st.builds(
     mixed_precision=st.sampled_from(get_args(MixedPrecision)),
     process_group_backend=st.sampled_from(get_args(ProcessGroupBackend)),
     process_group_timeout=st.integers(min_value=1),
+    log_level=st.sampled_from(get_args(LogLevel)),
 )
 
 
@@ -60,6 +62,7 @@ def test_a_field_without_a_variable_keeps_its_default():
         ("ACCEL_DEVICE", "CPU"),
         ("ACCEL_DEVICE", ""),
         ("ACCEL_MIXED_PRECISION", "fp8"),
+        ("ACCEL_LOG_LEVEL", "loud"),
         ("ACCEL_PROCESS_GROUP_BACKEND", "mpi"),
         ("ACCEL_PROCESS_GROUP_TIMEOUT", "0"),
         ("ACCEL_PROCESS_GROUP_TIMEOUT", "-5"),

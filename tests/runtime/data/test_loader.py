@@ -18,7 +18,9 @@ from torch.utils.data import (
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.single import Single
-from accel_runtime.data.loader import Batches, LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import LoaderOptions
+from accel_runtime.data.loops import Loops
+from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.topology import Topology
 
 SEED = 5
@@ -365,7 +367,7 @@ def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
 @pytest.mark.parametrize("place", [True, False])
 def test_batches_are_placed_on_the_device_where_asked(place):
     backend = Single(Topology(), torch.device("meta"))
-    loader = PreparedLoader(DataLoader(range(3)), backend, Batches(), LoaderOptions(place=place))
+    loader = prepare_loader(DataLoader(range(3)), backend, Loops(0, 1), LoaderOptions(place=place))
     assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
 
 
@@ -373,13 +375,11 @@ def test_batches_are_placed_on_the_device_where_asked(place):
 
 REFUSED = {
     "a stream": (lambda: DataLoader(Stream(), batch_size=2), "IterableDataset"),
-    "no batches": (lambda: DataLoader(range(7), batch_size=None), "batch_size=None"),
     "sharded already": (
         lambda: DataLoader(range(7), sampler=DistributedSampler(range(7), 1, 0, shuffle=False)),
         "DistributedSampler",
     ),
     "overtaking": (lambda: DataLoader(range(7), num_workers=1, in_order=False), "in_order=False"),
-    "no end": (lambda: DataLoader(range(7), sampler=Endless()), "no length"),
 }
 
 
@@ -393,7 +393,7 @@ def test_what_several_processes_cannot_share_is_refused_with_the_reason(several,
     assert all(several.run(refused, *REFUSED[kind]))
 
 
-@pytest.mark.parametrize("kind", ["a stream", "no batches", "sharded already"])
+@pytest.mark.parametrize("kind", ["a stream", "sharded already"])
 def test_what_several_processes_cannot_share_works_on_one(kind):
     accelerator = Accelerator()
     loader = accelerator.prepare(REFUSED[kind][0]())
@@ -402,7 +402,7 @@ def test_what_several_processes_cannot_share_works_on_one(kind):
 
 
 def test_a_sampler_without_end_works_on_one_process():
-    loader = iter(Accelerator().prepare(REFUSED["no end"][0]()))
+    loader = iter(Accelerator().prepare(DataLoader(range(7), sampler=Endless())))
     assert [next(loader).tolist() for _ in range(3)] == [[0]] * 3
 
 

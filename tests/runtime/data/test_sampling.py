@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import chain, cycle, islice, product
+from itertools import chain, count, cycle, islice, product
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.sampling import Sharding, with_last
 
 WORLDS = (1, 2, 3, 4)
 every_division = pytest.mark.parametrize(
-    ("world", "split", "drop_last"),
-    list(product(WORLDS, (False, True), (False, True))),
+    ("world", "split", "drop_last", "even"),
+    list(product(WORLDS, (False, True), (False, True), (False, True))),
     ids=str,
 )
 
@@ -24,147 +24,191 @@ def chunks(items, size, *, drop_last=False):
     return [batch for batch in batches if len(batch) == size or not drop_last]
 
 
-def epoch(batches, world, *, split=False, drop_last=False, batch_size=None):
-    """What every rank is given: for every step, the shares of all ranks."""
-    ranks = [
-        list(Sharding(rank, world, split, drop_last).shares(batches, batch_size)) for rank in range(world)
-    ]
-    assert len({len(shares) for shares in ranks}) == 1, "ranks take different numbers of steps"
-    return list(zip(*ranks, strict=True))
+def epoch(world, walk, **options):
+    """What every rank is given: for every step, the indices of all ranks, and what all know of it."""
+    ranks = [list(walk(Sharding(rank, world, **options))) for rank in range(world)]
+    assert len({len(steps) for steps in ranks}) == 1, "ranks take different numbers of steps"
+    together = list(zip(*ranks, strict=True))
+    for step in together:
+        assert len({share[:3] for _, share in step}) == 1, "ranks know different things of a step"
+    return [([indices for indices, _ in step], [share for _, share in step]) for step in together]
 
 
 def samples(step):
     """The samples of a step that are no repeats, in rank order."""
-    return [
-        index for share, count in zip(step, step[0].valid, strict=True) for index in share.indices[:count]
-    ]
+    parts, shares = step
+    return [index for part, valid in zip(parts, shares[0].valid, strict=True) for index in part[:valid]]
 
 
-def sizes(world, split):
-    """Batch sizes a script may give: with split, those the ranks can divide."""
-    return [size * (world if split else 1) for size in range(1, 6)]
-
-
-def every_epoch(world, split, drop_last):
-    """All epochs of 0 to 20 samples: their number, the global batch size, the sampler's batches, the steps."""
-    for count, size in product(range(21), sizes(world, split)):
-        batches = chunks(list(range(count)), size, drop_last=drop_last)
-        steps = epoch(batches, world, split=split, drop_last=drop_last, batch_size=size)
-        yield count, size if split else size * world, batches, steps
+def every_epoch(world, split, drop_last, even):
+    """All epochs of 0 to 20 samples: their number, the script's and the global batch size, the steps."""
+    for number, part in product(range(21), range(1, 6)):
+        size = part * world if split else part
+        options = {"split": split, "drop_last": drop_last, "even": even}
+        steps = epoch(world, lambda s, n=number, b=size: s.cut(range(n), b), **options)
+        yield number, size, part * world, steps
 
 
 @every_division
-def test_the_slices_of_a_step_are_the_global_batch_of_one_process(world, split, drop_last):
-    for count, global_size, _, steps in every_epoch(world, split, drop_last):
-        wanted = chunks(list(range(count)), global_size, drop_last=drop_last)
+def test_the_parts_of_a_step_are_the_global_batch_of_one_process(world, split, drop_last, even):
+    for number, _, global_size, steps in every_epoch(world, split, drop_last, even):
+        wanted = chunks(list(range(number)), global_size, drop_last=drop_last)
         assert [samples(step) for step in steps] == wanted
 
 
 @every_division
-def test_the_number_of_steps_is_known_beforehand(world, split, drop_last):
-    for _, _, batches, steps in every_epoch(world, split, drop_last):
-        for rank in range(world):
-            assert Sharding(rank, world, split, drop_last).steps(len(batches)) == len(steps)
+def test_the_number_of_steps_is_known_beforehand(world, split, drop_last, even):
+    sharding = Sharding(world - 1, world, split, drop_last, even)
+    for number, size, _, steps in every_epoch(world, split, drop_last, even):
+        assert sharding.steps(number, size) == len(steps)
 
 
 @every_division
-def test_all_ranks_have_batches_of_the_size_they_announce(world, split, drop_last):
-    for *_, steps in every_epoch(world, split, drop_last):
-        for step in steps:
-            assert {len(share.indices) for share in step} == {share.size for share in step} == {step[0].size}
-            assert len({share.valid for share in step}) == 1
-            assert len(step[0].valid) == world
+def test_all_ranks_have_batches_of_the_sizes_they_announce_and_none_is_empty(world, split, drop_last, even):
+    for *_, steps in every_epoch(world, split, drop_last, even):
+        for parts, shares in steps:
+            assert [len(part) for part in parts] == list(shares[0].sizes)
+            assert all(
+                0 < size >= valid for size, valid in zip(shares[0].sizes, shares[0].valid, strict=True)
+            )
 
 
 @every_division
-def test_batches_are_full_on_several_processes_even_at_the_end(world, split, drop_last):
-    for _, global_size, _, steps in every_epoch(world, split, drop_last):
-        if world > 1:
-            assert all(step[0].size == global_size // world for step in steps)
+def test_even_batches_are_full_on_several_processes_to_the_end(world, split, drop_last, even):
+    for _, _, global_size, steps in every_epoch(world, split, drop_last, even):
+        if world > 1 and even:
+            assert all(set(shares[0].sizes) == {global_size // world} for _, shares in steps)
 
 
 @every_division
-def test_only_the_last_step_is_the_last(world, split, drop_last):
-    for *_, steps in every_epoch(world, split, drop_last):
-        lasts = [{share.last for share in step} for step in steps]
-        assert lasts == [{False}] * (len(steps) - 1) + [{True}] * bool(steps)
+def test_uneven_batches_differ_by_one_sample_at_most_and_repeat_only_where_nothing_is_left(
+    world, split, drop_last, even
+):
+    for *_, steps in every_epoch(world, split, drop_last, even):
+        for _, shares in steps if not even else []:
+            valid, sizes = shares[0].valid, shares[0].sizes
+            assert max(valid) - min(valid) <= 1
+            assert all(size == max(n, 1) for size, n in zip(sizes, valid, strict=True))
 
 
 @every_division
-def test_repeats_come_from_the_start_of_the_epoch(world, split, drop_last):
-    for *_, steps in every_epoch(world, split, drop_last):
-        for step in steps:
-            repeats = [share.indices[count:] for share, count in zip(step, step[0].valid, strict=True)]
+def test_factors_make_the_average_over_the_ranks_the_mean_over_the_samples(world, split, drop_last, even):
+    for *_, steps in every_epoch(world, split, drop_last, even):
+        for _, shares in steps:
+            total = sum(shares[0].valid)
+            wanted = [1.0] * world if even else [n * world / total for n in shares[0].valid]
+            assert [share.factor for share in shares] == pytest.approx(wanted)
+
+
+@every_division
+def test_only_the_last_step_is_the_last(world, split, drop_last, even):
+    for *_, steps in every_epoch(world, split, drop_last, even):
+        lasts = [shares[0].last for _, shares in steps]
+        assert lasts == [False] * (len(steps) - 1) + [True] * bool(steps)
+
+
+@every_division
+def test_repeats_of_even_batches_come_from_the_start_of_the_epoch(world, split, drop_last, even):
+    for *_, steps in every_epoch(world, split, drop_last, even):
+        for parts, shares in steps if even else []:
+            repeats = [part[valid:] for part, valid in zip(parts, shares[0].valid, strict=True)]
             flat = list(chain.from_iterable(repeats))
             assert flat == list(islice(cycle(samples(steps[0])), len(flat)))
 
 
+@every_division
+def test_from_any_position_the_rest_of_the_epoch_is_what_it_was(world, split, drop_last, even):
+    options = {"split": split, "drop_last": drop_last, "even": even}
+    for number, size, global_size, steps in every_epoch(world, split, drop_last, even):
+        for at in range(1, len(steps)):
+            rest, head = range(at * global_size, number), range(min(number, global_size))
+            assert epoch(world, lambda s, r=rest, b=size, h=head: s.cut(r, b, h), **options) == steps[at:]
+
+
 @pytest.mark.parametrize(
-    ("count", "size", "options", "wanted"),
+    ("number", "size", "options", "wanted"),
     [
         (7, 2, {}, [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]),
         (7, 2, {"split": True}, [[[0], [2], [4], [6]], [[1], [3], [5], [0]]]),
         (1, 2, {}, [[[0, 0]], [[0, 0]]]),
         (7, 2, {"drop_last": True}, [[[0, 1]], [[2, 3]]]),
         (3, 1, {}, [[[0], [2]], [[1], [0]]]),
+        (7, 2, {"even": False}, [[[0, 1], [4, 5]], [[2, 3], [6]]]),
     ],
 )
-def test_the_batches_scripts_know_from_accelerate(count, size, options, wanted):
-    batches = chunks(list(range(count)), size, drop_last=options.get("drop_last", False))
-    steps = epoch(batches, 2, batch_size=size, **options)
-    assert [[step[rank].indices for step in steps] for rank in range(2)] == wanted
+def test_the_batches_scripts_know_from_accelerate(number, size, options, wanted):
+    steps = epoch(2, lambda s: s.cut(range(number), size), **options)
+    assert [[parts[rank] for parts, _ in steps] for rank in range(2)] == wanted
 
 
-one_process_batches = st.lists(st.integers(1, 5), max_size=12).map(
+def test_a_rank_for_which_nothing_is_left_repeats_a_sample_that_counts_for_nothing():
+    """Accelerate gives it no batch, and the others wait for it."""
+    (_, _), (parts, shares) = epoch(2, lambda s: s.cut(range(9), 4), even=False)
+    assert parts == [[8], [8]]
+    assert shares[0].valid == (1, 0)
+    assert [share.factor for share in shares] == [2.0, 0.0]
+
+
+def running(lengths):
+    return [sum(lengths[: number + 1]) for number in range(len(lengths))]
+
+
+script_batches = st.lists(st.integers(1, 5), max_size=12).map(
     lambda lengths: [
-        list(range(end - length, end)) for length, end in zip(lengths, _running(lengths), strict=True)
+        list(range(end - length, end)) for length, end in zip(lengths, running(lengths), strict=True)
     ]
 )
 
 
-def _running(lengths):
-    return [sum(lengths[: count + 1]) for count in range(len(lengths))]
-
-
-@given(one_process_batches, st.sampled_from(WORLDS), st.booleans(), st.none() | st.integers(1, 5))
-@example(batches=[[0, 1, 2]], world=2, drop_last=False, batch_size=1)
-def test_batches_of_any_lengths_are_shared_out_once_and_in_order(batches, world, drop_last, batch_size):
+@given(script_batches, st.sampled_from(WORLDS), st.booleans(), st.booleans(), st.none() | st.integers(1, 5))
+@example(batches=[[0, 1, 2]], world=2, drop_last=False, even=True, batch_size=1)
+def test_batches_of_any_lengths_are_shared_out_once_and_in_order(batches, world, drop_last, even, batch_size):
     """Also where a sampler announces a `batch_size` its batches do not keep to."""
-    steps = epoch(batches, world, drop_last=drop_last, batch_size=batch_size)
+    options = {"drop_last": drop_last, "even": even}
+    steps = epoch(world, lambda s: s.group(batches, batch_size), **options)
     rounds = chunks(batches, world, drop_last=drop_last)
     assert [samples(step) for step in steps] == [list(chain.from_iterable(round_)) for round_ in rounds]
-    for step in steps:
-        assert {len(share.indices) for share in step} == {step[0].size}
+    assert Sharding(0, world, **options).rounds(len(batches)) == len(steps)
+    for parts, shares in steps:
+        assert [len(part) for part in parts] == list(shares[0].sizes)
+        assert not even or len(set(shares[0].sizes)) == 1
 
 
-@given(one_process_batches, st.sampled_from(WORLDS), st.integers(1, 5))
-def test_split_batches_longer_than_announced_lose_nothing(batches, world, part):
-    steps = epoch(batches, world, split=True, batch_size=part * world)
+@given(script_batches, st.sampled_from(WORLDS), st.integers(1, 5), st.booleans())
+def test_split_batches_longer_than_announced_lose_nothing(batches, world, part, even):
+    steps = epoch(world, lambda s: s.group(batches, part * world), split=True, even=even)
     assert [samples(step) for step in steps] == batches
 
 
-@given(one_process_batches)
+@given(script_batches)
 def test_batches_of_unknown_size_stay_whole(batches):
     """What one rank's batch was in the script is one rank's batch in the run."""
-    for step, round_ in zip(epoch(batches, 3), chunks(batches, 3), strict=True):
-        valid = [share.indices[:count] for share, count in zip(step, step[0].valid, strict=True)]
+    steps = epoch(3, lambda s: s.group(batches, None))
+    for (parts, shares), round_ in zip(steps, chunks(batches, 3), strict=True):
+        valid = [part[:n] for part, n in zip(parts, shares[0].valid, strict=True)]
         assert valid == [*round_, *[[]] * (3 - len(round_))]
+
+
+@given(script_batches, st.sampled_from(WORLDS), st.booleans())
+def test_from_any_round_the_rest_of_the_batches_is_what_it_was(batches, world, even):
+    steps = epoch(world, lambda s: s.group(batches, None), even=even)
+    for at in range(1, len(steps)):
+        rest, head = batches[at * world :], list(chain.from_iterable(batches[:world]))
+        assert epoch(world, lambda s, r=rest, h=head: s.group(r, None, h), even=even) == steps[at:]
 
 
 def test_batches_are_drawn_as_they_are_needed():
     """An epoch without end can be walked."""
-
-    def endless():
-        index = 0
-        while True:
-            yield [index, index + 1]
-            index += 2
-
-    first = next(Sharding(1, 2).shares(endless(), 2))
-    assert first.indices == [2, 3]
-    assert not first.last
+    indices, share = next(Sharding(1, 2).cut(count(), 2))
+    assert indices == [2, 3]
+    assert not share.last
 
 
 def test_indices_may_be_anything_hashable():
-    steps = epoch([["a", "b"], ["c"]], 2, batch_size=2)
-    assert [share.indices for share in steps[0]] == [["a", "b"], ["c", "a"]]
+    ((parts, _),) = epoch(2, lambda s: s.cut(["a", "b", "c"], 2))
+    assert parts == [["a", "b"], ["c", "a"]]
+
+
+@given(st.lists(st.integers()))
+def test_the_last_of_some_items_is_known(items):
+    assert list(with_last(items)) == [(item, at == len(items) - 1) for at, item in enumerate(items)]

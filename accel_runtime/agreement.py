@@ -1,0 +1,291 @@
+"""The beginning of every collective: all ranks say in one small exchange what they are about to do, and see that it is the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from accel_runtime.callsite import CallSite, call_site
+from accel_runtime.structure import Spec, described
+
+__all__ = [
+    "ROOM",
+    "SLOT",
+    "Agreement",
+    "Call",
+    "Met",
+    "MismatchError",
+    "RankLostError",
+    "SilenceError",
+    "StallError",
+    "Wire",
+    "here",
+]
+
+SLOT = 4096
+"""Bytes that every rank sends at the beginning of a collective: docs/design/agreement.md has the measurements."""
+_HEAD = 32
+ROOM = SLOT - _HEAD
+"""Bytes of data that travel with the agreement itself."""
+
+
+class MismatchError(RuntimeError):
+    """The ranks called different collectives, or with data that do not fit; the message lists them."""
+
+
+class StallError(RuntimeError):
+    """Some rank did not come to a collective in time; the message names it."""
+
+
+class RankLostError(StallError):
+    """Some rank ended, or cannot be reached any more; the message names it."""
+
+
+class SilenceError(RuntimeError):
+    """What a wire raises: the others cannot be reached any more.
+
+    Args:
+        news: Where each rank waits that could still say so.
+        timed_out: Whether somebody waited as long as one may; else a connection was lost.
+    """
+
+    def __init__(self, news: Mapping[int, str], *, timed_out: bool) -> None:
+        super().__init__("the other ranks cannot be reached any more")
+        self.news = news
+        self.timed_out = timed_out
+
+
+class Wire(Protocol):
+    """How bytes on the CPU get from rank to rank."""
+
+    def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
+        """Every rank's slot.
+
+        Args:
+            slot: `[SLOT]` bytes.
+            where: Says what this rank is doing, for the others to hear if it fails.
+
+        Returns:
+            `[world_size, SLOT]` in rank order, new memory.
+
+        Raises:
+            SilenceError: Somebody did not come in time, or is gone.
+        """
+
+    def transfer(
+        self,
+        outgoing: Mapping[int, torch.Tensor],
+        incoming: Mapping[int, torch.Tensor],
+        where: Callable[[], str],
+    ) -> None:
+        """Send bytes to some ranks, receive from some; sizes must be agreed.
+
+        Args:
+            outgoing: What each rank gets of this one, `[n]` bytes, contiguous.
+            incoming: Room for what this one gets of each rank, `[n]` bytes, contiguous.
+            where: As for `swap`.
+
+        Raises:
+            SilenceError: Somebody is gone.
+        """
+
+
+class Call(NamedTuple):
+    """What has to be equal on all ranks."""
+
+    operation: str
+    site: CallSite
+    structure: tuple[Any, ...] = ()
+    """Containers, keys and specs, as `structure.survey` gives them."""
+    free: str = ""
+    """What of a shape may differ: `first` the first dimension, `sizes` all of them, nothing."""
+    anywhere: bool = False
+    """Whether ranks may call it from different lines."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.site}"
+
+
+class Met(NamedTuple):
+    """What the ranks brought to a collective they agree on."""
+
+    same: bool
+    """Whether nothing differs, shapes included."""
+    blobs: Sequence[torch.Tensor] | torch.Tensor
+    """Every rank's bytes in rank order; `[world_size, n]` where all have the same number."""
+
+
+Write = Callable[[torch.Tensor], object]
+"""Fills the bytes it is given."""
+
+
+class Agreement:
+    """The exchanges of this rank with the others, one after the other.
+
+    Args:
+        wire: Carries them.
+        rank: Of this process.
+        size: How many there are.
+    """
+
+    def __init__(self, wire: Wire, rank: int, size: int) -> None:
+        self._wire, self.rank, self.size = wire, rank, size
+        memory = bytearray(SLOT)
+        self._slot = torch.frombuffer(memory, dtype=torch.uint8)
+        self._head = memoryview(memory)[:_HEAD].cast("q")
+        self._last: Call | None = None
+
+    def exchange(
+        self, call: Call, size: int = 0, write: Write | None = None, *, failure: str | None = None
+    ) -> Met:
+        """Come to an agreement with all ranks, and give them some bytes.
+
+        Args:
+            call: What this rank is about to do.
+            size: How many bytes it has for the others; may differ.
+            write: Puts them where they travel.
+            failure: Why this rank cannot take part; all ranks raise then.
+
+        Raises:
+            MismatchError: The ranks do different things. Raised on every rank, and all can go on.
+            StallError: A rank did not come in time, or is gone.
+        """
+        strict, loose = _digests(call) if failure is None else (-1, -1)
+        self._head[0], self._head[1], self._head[2] = strict, loose, size
+        inline = size <= ROOM
+        if write and inline and size:
+            write(self._slot[_HEAD : _HEAD + size])
+        slots = self._swap(call)
+        heads = slots[:, :_HEAD].contiguous().view(torch.int64).tolist()
+        self._check(heads, call, failure)
+        self._last = call
+        return Met(_equal(heads, 0), self._blobs(slots, [head[2] for head in heads], write, call))
+
+    def _check(self, heads: list[list[int]], call: Call, failure: str | None) -> None:
+        agreed = _equal(heads, 0) or _equal(heads, 1)
+        if agreed and failure is None and heads[0][0] != -1:
+            return
+        data = f" of {described(call.structure)}" if call.structure else ""
+        mine = f"{call}{data}" + (f": {failure}" if failure else "")
+        texts = self._texts(mine)
+        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
+
+    def _texts(self, mine: str) -> list[str]:
+        data = bytearray(mine.encode())
+        met = self.exchange(
+            Call("describing", _NOWHERE),
+            len(data),
+            lambda room: room.copy_(torch.frombuffer(data, dtype=torch.uint8)),
+        )
+        return [bytes(blob.tolist()).decode() for blob in met.blobs]
+
+    def _blobs(
+        self, slots: torch.Tensor, sizes: list[int], write: Write | None, call: Call
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
+        if max(sizes) <= ROOM:
+            if sizes.count(sizes[0]) == len(sizes):
+                return slots[:, _HEAD : _HEAD + sizes[0]]
+            return [slot[_HEAD : _HEAD + size] for slot, size in zip(slots, sizes, strict=True)]
+        own = torch.empty(sizes[self.rank] if sizes[self.rank] > ROOM else 0, dtype=torch.uint8)
+        if write and len(own):
+            write(own)
+        large = self.share(own, [size if size > ROOM else 0 for size in sizes], call)
+        return [
+            large[rank] if size > ROOM else slots[rank, _HEAD : _HEAD + size]
+            for rank, size in enumerate(sizes)
+        ]
+
+    def share(
+        self, own: torch.Tensor, sizes: Sequence[int], call: Call
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Every rank's bytes, of sizes all have agreed on; `[world_size, n]` where they are equal.
+
+        Args:
+            own: `[n]` bytes of this rank.
+            sizes: How many each rank has.
+            call: What for.
+        """
+        equal = all(size == sizes[0] for size in sizes)
+        rooms: Sequence[torch.Tensor] | torch.Tensor = (
+            torch.empty(self.size, sizes[0], dtype=torch.uint8)
+            if equal
+            else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        )
+        rooms[self.rank].copy_(own)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._transfer(dict.fromkeys(others, own), {rank: rooms[rank] for rank in others}, call)
+        return rooms
+
+    def deal(self, own: Sequence[torch.Tensor], room: torch.Tensor, source: int, call: Call) -> None:
+        """Bytes of the rank `source` to every other, to each its own.
+
+        Args:
+            own: On `source`, `[n]` bytes for each rank; elsewhere unused.
+            room: Elsewhere, where the bytes go.
+            source: Who deals.
+            call: What for.
+        """
+        if self.rank != source:
+            self._transfer({}, {source: room}, call)
+        else:
+            self._transfer({rank: data for rank, data in enumerate(own) if rank != source}, {}, call)
+
+    def _swap(self, call: Call) -> torch.Tensor:
+        try:
+            return self._wire.swap(self._slot, call.__str__)
+        except SilenceError as error:
+            raise self._stalled(error, call) from error
+
+    def _transfer(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], call: Call
+    ) -> None:
+        try:
+            self._wire.transfer(outgoing, incoming, call.__str__)
+        except SilenceError as error:
+            raise self._stalled(error, call) from error
+
+    def _stalled(self, error: SilenceError, call: Call) -> StallError:
+        last = f"it was last in {self._last}" if self._last else "it has been in no collective yet"
+        missing = [rank for rank in range(self.size) if rank not in error.news]
+        lines = "\n".join(
+            f"  rank {rank}: "
+            + (f"waits in {error.news[rank]}" if rank in error.news else f"is missing; {last}")
+            for rank in range(self.size)
+        )
+        who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        if error.timed_out:
+            return StallError(f"{who} did not come to {call} in time:\n{lines}")
+        return RankLostError(f"{who} ended, or lost its connection, and {call} cannot complete:\n{lines}")
+
+
+_NOWHERE = CallSite("", 0, "")
+
+
+def _equal(heads: list[list[int]], column: int) -> bool:
+    first = heads[0][column]
+    return all(head[column] == first for head in heads)
+
+
+@lru_cache(maxsize=1024)
+def _digests(call: Call) -> tuple[int, int]:
+    """Of all that must be equal, and of the same without what of the shapes is free."""
+    place = "" if call.anywhere else str(call.site)
+    loose = tuple(
+        item.freed(call.free) if isinstance(item, Spec) and call.free else item for item in call.structure
+    )
+    return tuple(_digest(f"{call.operation}\n{place}\n{some}") for some in (call.structure, loose))  # type: ignore[return-value]
+
+
+def _digest(text: str) -> int:
+    # One bit less, so that -1 is nobody's.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def here(operation: str, structure: tuple[Any, ...] = (), *, free: str = "", anywhere: bool = False) -> Call:
+    """The call that is under way, from the line of the user's code it came from."""
+    return Call(operation, call_site(), structure, free, anywhere)

@@ -1,0 +1,227 @@
+"""The order of an epoch: what the script's sampler draws, from any position, equal on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from typing_extensions import override
+
+from accel_runtime import rng
+from accel_runtime.backends.base import Backend
+from accel_runtime.data.sampling import Index, Sharding, Step
+
+__all__ = ["Batches", "Order", "Samples", "order_of"]
+
+_OF_TORCH = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+"""Samplers that draw from a generator of torch's and from nothing else."""
+_AHEAD = 64
+"""Steps that a sampler without length is drawn ahead, to be compared in one go."""
+
+
+class Order(ABC):
+    """What a sampler draws, divided among the ranks."""
+
+    def __init__(self, source: Any, sharding: Sharding, backend: Backend) -> None:
+        self.source = source
+        """The script's sampler, or batch sampler."""
+        self.sharding = sharding
+        self._backend = backend
+
+    @property
+    def draws_from(self) -> tuple[str, ...]:
+        """The global generators that may be drawn from, out of `rng.KINDS`."""
+        return rng.KINDS
+
+    @property
+    @abstractmethod
+    def stride(self) -> int:
+        """How far a full step advances."""
+
+    @abstractmethod
+    def steps(self) -> int:
+        """How many steps an epoch has."""
+
+    @abstractmethod
+    def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        """This rank's steps from `position` on; `eager` draws the whole order with the first."""
+
+    def _drawn(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
+        """What the first rank drew. A sampler of the script may draw from anything, so the ranks compare."""
+        if not eager and self._backend.topology.world_size == 1:
+            return iter(items)
+        return _compared(items, _length(self.source, self.stride * _AHEAD) + 1, self._backend)
+
+
+class Samples(Order):
+    """An order of samples, cut into batches of one size.
+
+    Args:
+        sampler: The script's.
+        batch_size: The script's.
+        sharding: How batches are divided.
+        backend: Carries what the ranks have to agree on.
+        seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
+    """
+
+    def __init__(
+        self, sampler: Any, batch_size: int, sharding: Sharding, backend: Backend, seed: int | None = None
+    ) -> None:
+        super().__init__(sampler, sharding, backend)
+        self._batch_size = batch_size
+        self._seed = seed
+
+    @property
+    @override
+    def draws_from(self) -> tuple[str, ...]:
+        if type(self.source) is SequentialSampler:
+            return ()
+        return ("torch",) if type(self.source) in _OF_TORCH else rng.KINDS
+
+    @property
+    @override
+    def stride(self) -> int:
+        return self.sharding.global_size(self._batch_size)
+
+    @override
+    def steps(self) -> int:
+        return self.sharding.steps(len(self.source), self._batch_size)
+
+    @override
+    def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        order, head = self._from(position, self._seeded(epoch), eager=eager)
+        return self.sharding.cut(order, self._batch_size, head)
+
+    def _from(
+        self, position: int, sampler: Any, *, eager: bool
+    ) -> tuple[Iterable[Index], Sequence[Index] | None]:
+        """The order from `position` on and, unless that is its start, the first step of all."""
+        if type(sampler) is SequentialSampler:
+            everything = range(len(sampler))
+            return everything[position:], everything[: self.stride] if position else None
+        if position and _is_permutation(sampler):
+            return _permuted(sampler, position, self.stride)
+        known = type(sampler) in _OF_TORCH
+        drawn = iter(sampler) if known else self._drawn(sampler, eager=eager)
+        return _split(drawn, position, self.stride)
+
+    def _seeded(self, epoch: int) -> Any:
+        if self._seed is None or type(self.source) is not RandomSampler:
+            return self.source
+        sampler = copy.copy(self.source)
+        sampler.generator = torch.Generator().manual_seed(self._seed + epoch)
+        return sampler
+
+
+class Batches(Order):
+    """An order of batches, which may be of any size: whole batches are shared out.
+
+    Args:
+        source: The script's batch sampler.
+        batch_size: The length of a full batch; None where there is no fixed one.
+        sharding: How batches are divided.
+        backend: Carries what the ranks have to agree on.
+    """
+
+    def __init__(self, source: Any, batch_size: int | None, sharding: Sharding, backend: Backend) -> None:
+        super().__init__(source, sharding, backend)
+        self._batch_size = batch_size
+
+    @property
+    @override
+    def stride(self) -> int:
+        return 1 if self.sharding.split else self.sharding.world_size
+
+    @override
+    def steps(self) -> int:
+        return self.sharding.rounds(len(self.source))
+
+    @override
+    def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        order, head = _split(self._drawn(map(list, self.source), eager=eager), position, self.stride)
+        first = list(chain.from_iterable(head)) if head is not None else None
+        return self.sharding.group(order, self._batch_size, first)
+
+
+def order_of(source: Any, sharding: Sharding, backend: Backend, seed: int | None) -> Order:
+    """The order a batch sampler stands for."""
+    if type(source) is BatchSampler:
+        return Samples(source.sampler, source.batch_size, sharding, backend, seed)
+    return Batches(source, getattr(source, "batch_size", None), sharding, backend)
+
+
+def _split(drawn: Iterator[Any], position: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:
+    """What follows `position`, and the first `stride` items where something was left out."""
+    if not position:
+        return drawn, None
+    passed = list(islice(drawn, max(position, stride)))
+    return chain(passed[position:], drawn), passed[:stride]
+
+
+def _is_permutation(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _permuted(sampler: RandomSampler, position: int, stride: int) -> tuple[Iterator[int], list[int]]:
+    """What RandomSampler draws, without walking what lies before `position`.
+
+    The draws are those of torch's own `RandomSampler.__iter__`, to the last one, which leaves the generator where
+    a whole walk does.
+    """
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    count = sampler.num_samples
+    order = torch.randperm(count, generator=generator)
+
+    def rest() -> Iterator[int]:
+        yield from order[position:].tolist()
+        torch.randperm(count, generator=generator)
+
+    return rest(), order[:stride].tolist()
+
+
+def _compared(items: Iterable[Any], many: int, backend: Backend) -> Iterator[Any]:
+    """The first rank's items: so many at a time are drawn on all ranks, and travel only where they differ."""
+    source = iter(items)
+    while True:
+        drawn = list(islice(source, many))
+        prints = backend.all_gather(_fingerprint(drawn).to(backend.device))
+        if not bool((prints == prints[0]).all()):
+            drawn = backend.broadcast_object(drawn)
+        yield from drawn
+        if len(drawn) < many:
+            return
+
+
+def _length(source: Any, otherwise: int) -> int:
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):  # a BatchSampler has one only if its sampler has
+        return otherwise
+
+
+def _fingerprint(items: list[Any]) -> torch.Tensor:
+    """Eight bytes that differ where orders differ: `[1]`, int64."""
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(items), 4096):
+        digest.update(pickle.dumps(items[start : start + 4096]))
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)

@@ -1,0 +1,198 @@
+"""Any object as bytes for another rank of the same job, its tensors beside the pickle and not in it.
+
+The bytes come from our own peers over a connection of ours, never from a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import override
+
+from accel_runtime.agreement import ROOM, Agreement, Call, here
+
+__all__ = ["Parcel", "deal_objects", "share_objects", "unwrapped", "wrapped"]
+
+_ALIGNED = 64
+
+
+class Parcel(NamedTuple):
+    """An object on its way."""
+
+    size: int
+    """Bytes it takes."""
+    head: bytes
+    """The pickle, after the lengths of all parts."""
+    parts: list[torch.Tensor]
+    """The buffers that stay outside of it, as bytes or of their own dtype."""
+
+    def write(self, room: torch.Tensor) -> None:
+        """Write it into `[size]` bytes."""
+        memory(room)[: len(self.head)] = self.head
+        start = _up(len(self.head))
+        for part in self.parts:
+            room[start : start + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+            start = _up(start + part.nbytes)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors, and the buffers of other arrays, outside of the pickle."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._keep)
+        self.parts: list[torch.Tensor] = []
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        place = pickle.PickleBuffer(bytearray())
+        self._waiting[id(place)] = obj.detach()
+        return _tensor, (place, obj.dtype, tuple(obj.shape), obj.device.type)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> None:
+        tensor = self._waiting.pop(id(buffer), None)
+        if tensor is None:
+            data = buffer.raw()
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0)
+        self.parts.append(tensor)
+
+
+def wrapped(item: Any) -> Parcel:
+    """An object, ready to be written.
+
+    Raises:
+        Exception: Whatever it raises when it is pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(item)
+    text = file.getvalue()
+    sizes = [part.nbytes for part in pickler.parts]
+    head = struct.pack(f"<{len(sizes) + 2}q", len(sizes), len(text), *sizes) + text
+    end = len(head)
+    for size in sizes:
+        end = _up(end) + size
+    return Parcel(end, head, pickler.parts)
+
+
+def unwrapped(room: torch.Tensor) -> Any:
+    """The object that was written into these bytes; its tensors live in them."""
+    data = memory(room)
+    count, length = struct.unpack_from("<2q", data)
+    sizes = struct.unpack_from(f"<{count}q", data, 16)
+    start = 16 + 8 * count
+    end, buffers = start + length, []
+    for size in sizes:
+        begin = _up(end)
+        end = begin + size
+        buffers.append(data[begin:end])
+    return pickle.Unpickler(io.BytesIO(data[start : start + length]), buffers=buffers).load()  # noqa: S301
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU; they live as long as the view."""
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torch.Tensor:
+    data = memoryview(buffer)
+    # A buffer of nothing is refused.
+    numbers = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return numbers.view(shape).to(device)
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def share_objects(operation: str, item: Any, agreement: Agreement) -> list[Any]:
+    """Every rank's object, in rank order; tensors arrive on the device type they came from.
+
+    Raises:
+        MismatchError: The ranks do different things, or an object cannot be pickled. Raised on every rank.
+    """
+    call = here(operation)
+    parcel, failure = _tried(item)
+    met = agreement.exchange(call, parcel.size, parcel.write, failure=failure)
+    return [unwrapped(blob) for blob in met.blobs]
+
+
+def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
+    """Of the first rank's objects, one for every rank, this rank's own.
+
+    Args:
+        items: On the first rank, one for every rank; elsewhere unused.
+        agreement: Carries them.
+
+    Raises:
+        MismatchError: As for `share_objects`, or there is not one object a rank. Raised on every rank.
+    """
+    call = here("scatter_object")
+    if agreement.rank:
+        met = agreement.exchange(call)
+        return _dealt(met.blobs[0], agreement, call)
+    parcels, failure = [], None
+    if items is None or len(items) != agreement.size:
+        failure = (
+            f"one object a rank is needed, {agreement.size}; there are {0 if items is None else len(items)}"
+        )
+    else:
+        tried = [_tried(item) for item in items[1:]]
+        parcels = [_EMPTY, *(parcel for parcel, _ in tried)]
+        failure = next((text for _, text in tried if text), None)
+    table = torch.tensor([parcel.size for parcel in parcels], dtype=torch.int64).view(torch.uint8)
+    bounds = _bounds([parcel.size for parcel in parcels])
+    inline = bounds[-1] <= ROOM
+
+    def write(room: torch.Tensor) -> None:
+        room[: len(table)] = table
+        for parcel, start in zip(parcels, bounds if inline else (), strict=False):
+            parcel.write(room[start : start + parcel.size])
+
+    agreement.exchange(call, bounds[-1] if inline else len(table), write, failure=failure)
+    assert items is not None
+    if not inline:
+        rooms = [torch.empty(parcel.size, dtype=torch.uint8) for parcel in parcels]
+        for parcel, room in zip(parcels, rooms, strict=True):
+            parcel.write(room)
+        agreement.deal(rooms, rooms[0], 0, call)
+    return items[0]
+
+
+def _dealt(blob: torch.Tensor, agreement: Agreement, call: Call) -> Any:
+    sizes = blob[: 8 * agreement.size].view(torch.int64).tolist()
+    size, start = sizes[agreement.rank], _bounds(sizes)[agreement.rank]
+    if len(blob) > 8 * agreement.size:
+        return unwrapped(blob[start : start + size])
+    room = torch.empty(size, dtype=torch.uint8)
+    agreement.deal((), room, 0, call)
+    return unwrapped(room)
+
+
+def _bounds(sizes: Sequence[int]) -> list[int]:
+    """Where each parcel starts behind the table of their sizes, and where the last ends."""
+    bounds = [_up(8 * len(sizes))]
+    for size in sizes:
+        bounds.append(_up(bounds[-1] + size))
+    return bounds
+
+
+_EMPTY = Parcel(0, b"", [])
+
+
+def _tried(item: Any) -> tuple[Parcel, str | None]:
+    """An object wrapped, or why it cannot be."""
+    try:
+        return wrapped(item), None
+    except Exception as error:  # noqa: BLE001 - the others wait: they are told, whatever it is
+        return _EMPTY, f"{type(error).__name__}: {error}"

@@ -1,0 +1,64 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comet_ml
+from typing_extensions import override
+
+from accel_runtime.tracking.base import Provided, on_main_process
+from accel_runtime.tracking.values import flat
+
+__all__ = ["CometMLTracker"]
+
+
+class CometMLTracker(Provided):
+    """Numbers become metrics, text becomes "other" values; nested names are joined by `/`.
+
+    Args:
+        run_name: The project's name.
+        **kwargs: For `comet_ml.start`, which needs comet_ml 3.41.0 or newer.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @override
+    @on_main_process
+    def start(self) -> None:
+        self.writer = comet_ml.start(**{"project_name": self.run_name, **self.init_kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.writer
+
+    @override
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer.log_parameters(flat(values))
+
+    @override
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values; `kwargs` go to `log_metric` or `log_other`."""
+        if step is not None:
+            self.writer.set_step(step)
+        for key, value in flat(values).items():
+            if isinstance(value, (bool, int, float)):
+                self.writer.log_metric(key, value, step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.log_other(key, value, **kwargs)
+            else:
+                self.leave_out({key: value})
+
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.end()

@@ -1,0 +1,89 @@
+"""TensorBoard: event files in the logging directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+from typing_extensions import override
+
+from accel_runtime.tracking.base import Provided, on_main_process
+from accel_runtime.tracking.values import flat, numbers, plain
+
+__all__ = ["TensorBoardTracker"]
+
+
+class TensorBoardTracker(Provided):
+    """Numbers become scalars, text becomes text, a mapping of numbers several curves in one chart.
+
+    Args:
+        run_name: The project's name; a folder in `logging_dir`.
+        logging_dir: Where the event files go.
+        **kwargs: For `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir) / run_name
+        self.init_kwargs = kwargs
+
+    @override
+    @on_main_process
+    def start(self) -> None:
+        self.writer = SummaryWriter(str(self.logging_dir), **self.init_kwargs)
+
+    @property
+    def tracker(self) -> SummaryWriter:
+        """The writer."""
+        return self.writer
+
+    @override
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the configuration as hyperparameters, and in a file `hparams.yml` beside them."""
+        simple = {key: _simple(value) for key, value in flat(values).items()}
+        run = str(time.time())
+        self.writer.add_hparams(simple, {}, run_name=run)
+        self.writer.flush()
+        (self.logging_dir / run / "hparams.yml").write_text(yaml.safe_dump(simple), encoding="utf-8")
+
+    @override
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values; `kwargs` go to the writer's `add_scalar`, `add_text` or `add_scalars`."""
+        for key, given in values.items():
+            value = plain(given)
+            if isinstance(value, (bool, int, float)):
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                counted, others = numbers(value)
+                self.writer.add_scalars(key, counted, global_step=step, **kwargs)
+                self.leave_out({f"{key}/{below}": other for below, other in others.items()})
+            else:
+                self.leave_out({key: value})
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record batches of images, `[N, C, H, W]` unless `dataformats` says otherwise."""
+        for key, images in values.items():
+            self.writer.add_images(key, images, global_step=step, **kwargs)
+
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def _simple(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,76 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wandb
+from typing_extensions import override
+
+from accel_runtime.tracking.base import Provided, on_main_process
+from accel_runtime.tracking.values import deep
+
+__all__ = ["WandBTracker"]
+
+
+class WandBTracker(Provided):
+    """Hands over to `wandb`, which takes numbers, text, nested mappings and its own media.
+
+    Args:
+        run_name: The project's name; `name` is that of the run.
+        **kwargs: For `wandb.init`.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @override
+    @on_main_process
+    def start(self) -> None:
+        self.run = wandb.init(**{"project": self.run_name, **self.init_kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    @override
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(deep(values), allow_val_change=True)
+
+    @override
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values; `kwargs` go to `Run.log`."""
+        self.run.log(deep(values), step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record lists of images: arrays `[H, W, C]`, tensors `[C, H, W]`, or PIL images."""
+        for key, images in values.items():
+            self.run.log({key: [wandb.Image(image) for image in images]}, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a table: `columns` and rows of `data`, or a `dataframe`."""
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.run.log({table_name: table}, step=step, **kwargs)
+
+    @override
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()

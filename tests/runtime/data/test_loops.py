@@ -1,0 +1,232 @@
+"""Which step is in hand: a gather for metrics is exact for several loops at once, and outside of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator
+
+
+class Doubling(nn.Module):
+    """A model whose outputs say what it was given."""
+
+    def forward(self, x):
+        return x * 2
+
+
+def prepared(accelerator, count, size=4):
+    return accelerator.prepare(DataLoader(range(count), batch_size=size))
+
+
+def test_two_loaders_of_different_lengths_walked_together_lose_nothing(ranks):
+    """Row A26: `zip`. Their own tensors, and what a prepared model made of them, are known."""
+
+    def seen():
+        accelerator = Accelerator()
+        model = accelerator.prepare(Doubling())
+        first, second = prepared(accelerator, 16), prepared(accelerator, 10)
+        found = [[], [], [], []]
+        for one, other in zip(first, second, strict=False):
+            found[0] += accelerator.gather_for_metrics(one).tolist()
+            found[1] += accelerator.gather_for_metrics(other).tolist()
+            found[2] += accelerator.gather_for_metrics(model(one) + 1).tolist()
+            found[3] += accelerator.gather_for_metrics(model(other) + 1).tolist()
+        return found
+
+    steps = -(-10 // (4 * ranks.size))
+    longer, shorter = list(range(min(16, steps * 4 * ranks.size))), list(range(10))
+    wanted = [longer, shorter, [2 * n + 1 for n in longer], [2 * n + 1 for n in shorter]]
+    assert ranks.run(seen) == [wanted] * ranks.size
+
+
+def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_or_told(several):
+    def seen():
+        accelerator = Accelerator()
+        first, second = (
+            prepared(accelerator, 20, 2),
+            prepared(accelerator, 4 * accelerator.num_processes - 1, 2),
+        )
+        told, refused = [], 0
+        for one, _ in zip(first, second, strict=False):
+            told += accelerator.gather_for_metrics(one + 1, batch=one).tolist()
+            try:
+                accelerator.gather_for_metrics(one + 1)
+            except ValueError as error:
+                refused += "say which batch" in str(error)
+        return told, refused
+
+    told = list(range(1, 4 * several.size + 1))
+    assert several.run(seen) == [(told, 1)] * several.size
+
+
+def test_a_batch_nobody_handed_out_cannot_be_told():
+    with pytest.raises(ValueError, match="takes a batch as a prepared loader gave it"):
+        Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
+
+
+def test_a_script_may_look_one_batch_ahead(ranks):
+    """Row A27: the batch in hand is not the one fetched last."""
+
+    def seen():
+        accelerator = Accelerator()
+        model = accelerator.prepare(Doubling())
+        found = [[], []]
+        walk = iter(prepared(accelerator, 9, 2))
+        ahead = next(walk)
+        while ahead is not None:
+            batch, ahead = ahead, next(walk, None)
+            found[0] += accelerator.gather_for_metrics(batch).tolist()
+            found[1] += accelerator.gather_for_metrics(model(batch) + 1).tolist()
+        return found
+
+    assert ranks.run(seen) == [[list(range(9)), [2 * n + 1 for n in range(9)]]] * ranks.size
+
+
+@pytest.mark.parametrize("count", [13, 16, 24, 25])
+def test_what_a_loop_collected_can_be_gathered_once_after_it(ranks, count):
+    """Row A28: in the dataset's order, each sample once; objects too; also in the middle of another loop."""
+
+    def collected(accelerator, count):
+        values, texts = [], []
+        for batch in prepared(accelerator, count):
+            values.append(batch * 2)
+            texts += [str(n) for n in batch.tolist()]
+        return accelerator.gather_for_metrics(torch.cat(values)).tolist(), accelerator.gather_for_metrics(
+            texts
+        )
+
+    def seen(count):
+        accelerator = Accelerator()
+        found = [collected(accelerator, count)]
+        for batch in prepared(accelerator, 7, 1):
+            found.append(collected(accelerator, count))
+            assert len(accelerator.gather_for_metrics(batch + 1)) in {1, accelerator.num_processes}
+        return all(one == found[0] for one in found) and found[0]
+
+    wanted = [2 * n for n in range(count)], [str(n) for n in range(count)]
+    assert ranks.run(seen, count) == [wanted] * ranks.size
+
+
+def test_after_a_loop_of_one_batch_with_repeats_it_must_be_said_what_is_gathered(several):
+    """Other data may well have as many rows as one batch."""
+
+    def refused():
+        accelerator = Accelerator()
+        for batch in prepared(accelerator, 3):
+            assert accelerator.gather_for_metrics(batch * 2).tolist() == [0, 2, 4]
+        with pytest.raises(ValueError, match="as many as the only batch of the loop that is over"):
+            accelerator.gather_for_metrics(torch.ones(4))
+        return accelerator.gather_for_metrics(batch * 2, batch=batch).tolist()
+
+    assert several.run(refused) == [[0, 2, 4]] * several.size
+
+
+def test_outside_of_all_loops_everything_is_kept(ranks):
+    """Rows A29 and A31: neither a loop that ended nor one that was left says anything of other data."""
+
+    def seen():
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        for _ in prepared(accelerator, 9, 4):
+            pass
+        after = accelerator.gather_for_metrics(torch.arange(5)).tolist()
+        for _ in prepared(accelerator, 3, 4):
+            break
+        left = accelerator.gather_for_metrics(torch.arange(5)).tolist()
+        try:
+            for _ in prepared(accelerator, 3, 4):
+                next(iter(()))
+        except StopIteration:
+            failed = accelerator.gather_for_metrics(torch.arange(5)).tolist()
+        synced = []
+        for _ in prepared(accelerator, 40, 1):
+            with accelerator.accumulate():
+                synced.append(accelerator.sync_gradients)
+            if len(synced) == 5:
+                break
+        return after, left, failed, synced
+
+    everything = [0, 1, 2, 3, 4] * ranks.size
+    assert (
+        ranks.run(seen)
+        == [(everything, everything, everything, [False, False, False, True, False])] * ranks.size
+    )
+
+
+def test_loops_left_in_the_middle_are_forgotten(ranks):
+    """Row A30."""
+
+    def left():
+        accelerator = Accelerator()
+        for _ in range(5):
+            for _ in prepared(accelerator, 40):
+                break
+        return len(accelerator._loops._open), len(accelerator._loops._finished)
+
+    assert ranks.run(left) == [(0, 0)] * ranks.size
+
+
+def test_scalars_objects_and_several_rows_a_sample_are_exact_at_the_last_step(ranks):
+    """Rows A22 to A25."""
+
+    def seen():
+        accelerator = Accelerator()
+        found = {"id": [], "txt": [], "rows": [], "scalar": None, "one": None}
+        for batch in prepared(accelerator, 10, 2):
+            whole = accelerator.gather_for_metrics({"id": batch, "txt": [f"no {n}" for n in batch.tolist()]})
+            found["id"] += whole["id"].tolist()
+            found["txt"] += whole["txt"]
+            found["rows"] += accelerator.gather_for_metrics(batch.repeat_interleave(3)).tolist()
+            rank = torch.tensor(accelerator.process_index)
+            found["scalar"] = torch.atleast_1d(accelerator.gather_for_metrics(rank)).tolist()
+        return found
+
+    wanted = {
+        "id": list(range(10)),
+        "txt": [f"no {n}" for n in range(10)],
+        "rows": [n for n in range(10) for _ in range(3)],
+        "scalar": list(range(ranks.size)),
+        "one": None,
+    }
+    assert ranks.run(seen) == [wanted] * ranks.size
+
+
+@pytest.mark.parametrize(("count", "size"), [(10, 4), (5, 4), (9, 4), (1, 3), (0, 2), (21, 4)])
+def test_uneven_batches_are_gathered_exactly_and_all_ranks_take_the_same_steps(ranks, count, size):
+    """Row A2 (there: a hang, or an abort)."""
+
+    def seen(count, size):
+        accelerator = Accelerator()
+        accelerator.even_batches = False
+        loader, own, whole = prepared(accelerator, count, size), 0, []
+        for batch in loader:
+            own += 1
+            whole += accelerator.gather_for_metrics(batch).tolist()
+        return own == len(loader), whole
+
+    assert ranks.run(seen, count, size) == [(True, list(range(count)))] * ranks.size
+
+
+def test_a_prepared_model_can_be_copied_and_saved(several):
+    def copies():
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Flatten(0))
+        torch.save(model, io.BytesIO())
+        return copy.deepcopy(model)(torch.ones(1, 1)).tolist()
+
+    assert several.run(copies) == [[1.0]] * several.size
+
+
+def test_a_loop_over_data_without_tensors_is_exact(ranks):
+    def seen():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader([str(n) for n in range(9)], batch_size=2))
+        return list(itertools.chain.from_iterable(map(accelerator.gather_for_metrics, loader)))
+
+    assert ranks.run(seen) == [[str(n) for n in range(9)]] * ranks.size
