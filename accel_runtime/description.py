@@ -108,7 +108,10 @@ class Description:
         """What is to be read, as pairs of a title and a text."""
         of = self.processes
         over = f" over {of.process_group}" if of.process_group else ""
-        yield "processes", f"{of.world_size}{over}, {of.local_world_size} on this machine; this is rank {of.rank}"
+        yield (
+            "processes",
+            f"{of.world_size}{over}, {of.local_world_size} on this machine; this is rank {of.rank}",
+        )
         yield "device", of.device
         yield "precision", self.precision
         for model in self.models:
