@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from accel_runtime import rng
 from accel_runtime.data.slices import Slicing
-from accel_runtime.data.states import Apart, capture
+from accel_runtime.data.states import Apart
 
 __all__ = ["Round", "Rounds"]
 
@@ -80,7 +81,7 @@ class Rounds:
         generator = getattr(getattr(self._source, "sampler", self._source), "generator", None)
         if generator is not None and "generator" in start:
             generator.set_state(start["generator"])
-        began["rng"] = start.get("rng") or capture()
+        began["rng"] = start.get("rng") or rng.capture()
         if generator is not None:
             began["generator"] = generator.get_state()
 

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from accel_runtime import rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.prints import mixed
 from accel_runtime.data.slices import Slicing, slicing_of
 from accel_runtime.data.source import Loop, Source
-from accel_runtime.data.states import Apart, agreed
+from accel_runtime.data.states import Apart
 from accel_runtime.data.workers import Made, Reading, Recipe
 
 __all__ = ["Flow", "Place", "Stream", "StreamsDifferError", "split_by_node"]
@@ -131,9 +132,10 @@ class Flow:
     ) -> Iterator[tuple[Made, list[Any]]]:
         """All batches; the first is read under random states that are the same on all ranks."""
         leads = backend.topology.rank == 0 and "rng" not in start
-        states, equal = (start["rng"], False) if "rng" in start else agreed(backend)
+        here = rng.capture()
+        states = start["rng"] if "rng" in start else rng.agreed(here, backend)
         place.began = {"rng": states} | self._generator(start, backend)
-        apart = None if equal else Apart(states)
+        apart = None if states is here else Apart(states)
         reads = apart if self.workers == 0 else None
         if reads and self._loader.generator is None:
             with reads():  # torch draws a seed for workers, also where there are none

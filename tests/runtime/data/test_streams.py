@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
-from accel_runtime import set_seed
+from accel_runtime import rng, set_seed
 from accel_runtime.backends.single import Single
-from accel_runtime.data import states
 from accel_runtime.data.streams import Stream, StreamsDifferError
 from accel_runtime.topology import Topology
 
@@ -33,10 +32,10 @@ DIVIDED = {
 
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = states.capture()
+    kept = rng.capture()
     seen = []
     for rank in range(world):
-        states.restore(kept)
+        rng.restore(kept)
         seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
