@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from itertools import chain
 
 import pytest
 import torch
 import walks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
@@ -22,12 +23,24 @@ from accel_runtime.topology import Topology
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-WHOLE = [walks.Stream, walks.Sized, walks.Shuffled, walks.Buffered, walks.Stateful]
+WHOLE = [walks.Stream, walks.Buffered]
+WHOLE += [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in (walks.Sized, walks.Shuffled, walks.Stateful)
+]
+WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 DIVIDED = {
     "in __iter__": (walks.Divided, None),
     "by worker_init_fn": (walks.Ranged, walks.divide),
     "by shards": (lambda count: walks.Shards(count, 3), None),
 }
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    """Torch waits five seconds for each worker of a loader that the garbage collector ends."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
 
 
 def everywhere(world, loader, start=None, stop=None, **options):
@@ -57,6 +70,7 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
 def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_last):
     def loader():
@@ -66,7 +80,7 @@ def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_
     assert seen == chunks(range(count), each * world, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers):
     """A7: Accelerate gives every sample once a worker."""
@@ -96,7 +110,7 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
         assert len(flat) in {17, 2, 7, 12 // (2 * ranks.size) * 2 * ranks.size}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
     """A8: Accelerate pads the tail of every worker; A11: three shards on two ranks hang."""
@@ -438,6 +452,7 @@ def test_a_worker_is_shown_as_torch_shows_it():
 # Length -----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
     """A6, A35: Accelerate counts by another batch size."""
@@ -523,6 +538,7 @@ def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
         ]
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_position_of_other_workers_is_refused():
     def source(workers, kind=walks.Divided):
         return Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
