@@ -75,8 +75,7 @@ def capture(generators: Sequence[torch.Generator] = (), kinds: Sequence[str] = K
     if "python" in kinds:
         version, numbers, spare = random.getstate()
         states["python"] = [version, list(numbers), spare]
-    # Nobody can have drawn from a NumPy that is not loaded.
-    if "numpy" in kinds and (numpy := sys.modules.get("numpy.random")):
+    if "numpy" in kinds and (numpy := _numpy()):
         name, keys, *rest = numpy.get_state()
         states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
     return states
@@ -89,7 +88,7 @@ def restore(states: States, generators: Sequence[torch.Generator] = ()) -> None:
     if "python" in states:
         version, numbers, spare = states["python"]
         random.setstate((version, tuple(numbers), spare))
-    if "numpy" in states and (numpy := sys.modules.get("numpy.random")):
+    if "numpy" in states and (numpy := _numpy()):
         name, keys, *rest = states["numpy"]
         numpy.set_state((name, keys.numpy().astype("uint32"), *rest))
     for generator, state in zip(generators, states["generators"], strict=False):
@@ -97,14 +96,17 @@ def restore(states: States, generators: Sequence[torch.Generator] = ()) -> None:
 
 
 def agreed(states: States, backend: Backend) -> States:
-    """The first rank's states: eight bytes tell whether all have them, and only where not do they travel."""
+    """The first rank's states: eight bytes tell whether all have them, and only where not do they travel.
+
+    Returns:
+        The very dict given if all ranks have the same, on every rank; another otherwise.
+    """
     if backend.topology.world_size == 1:
         return states
     prints = backend.all_gather(torch.tensor(_fingerprint(states), device=backend.device))
     if bool((prints == prints[0]).all()):
         return states
-    first: States = backend.broadcast_object(states)
-    return first
+    return dict(backend.broadcast_object(states))
 
 
 class Drawing:
@@ -142,6 +144,12 @@ class Drawing:
             self._inside = False
             self._states = capture(self._generators, self._kinds)
             restore(own)
+
+
+def _numpy() -> Any:
+    """NumPy's random module where NumPy is loaded: it loads that late, and whoever draws next may be the first."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
 
 
 def _fingerprint(states: States) -> int:

@@ -15,6 +15,7 @@ from accel_runtime.data.rounds import Rounds
 from accel_runtime.data.slices import factor, slicing_of
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Flow, Place
+from accel_runtime.samples import scatter_object
 from accel_runtime.topology import Topology
 
 __all__ = ["DispatchError", "Dispatched"]
@@ -132,12 +133,6 @@ class Dispatched(Source):
             samples += sum(round_.valid)
             share = Share(round_.valid, tuple(map(len, round_.indices)), round_.last)
             yield batches, share, {"samples": samples}
-
-
-def scatter_object(items: list[Any] | None, backend: Backend) -> Any:
-    """This rank's item of the first rank's list."""
-    everything: list[Any] = backend.broadcast_object(items)
-    return everything[backend.topology.rank]
 
 
 def _fetched(read: Iterator[list[Handed]], world_size: int) -> tuple[list[Any], Exception | None]:

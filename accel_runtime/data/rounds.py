@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 
+from accel_runtime import rng
 from accel_runtime.data.slices import Slicing
-from accel_runtime.data.states import Apart, capture
+from accel_runtime.data.states import Apart
 
 __all__ = ["Round", "Rounds"]
 
@@ -51,10 +53,10 @@ class Rounds:
             began: Is told the random states the order was drawn under.
         """
         given: deque[Round] = deque()
-        order = self._drawn(start, began)
+        self._begin(start, began)
         inner = copy.copy(self._loader)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        lists: Any = _Lists(self._rounds(order, start.get("samples", 0)), given, single=name == "sampler")
+        lists: Any = _Lists(self._rounds(start), given, single=name == "sampler")
         # DataLoader guards these names against assignment; the copy is ours to change.
         vars(inner).update({name: lists, "_iterator": None})
         walk = iter(inner)
@@ -74,31 +76,37 @@ class Rounds:
             return -(-batches // self._slicing.world_size)
         return batches // self._slicing.world_size
 
-    def _drawn(self, start: dict[str, Any], began: dict[str, Any]) -> Iterable[Any]:
-        """The sampler's order, drawn at once if it has an end, under the states `start` remembers."""
+    def _begin(self, start: dict[str, Any], began: dict[str, Any]) -> None:
+        """Note the random states of the epoch, and put those of the generator in force that `start` remembers."""
         generator = getattr(getattr(self._source, "sampler", self._source), "generator", None)
         if generator is not None and "generator" in start:
             generator.set_state(start["generator"])
-        began["rng"] = start.get("rng") or capture()
+        began["rng"] = start.get("rng") or rng.capture()
         if generator is not None:
             began["generator"] = generator.get_state()
-        if not hasattr(self._source, "__len__"):
-            endless: Iterable[Any] = self._source
-            return endless
-        if "rng" not in start:
-            return list(self._source)
-        with Apart(start["rng"])():
-            return list(self._source)
 
-    def _rounds(self, order: Iterable[Any], skipped: int) -> Iterator[Round]:
+    def _drawn(self, start: dict[str, Any]) -> Iterable[Any]:
+        """The sampler's order, drawn at once if it has an end, under the states `start` remembers."""
+        source: Iterable[Any] = self._source
+        if not hasattr(source, "__len__"):
+            return source
+        if "rng" not in start:
+            return list(source)
+        with Apart(start["rng"])():
+            if self._loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()  # torch draws a seed for workers first
+            return list(source)
+
+    def _rounds(self, start: dict[str, Any]) -> Iterator[Round]:
+        order, skipped = self._drawn(start), start.get("samples", 0)
         batches = ([index] for index in order) if self._loader.batch_sampler is None else map(list, order)
         steps = self._chunks(batches, skipped) if self._fixed else self._groups(batches, skipped)
-        start: list[Any] = []
+        first: list[Any] = []
         ahead = next(steps, None)
         while ahead is not None:
             parts, ahead = ahead, next(steps, None)
-            start = start or list(chain.from_iterable(parts))
-            yield self._filled(parts, start, last=ahead is None)
+            first = first or list(chain.from_iterable(parts))
+            yield self._filled(parts, first, last=ahead is None)
 
     def _chunks(self, batches: Iterator[list[Any]], skipped: int) -> Iterator[list[list[Any]]]:
         """What each rank takes of every global batch of one flat order."""

@@ -13,11 +13,12 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from accel_runtime import rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.prints import mixed
 from accel_runtime.data.slices import Slicing, slicing_of
 from accel_runtime.data.source import Loop, Source
-from accel_runtime.data.states import Apart, agreed
+from accel_runtime.data.states import Apart
 from accel_runtime.data.workers import Made, Reading, Recipe
 
 __all__ = ["Flow", "Place", "Stream", "StreamsDifferError", "split_by_node"]
@@ -131,10 +132,14 @@ class Flow:
     ) -> Iterator[tuple[Made, list[Any]]]:
         """All batches; the first is read under random states that are the same on all ranks."""
         leads = backend.topology.rank == 0 and "rng" not in start
-        states, equal = (start["rng"], False) if "rng" in start else agreed(backend)
+        here = rng.capture()
+        states = start["rng"] if "rng" in start else rng.agreed(here, backend)
         place.began = {"rng": states} | self._generator(start, backend)
-        apart = None if equal else Apart(states)
+        apart = None if states is here else Apart(states)
         reads = apart if self.workers == 0 else None
+        if reads and self._loader.generator is None:
+            with reads():  # torch draws a seed for workers, also where there are none
+                torch.empty((), dtype=torch.int64).random_()
         walk = iter(self._walk(start, reads))
         # With workers only their seeds are drawn here.
         with nullcontext() if apart is None or reads or leads else apart():
@@ -260,6 +265,8 @@ class Place:
 
 
 def _stand(made: Made) -> dict[str, Any]:
+    if made.last:  # a dataset may have set itself back to its start already
+        return {"samples": made.samples, "ended": True}
     state = {} if made.state is None else {"state": made.state, "state_at": made.samples}
     return {"samples": made.samples} | state
 

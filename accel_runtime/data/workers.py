@@ -92,6 +92,8 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         if parts is not None and (seat is None or len(parts) != seat.count):
             raise _misplaced(len(parts))
         where = start if parts is None or seat is None else parts[seat.place]
+        if where.get("ended"):
+            return
         source = _Samples(self._recipe, self._apart)
         try:
             source.open(where.get("state"))
@@ -148,15 +150,15 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         beyond = slicing.size if slicing.drop_last else 1  # what has to follow for a batch not to be the last
         ahead: list[Any] = []
         running, step = 0, 0
-        while batch := ahead + source.take(slicing.size - len(ahead)):
-            if slicing.drop_last and len(batch) < slicing.size:
+        while True:
+            mine = not whole or step % count == turn
+            found, state = source.read(slicing.size - len(ahead), beyond if mine else 0)
+            batch, ahead = (ahead + found)[: slicing.size], (ahead + found)[slicing.size :]
+            if not batch or (slicing.drop_last and len(batch) < slicing.size):
                 return
             samples += len(batch)
             before, running = running, self._print(batch, running)
-            ahead = []
-            if not whole or step % count == turn:
-                state = source.state()
-                ahead = source.take(beyond)
+            if mine:
                 worker = None if whole or seat is None else seat.place
                 made = Made(len(batch), samples, len(ahead) < beyond, worker, before, running, state)
                 wanted = whole or step * count + turn >= skip
@@ -276,19 +278,25 @@ class _Samples:
             first = list(islice(iterator, 1))
         self._iterator = chain(first, iterator) if first else iter(())
 
-    def take(self, count: int) -> list[Any]:
-        """So many more samples, or what there is."""
+    def read(self, count: int, beyond: int) -> tuple[list[Any], Any]:
+        """So many more samples and some beyond, or what there is.
+
+        Returns:
+            The samples, and the dataset's state before those beyond, if it has one and there are to be any.
+        """
         with self._aside():
             found = list(islice(self._iterator, count))
-        if len(found) < count:
+            state = copy.deepcopy(self._dataset.state_dict()) if self._stateful and beyond else None
+            found += islice(self._iterator, beyond)
+        if len(found) < count + beyond:
             self._iterator = iter(())
         if len(self._begin) < self._keep:
             self._begin += found[: self._keep - len(self._begin)]
-        return found
+        return found, state
 
     def skip(self, count: int) -> None:
         """Read so many samples for nothing."""
-        self.take(min(count, self._keep))
+        self.read(min(count, self._keep), 0)
         with self._aside():
             deque(islice(self._iterator, max(0, count - self._keep)), maxlen=0)
 
@@ -300,10 +308,6 @@ class _Samples:
                 self._begin = list(islice(iter(self._dataset), self._keep))
         return self._begin
 
-    def state(self) -> Any:
-        """The dataset's state after what was taken, if it has one."""
-        return copy.deepcopy(self._dataset.state_dict()) if self._stateful else None
-
     def close(self) -> None:
         """Have the next walk begin at the start."""
         if self._initial is not None:
@@ -312,8 +316,7 @@ class _Samples:
 
 def _misplaced(workers: int) -> ValueError:
     """The error of a position that another division of the stream has left."""
-    wanted = f"num_workers={workers}" if workers else "the loader it was taken with"
     return ValueError(
-        "this dataset splits itself among the workers of its loader, so its position is one a worker and holds "
-        f"for the same number of workers only: resume with {wanted}"
+        "this dataset splits itself among the workers of its loader, so a position in it holds for the same number "
+        f"of workers only: resume with num_workers={workers}"
     )

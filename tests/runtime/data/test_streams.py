@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from itertools import chain
 
 import pytest
 import torch
 import walks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
+from accel_runtime import rng, set_seed
 from accel_runtime.backends.single import Single
 from accel_runtime.data.streams import Stream, StreamsDifferError
 from accel_runtime.topology import Topology
@@ -21,7 +23,11 @@ from accel_runtime.topology import Topology
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-WHOLE = [walks.Stream, walks.Sized, walks.Shuffled, walks.Buffered, walks.Stateful]
+WHOLE = [walks.Stream, walks.Buffered]
+WHOLE += [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in (walks.Sized, walks.Shuffled, walks.Stateful)
+]
+WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 DIVIDED = {
     "in __iter__": (walks.Divided, None),
     "by worker_init_fn": (walks.Ranged, walks.divide),
@@ -29,13 +35,20 @@ DIVIDED = {
 }
 
 
+@pytest.fixture
+def _impatient(monkeypatch):
+    """Torch waits five seconds for each worker of a loader that the garbage collector ends."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    yield
+    gc.collect()
+
+
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = torch.get_rng_state(), random.getstate()
+    kept = rng.capture()
     seen = []
     for rank in range(world):
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
+        rng.restore(kept)
         seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
@@ -57,6 +70,7 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
 def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_last):
     def loader():
@@ -66,7 +80,7 @@ def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_
     assert seen == chunks(range(count), each * world, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers):
     """A7: Accelerate gives every sample once a worker."""
@@ -96,7 +110,7 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
         assert len(flat) in {17, 2, 7, 12 // (2 * ranks.size) * 2 * ranks.size}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
     """A8: Accelerate pads the tail of every worker; A11: three shards on two ranks hang."""
@@ -231,8 +245,6 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
-        from accel_runtime import set_seed
-
         set_seed(3, device_specific=True)
         source = Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False)
         epochs, own = [], []
@@ -252,16 +264,12 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
     def walk(workers):
-        from accel_runtime import set_seed
-
         set_seed(3)
         source = Stream(DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend())
         set_seed(3 + walks.backend().topology.rank)
         return [walked(source) for _ in range(2)]
 
     found = ranks.run(walk, workers)
-    from accel_runtime import set_seed
-
     set_seed(3)
     alone = DataLoader(walks.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
     for epoch in range(2):
@@ -430,9 +438,10 @@ def test_a_worker_is_shown_as_torch_shows_it():
     class Curious(walks.Stream):
         def __iter__(self):
             info = get_worker_info()
+            seen = info.id + 10 * info.num_workers
             assert info.dataset is self
             assert info.seed == torch.initial_seed()
-            yield from [info.id + 10 * info.num_workers]
+            yield seen
 
     got = checked(
         [walked(Stream(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
@@ -443,6 +452,7 @@ def test_a_worker_is_shown_as_torch_shows_it():
 # Length -----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
     """A6, A35: Accelerate counts by another batch size."""
@@ -528,6 +538,7 @@ def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
         ]
 
 
+@pytest.mark.usefixtures("_impatient")
 def test_a_position_of_other_workers_is_refused():
     def source(workers, kind=walks.Divided):
         return Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
@@ -546,12 +557,12 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
     """B3: Accelerate skips too few on several ranks."""
 
     def loader():
-        torch.manual_seed(0)
-        random.seed(0)
         return DataLoader(kind(23), batch_size=2, num_workers=workers)
 
+    set_seed(0)
     whole = everywhere(2, loader)
     source = Stream(loader(), walks.Likewise(0, 2))
+    set_seed(0)
     assert checked(everywhere(2, loader, source.after(skipped, {}))) == checked([s[skipped:] for s in whole])
     further = source.after(skipped, whole[0][0].position)
     assert checked(everywhere(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
