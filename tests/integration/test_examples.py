@@ -14,9 +14,9 @@ PRINTED = {
     "early_stopping": ([], r"stopped in epoch \d\nsteps on each process: \{\d+\}"),
     "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
-    "profiler": ([], r"PRINTED"),
-    "token_weights": (["--epochs", "1"], r"loss"),
-    "tracking": ([], r"PRINTED"),
+    "profiler": ([], r"traces of [12] process\(es\) in traces"),
+    "token_weights": (["--epochs", "1"], r"loss \d"),
+    "tracking": (["--epochs", "1"], r"\d+ steps are recorded in logs"),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
 """For each example its arguments here, and what its output holds."""
