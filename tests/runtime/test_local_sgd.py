@@ -68,7 +68,7 @@ def test_weights_are_those_averaged_by_hand_in_one_collective(ranks, every):
         model = accelerator.prepare(Network())
         optimizer, backend, seen = sgd(model), accelerator._backend, []
         with (
-            patch.object(backend, "all_reduce", wraps=backend.all_reduce) as sent,
+            patch.object(backend.agreement, "exchange", wraps=backend.agreement.exchange) as sent,
             LocalSGD(accelerator, model, every) as local,
         ):
             for batches in DATA:
