@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
     from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
+    from accel_runtime.data.loader import skip_first_batches
     from accel_runtime.env import Settings
     from accel_runtime.initializing import init_empty_weights, init_on_device
     from accel_runtime.kinds import DistributedType, PrecisionType
@@ -82,6 +83,7 @@ __all__ = [
     "release_memory",
     "send_to_device",
     "set_seed",
+    "skip_first_batches",
     "split_between_processes",
     "synchronize_rng_states",
     "tqdm",
@@ -107,6 +109,7 @@ _HOMES = {
     "get_logger": "accel_runtime.logging",
     "TorchDynamoPlugin": "accel_runtime.compilation",
     "set_seed": "accel_runtime.rng",
+    "skip_first_batches": "accel_runtime.data.loader",
     "tqdm": "accel_runtime.progress",
     "LocalSGD": "accel_runtime.local_sgd",
     "PartialState": "accel_runtime.state",

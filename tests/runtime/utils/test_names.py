@@ -29,13 +29,13 @@ NAMES = [
     "LocalSGD",
     "PartialState",
     "init_empty_weights",
+    "skip_first_batches",
+    "tqdm",
+    "get_logger",
 ]
-LATER = ["skip_first_batches", "tqdm", "get_logger"]
 
 
-@pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.xfail(reason="another room")) for n in LATER)]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_function_surface_is_in_both_places(name):
     assert name in accel_runtime.__all__
     assert getattr(utils, name) is getattr(accel_runtime, name)
