@@ -239,7 +239,7 @@ class Agreement:
         try:
             return self._wire.swap(self._slot, call.__str__)
         except SilenceError as error:
-            raise self._stalled(error, call) from error
+            raise self._stalled(error, call) from None
 
     def _transfer(
         self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], call: Call
@@ -247,7 +247,7 @@ class Agreement:
         try:
             self._wire.transfer(outgoing, incoming, call.__str__)
         except SilenceError as error:
-            raise self._stalled(error, call) from error
+            raise self._stalled(error, call) from None
 
     def _stalled(self, error: SilenceError, call: Call) -> StallError:
         last = f"it was last in {self._last}" if self._last else "it has been in no collective yet"

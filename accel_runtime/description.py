@@ -135,9 +135,11 @@ class Description:
             yield "scheduler", f"{scheduler.name}: {scheduler.advances}"
         for loader in self.loaders:
             yield "loader", _loader(loader, of.world_size, self.accumulation_steps)
-        chosen = {name: o for name, o in self.options.items() if o.origin != "default"}
-        for name, option in chosen.items():
-            yield "option", f"{name} = {option.value} ({option.origin})"
+        usual = Settings()
+        for name, option in self.options.items():
+            # A launcher says all of them, and mostly what they are anyway.
+            if option.value != getattr(usual, name):
+                yield "option", f"{name} = {option.value} ({option.origin})"
 
     @override
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ __all__ = ["LocalSGD"]
 class LocalSGD:
     """A block in which gradients stay with each process, and weights are averaged every few steps.
 
-    Trainable parameters are averaged in one collective a dtype. Buffers, such as the running statistics of
+    Trainable parameters are averaged in one collective. Buffers, such as the running statistics of
     a batch norm, and the states of optimizers stay each process's own.
 
     Args:

@@ -42,8 +42,9 @@ class UnevenInputs(Processes):
             if even_batches is not None:
                 for loader in self._loaders:
                     stack.enter_context(loader.overridden(even_batches=even_batches))
-            if self.use_distributed and not even_batches:
-                stack.enter_context(Join([j for j in joinables if not _learns_nothing(j)]))
+            joined = [item for item in joinables if not _learns_nothing(item)]
+            if joined and self.use_distributed and not even_batches:
+                stack.enter_context(Join(joined))
             yield
 
 

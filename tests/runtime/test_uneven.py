@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_runtime import Accelerator
 
@@ -31,13 +32,12 @@ def test_a_process_with_fewer_batches_answers_for_the_others(several):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("even", [None, True])
-def test_where_batches_are_even_nothing_is_joined(ranks, even):
-    def entered(even):
-        with Accelerator().join_uneven_inputs(["nothing to join"], even_batches=even):
+def test_where_batches_are_even_nothing_is_joined(ranks):
+    def entered():
+        with Accelerator().join_uneven_inputs(["nothing to join"], even_batches=True):
             return True
 
-    assert all(ranks.run(entered, even))
+    assert all(ranks.run(entered))
 
 
 def test_one_process_has_nobody_to_join(alone):
@@ -46,15 +46,31 @@ def test_one_process_has_nobody_to_join(alone):
 
 
 def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
     accelerator = Accelerator()
-    accelerator._loaders.append(object())
-    with accelerator.join_uneven_inputs([], even_batches=True):
-        pass
-    with (
-        pytest.raises(ValueError, match="cannot be told otherwise"),
-        accelerator.join_uneven_inputs([], False),
-    ):
-        pass
+    accelerator.prepare(DataLoader(Stream()))
+    for even in (True, False):
+        with (
+            pytest.raises(ValueError, match=f"even_batches={even} for a while"),
+            accelerator.join_uneven_inputs([], even_batches=even),
+        ):
+            pass
+
+
+def test_the_end_of_an_epoch_is_treated_otherwise_for_the_block(several):
+    def sizes():
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader(range(5), batch_size=4))
+        with accelerator.join_uneven_inputs([], even_batches=False):
+            inside = [len(batch) for batch in loader]
+        return inside, [len(batch) for batch in loader]
+
+    for rank, (inside, outside) in enumerate(several.run(sizes)):
+        assert inside == [5 // several.size + (rank < 5 % several.size)]
+        assert outside == [4]
 
 
 def test_prepared_loaders_are_told_for_the_block():

@@ -86,6 +86,7 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
     """A7: Accelerate gives every sample once a worker."""
 
     def walk(kind, workers):
+        walks.backend()
         seen = []
         for count, options in (
             (17, {}),
@@ -117,6 +118,7 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
     make, init = DIVIDED[kind]
 
     def walk(make, init, workers):
+        walks.backend()
         options = {"batch_size": 2, "num_workers": workers, "worker_init_fn": init}
         return [
             walked(Stream(DataLoader(make(count), **options), walks.backend(), even=even))
@@ -205,6 +207,7 @@ def test_texts_and_padded_batches_come_whole(ranks, workers):
     """A14, A15: Accelerate's dispatch dies of both."""
 
     def walk(workers):
+        walks.backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
         source = Stream(loader, walks.backend(), even=False)
         for batch in source.walk(walks.Loop(), {}):
@@ -230,6 +233,7 @@ class Doubling(DataLoader):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_walk_of_a_subclass_is_kept(ranks, workers):
     def walk(workers):
+        walks.backend()
         return walked(Stream(Doubling(walks.Stream(11), batch_size=2, num_workers=workers), walks.backend()))
 
     found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
@@ -245,6 +249,7 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
+        walks.backend()
         set_seed(3, device_specific=True)
         source = Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False)
         epochs, own = [], []
@@ -264,6 +269,7 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
     def walk(workers):
+        walks.backend()
         set_seed(3)
         source = Stream(DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend())
         set_seed(3 + walks.backend().topology.rank)
@@ -512,6 +518,7 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
     make, workers = KINDS[kind]
 
     def walk(make, workers):
+        walks.backend()
         source = Stream(DataLoader(make(23), batch_size=3, num_workers=workers), walks.backend())
         whole = walked(source)
         again = walked(source, whole[1].position)
