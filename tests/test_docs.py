@@ -25,7 +25,12 @@ from accel_runtime.env import HOME, PROFILE, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]
+OUTSIDE = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
+]
 PAGES = [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]
 SLOW = {"README.md", "docs/first-launch.md"}
 
@@ -268,7 +273,9 @@ def test_links_outside_the_site_lead_somewhere(page: Path) -> None:
     ):
         assert (page.parent / target).is_file(), target
         if anchor:
-            titles = re.findall(r"^#+ (.+)$", (page.parent / target).read_text(encoding="utf-8"), re.MULTILINE)
+            titles = re.findall(
+                r"^#+ (.+)$", (page.parent / target).read_text(encoding="utf-8"), re.MULTILINE
+            )
             assert anchor in {re.sub(r"[^\w]+", "-", title.lower()).strip("-") for title in titles}
 
 
