@@ -16,7 +16,7 @@ from accel_runtime import tree
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import Backend
 from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.gradients import Gradients
@@ -160,6 +160,18 @@ class Preparing:
         prepared = prepare_loader(loader, self._backend, self._loops, options)
         self._loaders.append(prepared)
         return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader that leaves out the first batches of every epoch; see `accel_runtime.skip_first_batches`.
+
+        Args:
+            dataloader: A prepared loader; or one that is not, over a dataset with indices.
+            num_batches: How many, from the start of the epoch.
+
+        Raises:
+            ValueError: A negative number; or a stream that is not prepared yet.
+        """
+        return skip_first_batches(dataloader, num_batches)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Make a scheduler advance with the samples all processes see."""

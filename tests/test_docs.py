@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer.main
 
-import accel_runtime
+import accel_runtime.utils
 from accel_cli.main import app
 from accel_cli.profile import layers
 from accel_cli.profile.schema import known_keys
@@ -25,7 +25,13 @@ from accel_runtime.env import HOME, PROFILE, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+OUTSIDE = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
+]
+PAGES = [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]
 SLOW = {"README.md", "docs/first-launch.md"}
 
 
@@ -260,15 +266,29 @@ def test_the_five_lines_are_five_and_the_same_everywhere() -> None:
 # Around the blocks ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT], ids=name)
+@pytest.mark.parametrize("page", OUTSIDE, ids=name)
 def test_links_outside_the_site_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(
         r"\]\((?!https?:)([^)#\s]+)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")
     ):
-        assert (ROOT / target).is_file(), target
+        assert (page.parent / target).is_file(), target
         if anchor:
-            titles = re.findall(r"^#+ (.+)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
+            titles = re.findall(
+                r"^#+ (.+)$", (page.parent / target).read_text(encoding="utf-8"), re.MULTILINE
+            )
             assert anchor in {re.sub(r"[^\w]+", "-", title.lower()).strip("-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_file_that_a_page_names_is_there(page: Path) -> None:
+    rooms = r"`((?:accel_cli|accel_runtime|examples|benchmarks|configs|tests|docs)/[\w./-]*)`"
+    for named in re.findall(rooms, page.read_text(encoding="utf-8")):
+        assert (ROOT / named).exists(), named
+
+
+def test_every_example_is_listed() -> None:
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def test_no_page_knows_where_it_was_written() -> None:
@@ -349,7 +369,8 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = (site / "python-api" / "index.html").read_text(encoding="utf-8")
-    for public in [*accel_runtime.__all__, "Accelerator.gather_for_metrics", "MismatchError", "Sharding"]:
+    beside = ["Accelerator.gather_for_metrics", "MismatchError", "PreparedLoader", "Sharding"]
+    for public in [*accel_runtime.__all__, *accel_runtime.utils.__all__, *beside]:
         assert re.search(rf'id="accel_runtime[.\w]*\.{public}"', text), public
 
 

@@ -115,7 +115,7 @@ class Loops:
         self._fed = None if tensor is None else weakref.ref(tensor)
 
     def steps_of(self, data: Any, batch: Any = None) -> Sequence[Share]:
-        """The steps whose samples `data` was computed from; empty if it belongs to no loop.
+        """The steps whose samples `data` was computed from; empty if it belongs to no loop, and on one process.
 
         Known are, in this order: the batch given, tensors that came with a batch, what a prepared model
         computed on last, a loop that is just over and handed out as many samples, the innermost loop.
@@ -128,6 +128,8 @@ class Loops:
             ValueError: The batch given is not known; or nothing says which of several steps with different repeats
                 `data` belongs to.
         """
+        if not self._several:
+            return []
         if batch is not None:
             return [self._given(batch)]
         leaves = tree.leaves(data)

@@ -17,6 +17,10 @@ PRINTED = {
     "profiler": ([], r"traces of [12] process\(es\) in traces"),
     "token_weights": (["--epochs", "1"], r"loss \d"),
     "tracking": (["--epochs", "1"], r"\d+ steps are recorded in logs"),
+    "evaluation": (
+        ["--epochs", "1"],
+        r"450 predictions in predictions\.csv; the last is of test image 449",
+    ),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
 """For each example its arguments here, and what its output holds."""
@@ -36,6 +40,18 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     assert done.returncode == 0, done.stderr
     assert len(re.findall(printed, done.stdout)) == 1, done.stdout
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
+    found = []
+    for size in (1, 2):
+        output = tmp_path / f"{size}.csv"
+        options = ("--cpu", "--nproc-per-node", size)
+        done = accel("launch", *options, EXAMPLES / "evaluation.py", "--epochs", 1, "--output", output)
+        assert done.returncode == 0, done.stderr
+        found.append((done.stdout.splitlines()[0], output.read_text()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

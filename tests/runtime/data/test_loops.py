@@ -66,9 +66,21 @@ def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_
     assert several.run(seen) == [(told, 1)] * several.size
 
 
-def test_a_batch_nobody_handed_out_cannot_be_told():
-    with pytest.raises(ValueError, match="takes a batch as a prepared loader gave it"):
-        Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
+def test_a_batch_nobody_handed_out_cannot_be_told(several):
+    def told():
+        with pytest.raises(ValueError, match="takes a batch as a prepared loader gave it"):
+            Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
+
+    several.run(told)
+
+
+def test_a_script_that_tells_the_batch_runs_on_one_process_too(ranks):
+    def seen():
+        accelerator = Accelerator()
+        pairs = zip(prepared(accelerator, 16, 4), prepared(accelerator, 10, 4), strict=False)
+        return [n for _, b in pairs for n in accelerator.gather_for_metrics(b + 1, batch=b).tolist()]
+
+    assert ranks.run(seen) == [list(range(1, 11))] * ranks.size
 
 
 def test_a_script_may_look_one_batch_ahead(ranks):
