@@ -16,7 +16,7 @@ from accel_runtime import tree
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import Backend
 from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.gradients import Gradients
@@ -138,7 +138,7 @@ class Preparing:
 
     def prepare_data_loader(
         self,
-        loader: DataLoader[Any],
+        data_loader: DataLoader[Any],
         device_placement: bool | None = None,
         *,
         data: Literal["global", "sharded"] = "global",
@@ -146,7 +146,7 @@ class Preparing:
         """Make a loader give this process its slice of every global batch.
 
         Args:
-            loader: The script's loader.
+            data_loader: The script's loader.
             device_placement: Whether its batches are moved to the device; None is what the `Accelerator` was told.
             data: `sharded` where the loader has the data of its own process only, as with a `DistributedSampler`: they
                 are used as they are.
@@ -154,12 +154,16 @@ class Preparing:
         Raises:
             ValueError: The loader cannot be shared out exactly.
         """
-        if isinstance(loader, PreparedLoader):
-            return loader
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
-        prepared = prepare_loader(loader, self._backend, self._loops, options)
+        prepared = prepare_loader(data_loader, self._backend, self._loops, options)
         self._loaders.append(prepared)
         return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader that leaves out the first batches of every epoch; see the function of this name."""
+        return skip_first_batches(dataloader, num_batches)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Make a scheduler advance with the samples all processes see."""

@@ -29,13 +29,13 @@ NAMES = [
     "LocalSGD",
     "PartialState",
     "init_empty_weights",
+    "skip_first_batches",
+    "tqdm",
+    "get_logger",
 ]
-LATER = ["skip_first_batches", "tqdm", "get_logger"]
 
 
-@pytest.mark.parametrize(
-    "name", [*NAMES, *(pytest.param(n, marks=pytest.mark.xfail(reason="another room")) for n in LATER)]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_of_the_function_surface_is_in_both_places(name):
     assert name in accel_runtime.__all__
     assert getattr(utils, name) is getattr(accel_runtime, name)
@@ -58,7 +58,9 @@ def test_the_names_alone_cost_no_torch():
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("package", ["datasets", "peft", "rich", "torchvision", "transformers", "wandb"])
+@pytest.mark.parametrize(
+    "package", ["datasets", "deepspeed", "peft", "rich", "torch_xla", "torchvision", "transformers", "wandb"]
+)
 def test_a_package_is_available_where_it_is_installed(package):
     answer = getattr(utils, f"is_{package}_available")()
     assert answer == (importlib.util.find_spec(package) is not None)
