@@ -231,7 +231,8 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         Args:
             obj: What `torch.save` can write; tensors by name with `safe_serialization`.
             f: A path, or an open binary file.
-            safe_serialization: Write safetensors; `f` must then be a path.
+            safe_serialization: Write safetensors; `f` must then be a path. Tensors that share memory, as tied
+                weights do, are written under each of their names.
         """
         each = self.project_configuration.save_on_each_node
         if not (self.is_local_main_process if each else self.is_main_process):
@@ -245,11 +246,26 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
             # safetensors would leave a file that only its owner can read.
             scratch.touch()
             mode = scratch.stat().st_mode
-            save_file(obj, scratch) if safe_serialization else torch.save(obj, scratch)
+            save_file(_apart(obj), scratch) if safe_serialization else torch.save(obj, scratch)
             scratch.chmod(mode)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def _apart(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as safetensors takes them: contiguous, and no two in one memory."""
+    seen: set[int] = set()
+
+    def alone(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return tensor
+        memory = tensor.untyped_storage().data_ptr()
+        tied = bool(memory) and memory in seen
+        seen.add(memory)
+        return tensor.clone(memory_format=torch.contiguous_format) if tied else tensor.contiguous()
+
+    return {name: alone(tensor) for name, tensor in tensors.items()}
 
 
 def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecision | None:
