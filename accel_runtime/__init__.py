@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
+    from accel_runtime.agreement import MismatchError, RankLostError, StallError
     from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.data.loader import skip_first_batches
+    from accel_runtime.description import Description
     from accel_runtime.env import Settings
     from accel_runtime.initializing import init_empty_weights, init_on_device
     from accel_runtime.kinds import DistributedType, PrecisionType
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from accel_runtime.state import PartialState
     from accel_runtime.topology import Topology
     from accel_runtime.tracking import GeneralTracker, LoggerType
+    from accel_runtime.utils.available import is_rich_available
     from accel_runtime.utils.between import (
         broadcast,
         broadcast_object_list,
@@ -52,6 +55,7 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "Description",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
@@ -61,11 +65,14 @@ __all__ = [
     "InitProcessGroupKwargs",
     "LocalSGD",
     "LoggerType",
+    "MismatchError",
     "PartialState",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "RankLostError",
     "Settings",
+    "StallError",
     "Topology",
     "TorchDynamoPlugin",
     "broadcast",
@@ -77,6 +84,7 @@ __all__ = [
     "get_logger",
     "init_empty_weights",
     "init_on_device",
+    "is_rich_available",
     "notebook_launcher",
     "pad_across_processes",
     "reduce",
@@ -90,6 +98,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "MismatchError": "accel_runtime.agreement",
+    "StallError": "accel_runtime.agreement",
+    "RankLostError": "accel_runtime.agreement",
+    "skip_first_batches": "accel_runtime.data.loader",
+    "Description": "accel_runtime.description",
+    "is_rich_available": "accel_runtime.utils.available",
     "Accelerator": "accel_runtime.accelerator",
     "AutocastKwargs": "accel_runtime.options",
     "DDPCommunicationHookType": "accel_runtime.options",

@@ -59,6 +59,7 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         mixed_precision: `no`, `bf16` or `fp16`; None takes what the launcher said, else `no`.
         gradient_accumulation_steps: Micro-batches whose gradients make one optimizer step.
         cpu: Compute on the CPU, whatever else is there.
+        dataloader_config: How loaders are shared out.
         log_with: Trackers, by name, class or instance, one or a list; `all` is every one that is installed.
         project_dir: Where the project keeps its data.
         project_config: The same and more, as an object.
@@ -69,7 +70,6 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         gradient_accumulation_plugin: More about accumulation; in place of `gradient_accumulation_steps`.
         dynamo_backend: Compile models with this backend of `torch.compile`.
         dynamo_plugin: More about compilation; in place of `dynamo_backend`.
-        dataloader_config: How loaders are shared out.
         dispatch_batches: The early spelling of that field of `dataloader_config`.
         fp16: The early spelling of `mixed_precision="fp16"` (True) or `"no"` (False).
 
@@ -78,14 +78,15 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         RuntimeError: The device asked for is not there.
     """
 
-    def __init__(  # noqa: PLR0913 - the signature scripts know
+    def __init__(  # noqa: PLR0913, PLR0917 - the signature scripts know
         self,
         device_placement: bool = True,
         split_batches: bool = False,
-        *,
         mixed_precision: MixedPrecision | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -95,7 +96,6 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        dataloader_config: DataLoaderConfiguration | None = None,
         dispatch_batches: bool | None = None,
         fp16: bool | None = None,
     ) -> None:
@@ -138,15 +138,17 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
 
     # Between processes -----------------------------------------------------------------
 
-    def gather(self, data: Any) -> Any:
+    def gather(self, tensor: Any) -> Any:
         """Every process's tensors, concatenated along the first dimension; see `collectives.gather`."""
-        return collectives.gather(data, self._backend)
+        return collectives.gather(tensor, self._backend)
 
-    def gather_for_metrics(self, data: Any, use_gather_object: bool = False, *, batch: Any = None) -> Any:
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, batch: Any = None
+    ) -> Any:
         """What the processes computed for the step in hand: every sample once, in the dataset's order.
 
         Args:
-            data: Tensors of a whole number of rows a sample, also nested; or lists of objects, one a sample.
+            input_data: Tensors of a whole number of rows a sample, also nested; or lists of objects, one a sample.
             use_gather_object: Send tensors as objects too: for lists of tensors of different shapes, one a sample.
             batch: The batch the data were computed from, where several loops advance together (`zip`).
 
@@ -154,8 +156,8 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
             ValueError: A tensor whose rows have nothing to do with the batch.
             MismatchError: The processes' data differ in structure, dtype or trailing shape.
         """
-        steps = self._loops.steps_of(data, batch)
-        return collectives.gather_valid(data, steps, self._backend, as_objects=use_gather_object)
+        steps = self._loops.steps_of(input_data, batch)
+        return collectives.gather_valid(input_data, steps, self._backend, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
         """Every process's tensors combined element by element; see `collectives.reduce`."""
@@ -229,7 +231,8 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         Args:
             obj: What `torch.save` can write; tensors by name with `safe_serialization`.
             f: A path, or an open binary file.
-            safe_serialization: Write safetensors; `f` must then be a path.
+            safe_serialization: Write safetensors; `f` must then be a path. Tensors that share memory, as tied
+                weights do, are written under each of their names.
         """
         each = self.project_configuration.save_on_each_node
         if not (self.is_local_main_process if each else self.is_main_process):
@@ -243,11 +246,26 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
             # safetensors would leave a file that only its owner can read.
             scratch.touch()
             mode = scratch.stat().st_mode
-            save_file(obj, scratch) if safe_serialization else torch.save(obj, scratch)
+            save_file(_apart(obj), scratch) if safe_serialization else torch.save(obj, scratch)
             scratch.chmod(mode)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def _apart(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as safetensors takes them: contiguous, and no two in one memory."""
+    seen: set[int] = set()
+
+    def alone(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return tensor
+        memory = tensor.untyped_storage().data_ptr()
+        tied = bool(memory) and memory in seen
+        seen.add(memory)
+        return tensor.clone(memory_format=torch.contiguous_format) if tied else tensor.contiguous()
+
+    return {name: alone(tensor) for name, tensor in tensors.items()}
 
 
 def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecision | None:

@@ -47,11 +47,22 @@ class InForce(Processes):
     _precision: Precision
     _replication: dict[str, Any]
     _schedulers: list[PreparedScheduler]
+    _step_with_optimizer: bool
+
+    deepspeed_plugin = None
+    """None: there is no DeepSpeed here."""
+    is_fsdp2 = False
+    """False: models are replicated here."""
 
     @property
     def mixed_precision(self) -> MixedPrecision:
         """The number format in force."""
         return self.settings.mixed_precision
+
+    @property
+    def use_fp16(self) -> bool:
+        """Whether the number format is fp16, as early scripts ask it."""
+        return self.mixed_precision == "fp16"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -124,6 +135,26 @@ class InForce(Processes):
     def use_seedable_sampler(self) -> bool:
         """Whether shuffled orders are drawn from a seed and the epoch's number alone."""
         return self._loader_config.use_seedable_sampler
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are shared out, as the script said it."""
+        return self._loader_config
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether `prepare` moves models, and loaders their batches, to the device."""
+        return self._loading.place
+
+    @property
+    def rng_types(self) -> list[str]:
+        """The generators each rank takes over from the first at every epoch."""
+        return list(self._loading.rng_types)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether prepared schedulers advance with their optimizers; else they are left to the script."""
+        return self._step_with_optimizer
 
     @property
     def non_blocking(self) -> bool:

@@ -11,7 +11,7 @@ from typing_extensions import override
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.precision import LossScaler
 
-__all__ = ["PreparedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -138,3 +138,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+AcceleratedOptimizer = PreparedOptimizer
+"""Its name in Accelerate, which scripts import to ask what an object is."""

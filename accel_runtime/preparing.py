@@ -138,7 +138,7 @@ class Preparing:
 
     def prepare_data_loader(
         self,
-        loader: DataLoader[Any],
+        data_loader: DataLoader[Any],
         device_placement: bool | None = None,
         *,
         data: Literal["global", "sharded"] = "global",
@@ -146,7 +146,7 @@ class Preparing:
         """Make a loader give this process its slice of every global batch.
 
         Args:
-            loader: The script's loader.
+            data_loader: The script's loader.
             device_placement: Whether its batches are moved to the device; None is what the `Accelerator` was told.
             data: `sharded` where the loader has the data of its own process only, as with a `DistributedSampler`: they
                 are used as they are.
@@ -154,10 +154,10 @@ class Preparing:
         Raises:
             ValueError: The loader cannot be shared out exactly.
         """
-        if isinstance(loader, PreparedLoader):
-            return loader
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
-        prepared = prepare_loader(loader, self._backend, self._loops, options)
+        prepared = prepare_loader(data_loader, self._backend, self._loops, options)
         self._loaders.append(prepared)
         return prepared
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
 
-__all__ = ["PreparedScheduler"]
+__all__ = ["AcceleratedScheduler", "PreparedScheduler"]
 
 
 class PreparedScheduler(LRScheduler):
@@ -103,3 +103,7 @@ class PreparedScheduler(LRScheduler):
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+AcceleratedScheduler = PreparedScheduler
+"""Its name in Accelerate, which scripts import to ask what an object is."""

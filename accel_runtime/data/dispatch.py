@@ -50,20 +50,27 @@ class Dispatched(Source):
         backend: Carries the batches.
         split: Whether the script's batch size is the global one.
         even: Whether a tail is completed by repeats.
+        seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
 
     Raises:
         ValueError: `split` is wanted, and the ranks cannot divide the batch size.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], backend: Backend, *, split: bool = False, even: bool = True
+        self,
+        loader: DataLoader[Any],
+        backend: Backend,
+        *,
+        split: bool = False,
+        even: bool = True,
+        seed: int | None = None,
     ) -> None:
         world = backend.topology.world_size
         self._backend = backend
         self._slicing = slicing_of(loader, world, split=split, even=even)
         self._streams = isinstance(loader.dataset, IterableDataset)
         self._flow = Flow(loader, self._slicing, tuple(range(world)))
-        self._rounds = Rounds(loader, self._slicing, split=split)
+        self._rounds = Rounds(loader, self._slicing, split=split, seed=seed)
         self._stood: WeakKeyDictionary[Loop, dict[str, Any]] = WeakKeyDictionary()
 
     @override
@@ -71,7 +78,7 @@ class Dispatched(Source):
         self._stood[loop] = start
         began: dict[str, Any] = {}
         leads = self._backend.topology.rank == 0
-        read = self._read(start, began) if leads else iter(())
+        read = self._read(start, began, loop.epoch) if leads else iter(())
         while True:
             items, error = _fetched(read, self._backend.topology.world_size) if leads else (None, None)
             item = scatter_object(items, self._backend)
@@ -106,9 +113,9 @@ class Dispatched(Source):
         level = len(set(item.valid)) == 1 or self._slicing.even
         return Share(item.valid, item.sizes, item.last, 1.0 if level else factor(item.valid, rank))
 
-    def _read(self, start: dict[str, Any], began: dict[str, Any]) -> Iterator[list[Handed]]:
+    def _read(self, start: dict[str, Any], began: dict[str, Any], epoch: int) -> Iterator[list[Handed]]:
         """What each rank is handed, step by step."""
-        steps = self._of_stream(start, began) if self._streams else self._of_map(start, began)
+        steps = self._of_stream(start, began) if self._streams else self._of_map(start, began, epoch)
         first = True
         for batches, share, stand in steps:
             told = stand | began if first else stand
@@ -126,10 +133,10 @@ class Dispatched(Source):
             yield batches, self._slicing.share(made.size, 0, last=last), place.stand()
 
     def _of_map(
-        self, start: dict[str, Any], began: dict[str, Any]
+        self, start: dict[str, Any], began: dict[str, Any], epoch: int
     ) -> Iterator[tuple[list[Any], Share, dict[str, Any]]]:
         samples = start.get("samples", 0)
-        for round_, batches in self._rounds.batches(start, began):
+        for round_, batches in self._rounds.batches(start, began, epoch):
             samples += sum(round_.valid)
             share = Share(round_.valid, tuple(map(len, round_.indices)), round_.last)
             yield batches, share, {"samples": samples}

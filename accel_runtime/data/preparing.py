@@ -61,11 +61,13 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
     several = backend.topology.world_size > 1
     if several and options.data == "sharded":
         own = Single(Topology(), backend.device)
-        return Separate(_source(loader, own, replace(options, data="global")), loader, backend)
+        alone = replace(options, data="global", dispatch=False)
+        return Separate(_source(loader, own, alone), loader, backend)
     _check(loader, backend.topology.world_size, options)
     how = {"split": options.split_batches, "even": options.even_batches}
-    if several and options.dispatch:
-        return Dispatched(loader, backend, **how)
+    # On one process too: a position taken there is for several, and the other way round.
+    if options.dispatch and options.data == "global":
+        return Dispatched(loader, backend, seed=_seed(options, backend), **how)
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, backend, **how)
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))

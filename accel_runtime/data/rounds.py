@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_runtime import rng
 from accel_runtime.data.slices import Slicing
@@ -36,27 +36,34 @@ class Rounds:
         loader: The script's loader.
         slicing: How samples are divided, where batches have a fixed size.
         split: Whether the sampler's batch is the global one.
+        seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
     """
 
-    def __init__(self, loader: DataLoader[Any], slicing: Slicing, *, split: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], slicing: Slicing, *, split: bool, seed: int | None = None
+    ) -> None:
         self._loader = loader
         self._slicing = slicing
         self._split = split
+        self._seed = seed
         self._source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._fixed = loader.batch_sampler is None or getattr(self._source, "batch_size", None) is not None
 
-    def batches(self, start: dict[str, Any], began: dict[str, Any]) -> Iterator[tuple[Round, list[Any]]]:
+    def batches(
+        self, start: dict[str, Any], began: dict[str, Any], epoch: int
+    ) -> Iterator[tuple[Round, list[Any]]]:
         """Every step after `start`, with the batches of all ranks.
 
         Args:
             start: The position.
             began: Is told the random states the order was drawn under.
+            epoch: The number of the epoch.
         """
         given: deque[Round] = deque()
         self._begin(start, began)
         inner = copy.copy(self._loader)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        lists: Any = _Lists(self._rounds(start), given, single=name == "sampler")
+        lists: Any = _Lists(self._rounds(start, epoch), given, single=name == "sampler")
         # DataLoader guards these names against assignment; the copy is ours to change.
         vars(inner).update({name: lists, "_iterator": None})
         walk = iter(inner)
@@ -85,9 +92,23 @@ class Rounds:
         if generator is not None:
             began["generator"] = generator.get_state()
 
-    def _drawn(self, start: dict[str, Any]) -> Iterable[Any]:
+    def _seeded(self, epoch: int) -> Any:
+        """The script's sampler; where there is a seed, torch's shuffling one draws from it."""
+        source = self._source
+        shuffling = source.sampler if type(source) is BatchSampler else source
+        if self._seed is None or type(shuffling) is not RandomSampler:
+            return source
+        sampler = copy.copy(shuffling)
+        sampler.generator = torch.Generator().manual_seed(self._seed + epoch)
+        if shuffling is source:
+            return sampler
+        batches = copy.copy(source)
+        batches.sampler = sampler
+        return batches
+
+    def _drawn(self, start: dict[str, Any], epoch: int) -> Iterable[Any]:
         """The sampler's order, drawn at once if it has an end, under the states `start` remembers."""
-        source: Iterable[Any] = self._source
+        source: Iterable[Any] = self._seeded(epoch)
         if not hasattr(source, "__len__"):
             return source
         if "rng" not in start:
@@ -97,8 +118,8 @@ class Rounds:
                 torch.empty((), dtype=torch.int64).random_()  # torch draws a seed for workers first
             return list(source)
 
-    def _rounds(self, start: dict[str, Any]) -> Iterator[Round]:
-        order, skipped = self._drawn(start), start.get("samples", 0)
+    def _rounds(self, start: dict[str, Any], epoch: int) -> Iterator[Round]:
+        order, skipped = self._drawn(start, epoch), start.get("samples", 0)
         batches = ([index] for index in order) if self._loader.batch_sampler is None else map(list, order)
         steps = self._chunks(batches, skipped) if self._fixed else self._groups(batches, skipped)
         first: list[Any] = []

@@ -9,6 +9,7 @@ import accel_runtime
 
 _ROOMS = {
     "accel_runtime.memory": ("clear_device_cache",),
+    "accel_runtime.options": ("KwargsHandler",),
     "accel_runtime.utils.between": (
         "extract_model_from_parallel",
         "synchronize_rng_state",
@@ -26,12 +27,15 @@ _ROOMS = {
     ),
     "accel_runtime.utils.available": (
         "is_bf16_available",
+        "is_bnb_available",
         "is_cuda_available",
         "is_datasets_available",
+        "is_deepspeed_available",
         "is_mps_available",
+        "is_npu_available",
         "is_peft_available",
-        "is_rich_available",
         "is_tensorboard_available",
+        "is_torch_xla_available",
         "is_torchvision_available",
         "is_transformers_available",
         "is_wandb_available",

@@ -8,12 +8,16 @@ import torch
 
 __all__ = [
     "is_bf16_available",
+    "is_bnb_available",
     "is_cuda_available",
     "is_datasets_available",
+    "is_deepspeed_available",
     "is_mps_available",
+    "is_npu_available",
     "is_peft_available",
     "is_rich_available",
     "is_tensorboard_available",
+    "is_torch_xla_available",
     "is_torchvision_available",
     "is_transformers_available",
     "is_wandb_available",
@@ -74,6 +78,26 @@ def is_transformers_available() -> bool:
 def is_wandb_available() -> bool:
     """Whether `wandb` is installed."""
     return _installed("wandb")
+
+
+def is_bnb_available() -> bool:
+    """Whether `bitsandbytes` is installed."""
+    return _installed("bitsandbytes")
+
+
+def is_deepspeed_available() -> bool:
+    """Whether `deepspeed` is installed."""
+    return _installed("deepspeed")
+
+
+def is_npu_available() -> bool:
+    """Whether `torch_npu` is installed."""
+    return _installed("torch_npu")
+
+
+def is_torch_xla_available() -> bool:
+    """Whether `torch_xla` is installed."""
+    return _installed("torch_xla")
 
 
 def _installed(package: str) -> bool:

@@ -499,6 +499,27 @@ def test_a_file_is_written_once_and_whole_and_readable_without_accel(ranks, tmp_
     assert not loaded
 
 
+def test_tied_and_transposed_weights_are_saved_under_every_name(ranks, tmp_path):
+    """So that the script's own model loads them, strictly."""
+
+    def tied():
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        model[1].weight = model[0].weight
+        model.register_buffer("turned", torch.arange(6.0).view(2, 3).T)
+        return model
+
+    def saved(path):
+        accelerator = Accelerator()
+        model = accelerator.prepare(tied())
+        accelerator.save(accelerator.get_state_dict(model), path, safe_serialization=True)
+        accelerator.wait_for_everyone()
+        again = tied()
+        again.load_state_dict(load_file(path))
+        return all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+
+    assert all(ranks.run(saved, tmp_path / "model.safetensors"))
+
+
 def test_an_open_file_is_written_to_where_it_stands():
     file = io.BytesIO()
     Accelerator().save({"epoch": 3}, file)

@@ -58,7 +58,9 @@ def test_the_names_alone_cost_no_torch():
     assert done.stdout == "False\n"
 
 
-@pytest.mark.parametrize("package", ["datasets", "peft", "rich", "torchvision", "transformers", "wandb"])
+@pytest.mark.parametrize(
+    "package", ["datasets", "deepspeed", "peft", "rich", "torch_xla", "torchvision", "transformers", "wandb"]
+)
 def test_a_package_is_available_where_it_is_installed(package):
     answer = getattr(utils, f"is_{package}_available")()
     assert answer == (importlib.util.find_spec(package) is not None)

@@ -1,0 +1,637 @@
+"""The names scripts know from Accelerate 1.15: here under the same signature, or told to be absent, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import accel_runtime
+from accel_runtime import Accelerator, utils
+from accel_runtime.data_loader import DataLoaderShard
+from accel_runtime.optimizer import AcceleratedOptimizer
+from accel_runtime.scheduler import AcceleratedScheduler
+
+CHECKPOINTS = "checkpoints come in a later version"
+SHARDING = "models are replicated: no FSDP, DeepSpeed, Megatron-LM or parallelism within a model"
+EIGHT_BITS = "number formats are fp32, bf16 and fp16"
+BIG_MODELS = "big-model inference is no part of training"
+LAUNCHER = "the command line does it, and keeps its own settings"
+HARDWARE = "hardware or packages that accel does not use"
+INSIDE = "an inside of Accelerate, which scripts have no use for"
+TEXT = "text does: every option takes it"
+ENVIRONMENT = "a script changes its own environment with the standard library"
+STANDARD = "a line of torch or of the standard library"
+
+# The facade ------------------------------------------------------------------------------
+
+PROPERTIES = [
+    "dataloader_config",
+    "deepspeed_plugin",
+    "device",
+    "device_placement",
+    "dispatch_batches",
+    "distributed_type",
+    "even_batches",
+    "gradient_accumulation_steps",
+    "gradient_state",
+    "is_fsdp2",
+    "is_last_process",
+    "is_local_main_process",
+    "is_main_process",
+    "local_process_index",
+    "log_with",
+    "logging_dir",
+    "mixed_precision",
+    "multi_device",
+    "native_amp",
+    "non_blocking",
+    "num_processes",
+    "optimizer_step_was_skipped",
+    "process_index",
+    "project_configuration",
+    "project_dir",
+    "rng_types",
+    "save_iteration",
+    "scaler",
+    "split_batches",
+    "state",
+    "step_scheduler_with_optimizer",
+    "sync_gradients",
+    "trackers",
+    "use_distributed",
+    "use_fp16",
+    "use_seedable_sampler",
+    "use_stateful_dataloader",
+]
+SETTABLE = ["even_batches", "gradient_accumulation_steps", "sync_gradients"]
+METHODS = {
+    "accumulate": "*models",
+    "autocast": "autocast_handler=None",
+    "backward": "loss, **kwargs",
+    "check_trigger": "",
+    "clear": "*objects",
+    "clip_grad_norm_": "parameters, max_norm, norm_type=2",
+    "clip_grad_value_": "parameters, clip_value",
+    "end_training": "",
+    "free_memory": "*objects",
+    "gather": "tensor",
+    "gather_for_metrics": "input_data, use_gather_object=False",
+    "get_state_dict": "model, unwrap=True",
+    "get_tracker": "name, unwrap=False",
+    "init_trackers": "project_name, config=None, init_kwargs={}",
+    "join_uneven_inputs": "joinables, even_batches=None",
+    "local_main_process_first": "",
+    "log": "values, step=None, log_kwargs={}",
+    "main_process_first": "",
+    "no_sync": "model",
+    "on_last_process": "function",
+    "on_local_main_process": "function=None",
+    "on_local_process": "function=None, local_process_index=None",
+    "on_main_process": "function=None",
+    "on_process": "function=None, process_index=None",
+    "pad_across_processes": "tensor, dim=0, pad_index=0, pad_first=False",
+    "prepare": "*args, device_placement=None",
+    "prepare_data_loader": "data_loader, device_placement=None, slice_fn_for_dispatch=None",
+    "prepare_model": "model, device_placement=None, evaluation_mode=False",
+    "prepare_optimizer": "optimizer, device_placement=None",
+    "prepare_scheduler": "scheduler",
+    "print": "*args, **kwargs",
+    "profile": "profile_handler=None",
+    "reduce": "tensor, reduction='sum', scale=1.0",
+    "save": "obj, f, safe_serialization=False",
+    "set_trigger": "",
+    "skip_first_batches": "dataloader, num_batches=0",
+    "split_between_processes": "inputs, apply_padding=False",
+    "trigger_sync_in_backward": "model",
+    "unscale_gradients": "optimizer=None",
+    "unwrap_model": "model, keep_fp32_wrapper=True, keep_torch_compile=True",
+    "wait_for_everyone": "",
+}
+ABSENT = {
+    CHECKPOINTS: "load_state register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook"
+    " save_model save_state",
+    SHARDING: "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter"
+    " is_composable_parallelism_enabled maybe_context_parallel parallelism_config pipeline_parallel_rank"
+    " should_save_model tensor_parallel_rank torch_device_mesh",
+    EIGHT_BITS: "fp8_backend",
+    "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
+    BIG_MODELS: "verify_device_map",
+}
+CONSTRUCTOR = (
+    "device_placement=True, split_batches=False, mixed_precision=None, gradient_accumulation_steps=1, cpu=False, "
+    "dataloader_config=None, rng_types=None, log_with=None, project_dir=None, project_config=None, "
+    "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
+    "dynamo_backend=None, dynamo_plugin=None"
+)
+BY_POSITION = 6
+"""So many arguments of the constructor may be given by position; then come those for what is absent."""
+EARLY = {"fp16": True, "dispatch_batches": True}
+"""Arguments of early versions, honoured."""
+REFUSED = (
+    "deepspeed_plugin deepspeed_plugins fsdp_plugin megatron_lm_plugin parallelism_config torch_tp_plugin"
+)
+
+# Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
+
+FUNCTIONS = {
+    "broadcast": "tensor, from_process=0",
+    "broadcast_object_list": "object_list, from_process=0",
+    "clear_device_cache": "garbage_collection=False",
+    "concatenate": "data, dim=0",
+    "convert_outputs_to_fp32": "model_forward",
+    "convert_to_fp32": "tensor",
+    "debug_launcher": "function, args=(), num_processes=2",
+    "extract_model_from_parallel": "model, keep_fp32_wrapper=True, keep_torch_compile=True, recursive=False",
+    "find_batch_size": "data",
+    "find_executable_batch_size": "function=None, starting_batch_size=128, reduce_batch_size_fn=None",
+    "gather": "tensor",
+    "gather_object": "object",
+    "honor_type": "obj, generator",
+    "init_empty_weights": "include_buffers=None",
+    "init_on_device": "device, include_buffers=None",
+    "is_bf16_available": "ignore_tpu=False",
+    "is_bnb_available": "min_version=None",
+    "is_cuda_available": "",
+    "is_datasets_available": "",
+    "is_deepspeed_available": "",
+    "is_mps_available": "min_version='1.12'",
+    "is_npu_available": "check_device=False",
+    "is_peft_available": "",
+    "is_rich_available": "",
+    "is_tensorboard_available": "",
+    "is_torch_tensor": "tensor",
+    "is_torch_xla_available": "check_is_tpu=False, check_is_gpu=False",
+    "is_torchvision_available": "",
+    "is_transformers_available": "",
+    "is_wandb_available": "",
+    "is_xpu_available": "check_device=False",
+    "listify": "data",
+    "LocalSGD": "accelerator, model, local_sgd_steps, enabled=True",
+    "notebook_launcher": "function, args=(), num_processes=None, mixed_precision='no', use_port='29500', "
+    "master_addr='127.0.0.1', node_rank=0, num_nodes=1, rdzv_backend='static', rdzv_endpoint='', rdzv_conf=None, "
+    "rdzv_id='none', max_restarts=0, monitor_interval=0.1, log_line_prefix_template=None",
+    "pad_across_processes": "tensor, dim=0, pad_index=0, pad_first=False",
+    "PartialState": "cpu=False, **kwargs",
+    "recursively_apply": "func, data, *args, test_type=utils.is_torch_tensor, error_on_other_type=False, **kwargs",
+    "reduce": "tensor, reduction='mean', scale=1.0",
+    "release_memory": "*objects",
+    "send_to_device": "tensor, device, non_blocking=False, skip_keys=None",
+    "set_seed": "seed, device_specific=False, deterministic=False",
+    "skip_first_batches": "dataloader, num_batches=0",
+    "synchronize_rng_state": "rng_type=None, generator=None",
+    "synchronize_rng_states": "rng_types, generator=None",
+    "tqdm": "*args, main_process_only=True, **kwargs",
+    "wait_for_everyone": "",
+}
+ABSENT_FUNCTIONS = {
+    BIG_MODELS: "OffloadedWeightsLoader PrefixedDataset align_module_device calculate_maximum_sizes check_device_map"
+    " check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_sizes cpu_offload"
+    " cpu_offload_with_hook disk_offload dispatch_model dtype_byte_size extract_submodules_state_dict"
+    " find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params"
+    " infer_auto_device_map load_checkpoint_and_dispatch load_checkpoint_in_model load_offloaded_weight"
+    " load_offloaded_weights load_state_dict named_module_tensors offload_state_dict offload_weight prepare_pippy"
+    " retie_parameters save_offload_index set_module_tensor_to_device",
+    SHARDING: "AbstractTrainStep BertTrainStep DeepSpeedPlugin DeepSpeedSequenceParallelConfig"
+    " FullyShardedDataParallelPlugin GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
+    " MegatronLMDummyScheduler MegatronLMPlugin ParallelismConfig T5TrainStep TorchContextParallelConfig"
+    " TorchTensorParallelConfig TorchTensorParallelPlugin add_model_config_to_megatron_parser"
+    " avg_losses_across_data_parallel_group compile_regions_deepspeed compile_regions_fsdp2 deepspeed_required"
+    " disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac"
+    " fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters"
+    " get_fsdp2_grad_scaler get_model_tp_size is_megatron_lm_available is_pippy_available load_fsdp_model"
+    " load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer",
+    EIGHT_BITS: "AORecipeKwargs BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs"
+    " apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao"
+    " filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers has_transformer_engine_layers"
+    " is_4bit_bnb_available is_8bit_bnb_available is_fp8_available is_msamp_available is_torchao_available"
+    " is_transformer_engine_available is_transformer_engine_mxfp8_available load_and_quantize_model torchao_required",
+    CHECKPOINTS: "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME"
+    " SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME"
+    " WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME clean_state_dict_for_safetensors id_tensor_storage load"
+    " save convert_file_size_to_int convert_bytes",
+    LAUNCHER: "ComputeEnvironment PrepareForLaunch SageMakerDistributedType TORCH_LAUNCH_PARAMS"
+    " are_libraries_initialized check_cuda_p2p_ib_support check_os_kernel convert_dict_to_env_variables"
+    " get_cpu_distributed_information get_gpu_info get_int_from_env install_xla is_port_in_use"
+    " is_sagemaker_available prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs"
+    " prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity write_basic_config",
+    HARDWARE: "is_aim_available is_amdsmi_available is_bitsandbytes_multi_backend_available is_boto3_available"
+    " is_clearml_available is_comet_ml_available is_dvclive_available is_fp16_available is_habana_gaudi1"
+    " is_hpu_available is_import_timer_available is_lomo_available is_matplotlib_available is_mlflow_available"
+    " is_mlu_available is_musa_available is_neuron_available is_pandas_available is_pynvml_available"
+    " is_pytest_available is_rocm_available is_schedulefree_available is_sdaa_available is_swanlab_available"
+    " is_timm_available is_torchdata_available is_torchdata_stateful_dataloader_available is_trackio_available"
+    " is_triton_available is_weights_only_available is_xccl_available",
+    INSIDE: "CannotPadNestedTensorWarning CustomDtype MITA_PROFILING_AVAILABLE_PYTORCH_VERSION"
+    " TORCH_DISTRIBUTED_OPERATION_TYPES TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION compile_regions"
+    " copy_tensor_to_devices find_device get_current_device_type get_data_structure get_grad_scaler"
+    " get_mixed_precision_context_manager get_module_children_bottom_up get_pretty_name has_compiled_regions"
+    " ignorant_find_batch_size initialize_tensors is_compiled_module is_namedtuple is_peft_model"
+    " is_tensor_information merge_dicts pad_input_tensors recursive_getattr slice_tensors",
+    ENVIRONMENT: "clear_environment parse_choice_from_env parse_flag_from_env patch_environment"
+    " purge_accelerate_environment str_to_bool",
+    STANDARD: "compare_versions is_torch_version",
+    TEXT: "RNGType",
+}
+PLACES = {
+    "accelerator": "Accelerator",
+    "data_loader": "DataLoaderDispatcher DataLoaderShard skip_first_batches",
+    "launchers": "debug_launcher notebook_launcher",
+    "local_sgd": "LocalSGD",
+    "logging": "MultiProcessAdapter get_logger",
+    "optimizer": "AcceleratedOptimizer",
+    "scheduler": "AcceleratedScheduler",
+    "state": "AcceleratorState DistributedType GradientState PartialState",
+    "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
+    " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
+}
+"""Modules, and what scripts import from them; trackers only where their package is installed."""
+OURS = "Description MismatchError RankLostError Settings StallError Topology"
+"""What Accelerate has no name for."""
+
+# Objects ---------------------------------------------------------------------------------
+
+OBJECTS = {
+    "AutocastKwargs": "enabled=True, cache_enabled=None",
+    "DataLoaderConfiguration": "split_batches=False, dispatch_batches=None, even_batches=True, "
+    "use_seedable_sampler=False, data_seed=None, non_blocking=False, use_stateful_dataloader=False",
+    "DistributedDataParallelKwargs": "dim=0, broadcast_buffers=True, bucket_cap_mb=25, find_unused_parameters=False, "
+    "check_reduction=False, gradient_as_bucket_view=False, static_graph=False, comm_hook='no', comm_wrapper='no', "
+    "comm_state_option={}",
+    "GradScalerKwargs": "init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True",
+    "GradientAccumulationPlugin": "num_steps=None, adjust_scheduler=True, sync_with_dataloader=True, "
+    "sync_each_batch=False",
+    "InitProcessGroupKwargs": "backend='nccl', init_method=None, timeout=None",
+    "ProfileKwargs": "activities=None, schedule_option=None, on_trace_ready=None, record_shapes=False, "
+    "profile_memory=False, with_stack=False, with_flops=False, with_modules=False, output_trace_dir=None",
+    "ProjectConfiguration": "project_dir=None, logging_dir=None, automatic_checkpoint_naming=False, total_limit=None, "
+    "iteration=0, save_on_each_node=False",
+    "TorchDynamoPlugin": "backend=None, mode=None, fullgraph=None, dynamic=None, options=None, disable=False, "
+    "use_regional_compilation=None",
+}
+ENUMS = {
+    "DDPCommunicationHookType": "NO FP16 BF16 POWER_SGD BATCHED_POWER_SGD",
+    "DistributedType": "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA"
+    " MEGATRON_LM MULTI_HPU MULTI_NEURON TPU",
+    "DynamoBackend": "NO EAGER AOT_EAGER INDUCTOR CUDAGRAPHS ONNXRT TENSORRT TVM",
+    "LoggerType": "ALL AIM TENSORBOARD WANDB TRACKIO COMETML MLFLOW CLEARML DVCLIVE SWANLAB",
+    "PrecisionType": "NO FP8 FP16 BF16",
+}
+STATES = {
+    "AcceleratorState": "backend deepspeed_plugin device distributed_type initialized is_last_process"
+    " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
+    " mixed_precision num_processes print process_index split_between_processes use_distributed wait_for_everyone",
+    "GradientState": "end_of_dataloader in_dataloader num_steps remainder sync_gradients",
+    "PartialState": "backend default_device destroy_process_group device distributed_type initialized is_last_process"
+    " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
+    " num_processes on_last_process on_local_main_process on_local_process on_main_process on_process print"
+    " process_index set_device split_between_processes use_distributed wait_for_everyone",
+}
+
+# What is another on purpose ----------------------------------------------------------------
+
+DIFFERENT = {
+    "DistributedDataParallelKwargs.bucket_cap_mb": "None is torch's own 25 MiB",
+    "DistributedDataParallelKwargs.comm_hook": "a member of the enumeration, equal in meaning to its text",
+    "DistributedDataParallelKwargs.comm_wrapper": "a member of the enumeration, equal in meaning to its text",
+    "GradientAccumulationPlugin.num_steps": "there, None is an error later on",
+    "InitProcessGroupKwargs.backend": "None is what fits the device; nccl is wrong on a CPU",
+    "TorchDynamoPlugin.backend": "there, None asks the environment; here, the profile has no such option",
+    "TorchDynamoPlugin.fullgraph": "there, None asks the environment",
+    "TorchDynamoPlugin.use_regional_compilation": "there, None asks the environment",
+    "init_trackers.init_kwargs": "None says the same as an empty dict",
+    "is_bf16_available.ignore_tpu": "it asks for the device in hand",
+    "is_bnb_available.min_version": "whether it is installed is what is asked here",
+    "is_mps_available.min_version": "every torch that accel runs on has it",
+    "is_npu_available.check_device": "whether it is installed is what is asked here",
+    "is_torch_xla_available.check_is_gpu": "whether it is installed is what is asked here",
+    "is_torch_xla_available.check_is_tpu": "whether it is installed is what is asked here",
+    "is_xpu_available.check_device": "it asks for the device in hand",
+    "log.log_kwargs": "None says the same as an empty dict",
+    "notebook_launcher.mixed_precision": "None is what the environment says; 'no' can be said",
+    "notebook_launcher.use_port": "None is a free port",
+    "on_local_main_process.function": "there, None is an error when it is called",
+    "on_main_process.function": "there, None is an error when it is called",
+    "prepare_data_loader.slice_fn_for_dispatch": "dispatched batches are made for each rank, and never cut",
+}
+
+
+def parameters(text):
+    """The parameters that a text describes."""
+    made = eval(f"lambda {text}: None", {"utils": utils})  # noqa: S307 - it stands above
+    return list(inspect.signature(made).parameters.values())
+
+
+def own(function):
+    """The parameters of a function, without `self`."""
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+
+def differences(name, theirs, ours):
+    """What a call that is right for one signature would be wrong with for the other."""
+    positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = {p.name: p for p in ours}
+    for place, wanted in enumerate(p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD):
+        found = positional[place] if place < len(positional) else None
+        if found is None or (found.name, found.default) != (wanted.name, wanted.default):
+            yield f"{name}.{wanted.name}"
+    for wanted in theirs:
+        if wanted.kind is wanted.KEYWORD_ONLY and named[wanted.name].default != wanted.default:
+            yield f"{name}.{wanted.name}"
+        if wanted.kind is wanted.VAR_POSITIONAL:
+            assert any(p.kind is p.VAR_POSITIONAL for p in ours), name
+    known = {p.name for p in theirs}
+    for extra in positional:
+        assert extra.name in known or extra.default is not extra.empty, f"{name} asks for {extra.name}"
+
+
+def members(facade):
+    return {name for name in dir(facade) if not name.startswith("_")}
+
+
+def words(table):
+    return [name for names in table.values() for name in names.split()]
+
+
+def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own():
+    accelerator = Accelerator()
+    assert members(accelerator) == {*PROPERTIES, *METHODS, "describe", "settings"}
+    for name in PROPERTIES:
+        getattr(accelerator, name)
+    for name in SETTABLE:
+        setattr(accelerator, name, getattr(accelerator, name))
+
+
+def test_what_is_absent_is_absent_and_has_one_reason():
+    accelerator = Accelerator()
+    assert not [name for name in words(ABSENT) if hasattr(accelerator, name)]
+    absent = words(ABSENT_FUNCTIONS)
+    assert len(absent) == len(set(absent))
+    assert not [name for name in absent if hasattr(utils, name) or hasattr(accel_runtime, name)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_called_as_scripts_call_it(name):
+    found = list(differences(name, parameters(METHODS[name]), own(getattr(Accelerator, name))))
+    assert set(found) <= set(DIFFERENT)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_called_as_scripts_call_it(name):
+    found = list(differences(name, parameters(FUNCTIONS[name]), own(getattr(utils, name))))
+    assert set(found) <= set(DIFFERENT)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_has_the_fields_scripts_fill_in(name):
+    found = list(differences(name, parameters(OBJECTS[name]), own(getattr(utils, name))))
+    defaults = {field.name: field for field in dataclasses.fields(getattr(utils, name))}
+    missing = [one for one in found if one not in DIFFERENT]
+    made = [one for one in missing if defaults[one.split(".")[1]].default_factory is not dataclasses.MISSING]
+    assert missing == made  # a dict that is made for every object
+
+
+def test_every_difference_is_one():
+    calls = [(METHODS, Accelerator), (FUNCTIONS, utils), (OBJECTS, utils)]
+    found = {
+        one
+        for table, home in calls
+        for name, text in table.items()
+        for one in differences(name, parameters(text), own(getattr(home, name)))
+    }
+    assert found >= set(DIFFERENT)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_an_enumeration_has_the_members_scripts_compare_with(name):
+    assert not set(ENUMS[name].split()) - set(getattr(utils, name).__members__)
+
+
+def test_an_early_script_may_compare_with_tpu():
+    assert accel_runtime.DistributedType.TPU is accel_runtime.DistributedType.XLA
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_has_what_scripts_read_of_it(name):
+    accelerator = Accelerator()
+    given = {
+        "AcceleratorState": accelerator.state,
+        "GradientState": accelerator.gradient_state,
+        "PartialState": accel_runtime.PartialState(),
+    }
+    for member in STATES[name].split():
+        getattr(given[name], member)
+
+
+def test_the_first_arguments_of_an_accelerator_have_their_known_order():
+    theirs = parameters(CONSTRUCTOR)
+    ours = own(Accelerator)
+    assert not list(differences("Accelerator", theirs[:BY_POSITION], ours))
+    by_name = {p.name: p.default for p in ours}
+    assert by_name == {p.name: p.default for p in theirs} | dict.fromkeys(EARLY)
+
+
+@pytest.mark.parametrize("name", [*REFUSED.split(), "mixed_percision", "fp32"])
+def test_an_argument_that_would_do_nothing_is_refused_by_name(name):
+    with pytest.raises(TypeError, match=name):
+        Accelerator(**{name: None})
+
+
+def test_what_accelerate_exports_is_exported_and_so_is_ours():
+    exported = {*FUNCTIONS, *OBJECTS, *ENUMS, *OURS.split(), "Accelerator", "GeneralTracker", "get_logger"}
+    assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_scripts_find_names_in_the_modules_they_know(place):
+    module = importlib.import_module(f"accel_runtime.{place}")
+    for name in PLACES[place].split():
+        if name.endswith("Tracker") and name != "GeneralTracker":
+            assert name in {known.class_name for known in module.TRACKERS.values()}
+        else:
+            assert getattr(module, name)
+
+
+def test_prepared_objects_are_known_by_the_names_scripts_ask_for():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    *_, optimizer, loader, schedule = Accelerator().prepare(model, optimizer, DataLoader(range(3)), schedule)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(schedule, AcceleratedScheduler)
+    assert isinstance(loader, DataLoaderShard)
+
+
+# Whole scripts ---------------------------------------------------------------------------
+
+EARLY_SCRIPT = """
+import argparse
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import set_seed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--cpu", action="store_true")
+args = parser.parse_args()
+
+handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+accelerator = Accelerator(True, fp16=args.fp16, cpu=args.cpu, rng_types=["generator"], kwargs_handlers=handlers)
+set_seed(42)
+x = torch.linspace(-1, 1, 37)[:, None]
+data = TensorDataset(x, (x > 0).long().squeeze(1))
+train = DataLoader(data, shuffle=True, batch_size=8, drop_last=True)
+evaluation = DataLoader(data, shuffle=False, batch_size=8)
+model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+model = model.to(accelerator.device)
+optimizer = torch.optim.AdamW(params=model.parameters(), lr=0.05)
+model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, train, evaluation)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 100))
+if accelerator.distributed_type == DistributedType.TPU:
+    raise SystemExit("no such machine")
+steps = 1
+for epoch in range(8):
+    model.train()
+    for step, (inputs, labels) in enumerate(train):
+        inputs, labels = inputs.to(accelerator.device), labels.to(accelerator.device)
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels) / steps
+        accelerator.backward(loss)
+        if step % steps == 0:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    model.eval()
+    right, seen = 0, 0
+    for inputs, labels in evaluation:
+        with torch.no_grad():
+            predictions = model(inputs).argmax(dim=-1)
+        predictions = accelerator.pad_across_processes(predictions, dim=0, pad_index=-1)
+        predictions, labels = accelerator.gather(predictions), accelerator.gather(labels)
+        right += int((predictions == labels).sum())
+        seen += len(labels)
+accelerator.wait_for_everyone()
+unwrapped = accelerator.unwrap_model(model)
+accelerator.save(unwrapped.state_dict(), "model.bin")
+accelerator.wait_for_everyone()
+if accelerator.is_local_main_process:
+    assert set(torch.load("model.bin", weights_only=True)) == set(unwrapped.state_dict())
+assert not accelerator.use_fp16
+accelerator.print(f"on {accelerator.num_processes}: {'good' if right / seen > 0.9 else right / seen}")
+"""
+RECENT_SCRIPT = """
+import logging
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.logging import get_logger
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import DistributedType, ProjectConfiguration, find_executable_batch_size, set_seed, tqdm
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+logger = get_logger(__name__, log_level="INFO")
+
+
+class Lines(GeneralTracker):
+    name = "lines"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.values = []
+
+    @property
+    def tracker(self):
+        return self.values
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.values.append(sorted(values))
+
+    @on_main_process
+    def log(self, values, step=None, **kwargs):
+        self.values.append((step, sorted(values)))
+
+
+def main():
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        mixed_precision="no",
+        log_with=Lines(),
+        project_config=ProjectConfiguration(project_dir=".", logging_dir="logs"),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+    logger.info(accelerator.state, main_process_only=False)
+    set_seed(7)
+    accelerator.init_trackers("project", config={"lr": 0.05})
+    with accelerator.main_process_first():
+        x = torch.linspace(-1, 1, 37)[:, None]
+        data = TensorDataset(x, (x > 0).long().squeeze(1))
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        accelerator.free_memory()
+        model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, 100)
+        model, optimizer, loader, evaluation, schedule = accelerator.prepare(
+            model, optimizer, DataLoader(data, batch_size, shuffle=True), DataLoader(data, batch_size), schedule
+        )
+        total = 0
+        for epoch in range(12):
+            model.train()
+            active = skip_first_batches(loader, 1) if epoch == 0 else loader
+            bar = tqdm(active, disable=not accelerator.is_local_main_process)
+            for inputs, labels in bar:
+                with accelerator.accumulate(model):
+                    with accelerator.autocast():
+                        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                        total += 1
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            assert not accelerator.optimizer_step_was_skipped
+            mean = accelerator.reduce(loss.detach(), reduction="mean").item()
+            accelerator.log({"loss": mean, "rate": schedule.get_last_lr()[0]}, step=total)
+        model.eval()
+        right, seen = 0, []
+        for inputs, labels in evaluation:
+            with torch.inference_mode():
+                predictions = model(inputs).argmax(dim=-1)
+            predictions, labels, inputs = accelerator.gather_for_metrics((predictions, labels, inputs))
+            right += int((predictions == labels).sum())
+            seen += inputs.flatten().tolist()
+        assert torch.tensor(seen).equal(x.flatten()), seen
+        return right / len(seen), accelerator.get_state_dict(model)
+
+    accuracy, weights = train()
+    accelerator.save(weights, "model.safetensors", safe_serialization=True)
+    lines = accelerator.get_tracker("lines", unwrap=True)
+    if accelerator.is_main_process:
+        assert lines[0] == ["lr"] and len(lines) == 13, lines
+    assert accelerator.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    accelerator.print(f"on {accelerator.num_processes}: {'good' if accuracy > 0.9 else accuracy}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("text", [EARLY_SCRIPT, RECENT_SCRIPT], ids=["an early script", "a recent script"])
+def test_a_script_whose_import_is_changed_runs(accel, script, text, processes):
+    path = script(re.sub(r"\bfrom accelerate\b", "from accel_runtime", text))
+    done = accel("launch", "--cpu", "--nproc-per-node", processes, path)
+    assert done.returncode == 0, done.stderr
+    assert f"on {processes}: good" in done.stdout
