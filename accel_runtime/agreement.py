@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from accel_runtime.callsite import CallSite, call_site
+from accel_runtime.raw import memory
 from accel_runtime.structure import Spec, described
 
 __all__ = [
@@ -70,7 +72,7 @@ class Wire(Protocol):
             where: Says what this rank is doing, for the others to hear if it fails.
 
         Returns:
-            `[world_size, SLOT]` in rank order, new memory.
+            `[world_size, SLOT]` in rank order, contiguous, new memory.
 
         Raises:
             SilenceError: Somebody did not come in time, or is gone.
@@ -160,12 +162,13 @@ class Agreement:
         if write and inline and size:
             write(self._slot[_HEAD : _HEAD + size])
         slots = self._swap(call)
-        heads = slots[:, :_HEAD].contiguous().view(torch.int64).tolist()
+        data = memory(slots)
+        heads = [struct.unpack_from("=3q", data, rank * SLOT) for rank in range(self.size)]
         self._check(heads, call, failure)
         self._last = call
         return Met(_equal(heads, 0), self._blobs(slots, [head[2] for head in heads], write, call))
 
-    def _check(self, heads: list[list[int]], call: Call, failure: str | None) -> None:
+    def _check(self, heads: Sequence[Sequence[int]], call: Call, failure: str | None) -> None:
         agreed = _equal(heads, 0) or _equal(heads, 1)
         if agreed and failure is None and heads[0][0] != -1:
             return
@@ -266,7 +269,7 @@ class Agreement:
 _NOWHERE = CallSite("", 0, "")
 
 
-def _equal(heads: list[list[int]], column: int) -> bool:
+def _equal(heads: Sequence[Sequence[int]], column: int) -> bool:
     first = heads[0][column]
     return all(head[column] == first for head in heads)
 

@@ -5,7 +5,6 @@ The bytes come from our own peers over a connection of ours, never from a file.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import struct
@@ -16,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.agreement import ROOM, Agreement, Call, here
+from accel_runtime.raw import memory
 
 __all__ = ["Parcel", "deal_objects", "share_objects", "unwrapped", "wrapped"]
 
@@ -34,11 +34,17 @@ class Parcel(NamedTuple):
 
     def write(self, room: torch.Tensor) -> None:
         """Write it into `[size]` bytes."""
-        memory(room)[: len(self.head)] = self.head
+        data = memory(room)
+        data[: len(self.head)] = self.head
         start = _up(len(self.head))
         for part in self.parts:
-            room[start : start + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
-            start = _up(start + part.nbytes)
+            end = start + part.nbytes
+            if part.nbytes <= ROOM and _lies_plain(part):
+                # A small copy costs torch several times what it is worth.
+                data[start:end] = memory(part)
+            else:
+                room[start:end].view(part.dtype).view(part.shape).copy_(part)
+            start = _up(end)
 
 
 class _Pickler(pickle.Pickler):
@@ -97,11 +103,9 @@ def unwrapped(room: torch.Tensor) -> Any:
     return pickle.Unpickler(io.BytesIO(data[start : start + length]), buffers=buffers).load()  # noqa: S301
 
 
-def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU; they live as long as the view."""
-    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.owner = tensor  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+def _lies_plain(part: torch.Tensor) -> bool:
+    """Whether its memory is its value."""
+    return part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torch.Tensor:
@@ -150,16 +154,16 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
         tried = [_tried(item) for item in items[1:]]
         parcels = [_EMPTY, *(parcel for parcel, _ in tried)]
         failure = next((text for _, text in tried if text), None)
-    table = torch.tensor([parcel.size for parcel in parcels], dtype=torch.int64).view(torch.uint8)
-    bounds = _bounds([parcel.size for parcel in parcels])
+    sizes = [parcel.size for parcel in parcels]
+    bounds = _bounds(sizes)
     inline = bounds[-1] <= ROOM
 
     def write(room: torch.Tensor) -> None:
-        room[: len(table)] = table
-        for parcel, start in zip(parcels, bounds if inline else (), strict=False):
+        struct.pack_into(f"<{len(sizes)}q", memory(room), 0, *sizes)
+        for parcel, start in zip(parcels[1:], bounds[1:] if inline else (), strict=False):
             parcel.write(room[start : start + parcel.size])
 
-    agreement.exchange(call, bounds[-1] if inline else len(table), write, failure=failure)
+    agreement.exchange(call, bounds[-1] if inline else 8 * len(sizes), write, failure=failure)
     assert items is not None
     if not inline:
         rooms = [torch.empty(parcel.size, dtype=torch.uint8) for parcel in parcels]
@@ -170,7 +174,7 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
 
 
 def _dealt(blob: torch.Tensor, agreement: Agreement, call: Call) -> Any:
-    sizes = blob[: 8 * agreement.size].view(torch.int64).tolist()
+    sizes = struct.unpack_from(f"<{agreement.size}q", memory(blob))
     size, start = sizes[agreement.rank], _bounds(sizes)[agreement.rank]
     if len(blob) > 8 * agreement.size:
         return unwrapped(blob[start : start + size])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import commands, imports, inside, start
+from benchmarks import between, commands, gradients, imports, inside, skip, start
 from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
 from benchmarks.report import Table
 
@@ -20,8 +20,11 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "commands": commands.measure,
     "start": start.measure,
-    "loop": inside.measure_loop,
-    "gather": inside.measure_gather,
+    "loop": inside.measure,
+    "gather": between.measure_gather,
+    "dispatch": between.measure_dispatch,
+    "skip": skip.measure,
+    "gradients": gradients.measure,
     "imports": imports.measure,
 }
 _BUSY = 0.5

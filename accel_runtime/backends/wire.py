@@ -13,6 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from accel_runtime.agreement import SLOT, SilenceError, Wire
+from accel_runtime.raw import memory
 
 __all__ = ["GlooWire", "control_group"]
 
@@ -44,7 +45,9 @@ class GlooWire(Wire):
         self._store = group.get_group_store()
         self._broken: SilenceError | None = None
         # Row i holds the slot of the i-th rank after this one.
-        self._rows = torch.zeros(self._size, SLOT, dtype=torch.uint8)
+        memory_ = bytearray(self._size * SLOT)
+        self._bytes = memoryview(memory_)
+        self._rows = torch.frombuffer(memory_, dtype=torch.uint8).view(self._size, SLOT)
         self._rounds = list(self._dissemination())
 
     def _dissemination(self) -> list[tuple[list[torch.Tensor], int, list[torch.Tensor], int]]:
@@ -60,7 +63,7 @@ class GlooWire(Wire):
     @override
     def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
         self._check()
-        self._rows[0].copy_(slot)
+        self._bytes[:SLOT] = memory(slot)
         try:
             for sent, to, room, from_ in self._rounds:
                 arrival = self._group.recv(room, from_, _SLOTS)
@@ -69,7 +72,9 @@ class GlooWire(Wire):
                 departure.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, where()) from error
-        return self._rows.roll(self._rank, 0)
+        first = (self._size - self._rank) * SLOT
+        ordered = bytearray().join((self._bytes[first:], self._bytes[:first]))
+        return torch.frombuffer(ordered, dtype=torch.uint8).view(self._size, SLOT)
 
     @override
     def transfer(

@@ -166,7 +166,8 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             step += 1
 
     def _print(self, batch: list[Any], running: int) -> int:
-        alone = self._recipe.slicing.world_size == 1 and self._seat is None
+        # Who makes the batches of all ranks, without workers, has nobody to compare prints with.
+        alone = len(self._recipe.ranks) == self._recipe.slicing.world_size and self._seat is None
         return 0 if alone else printed(batch, running)
 
     def _collated(self, batch: list[Any], source: _Samples) -> list[Any]:

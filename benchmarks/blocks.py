@@ -1,0 +1,53 @@
+"""What a script measured inside: blocks of the bare code and, in turn with them, of the same with a library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.measure import Run
+from benchmarks.report import number, spread
+
+__all__ = ["Blocks", "pooled"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Times of the bare code and, in turn with it, of the same with a library."""
+
+    bare: list[float]
+    library: list[float]
+
+    @property
+    def added(self) -> list[float]:
+        """What the library adds, block by block."""
+        return [with_ - bare for bare, with_ in zip(self.bare, self.library, strict=True)]
+
+    @property
+    def times(self) -> list[float]:
+        """How often the bare code goes into that with the library, block by block."""
+        return [with_ / bare for bare, with_ in zip(self.bare, self.library, strict=True)]
+
+    def row(self, label: str) -> tuple[str, ...]:
+        """The columns tables have in common."""
+        added, times = number(median(self.added)), f"{median(self.times):.2f}"
+        return (label, spread(self.bare), spread(self.library), added, times)
+
+
+def pooled(runs: dict[str, list[Run]]) -> dict[str, dict[str, Blocks]]:
+    """For everything measured, the blocks of all interpreters of each library."""
+    answers = {name: [json.loads(run.output) for run in found] for name, found in runs.items()}
+    return {
+        what: {name: _joined(answer[what] for answer in found) for name, found in answers.items()}
+        for what in next(iter(answers.values()))[0]
+    }
+
+
+def _joined(answers: Iterable[dict[str, list[float]]]) -> Blocks:
+    found: Sequence[dict[str, list[float]]] = list(answers)
+    return Blocks(
+        bare=[time for answer in found for time in answer["bare"]],
+        library=[time for answer in found for time in answer["library"]],
+    )
