@@ -101,7 +101,6 @@ _HOMES = {
     "MismatchError": "accel_runtime.agreement",
     "StallError": "accel_runtime.agreement",
     "RankLostError": "accel_runtime.agreement",
-    "skip_first_batches": "accel_runtime.data.loader",
     "Description": "accel_runtime.description",
     "is_rich_available": "accel_runtime.utils.available",
     "Accelerator": "accel_runtime.accelerator",
