@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
-from accel_runtime import rng, set_seed
+from accel_runtime import randomness, set_seed
 from accel_runtime.backends.single import Single
-from accel_runtime.data.streams import Stream, StreamsDifferError
+from accel_runtime.data.alike import StreamsDifferError
+from accel_runtime.data.streams import Stream
 from accel_runtime.topology import Topology
 
 # This machine has two cores, and torch warns of a third worker.
@@ -45,10 +46,10 @@ def _impatient(monkeypatch):
 
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = rng.capture()
+    kept = randomness.capture()
     seen = []
     for rank in range(world):
-        rng.restore(kept)
+        randomness.restore(kept)
         seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
@@ -510,7 +511,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
         random.seed(99)
         for world in (1, 2, 3):
             rest = checked(everywhere(world, loader, position))
-            assert rest == chunks(flat[position["samples"] :], 2 * world)
+            assert rest == chunks(flat[position["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -578,7 +579,7 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
 def test_a_dataset_with_a_state_is_not_read_again():
     stream = walks.Stateful(400_000)
     source = Stream(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
-    position = {"whole": True, "samples": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
+    position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
     assert [step.samples for step in walked(source, position, stop=2)] == [
         [300_000, 300_001],
         [300_002, 300_003],

@@ -51,7 +51,7 @@ def walked(source, start=None, stop=None, read=ids):
     """The steps of one rank after a position, as many as asked for."""
     loop, steps = Loop(), []
     for batch in source.walk(loop, start or {}):
-        steps.append(Step(read(batch), loop.share, source.position(loop)))
+        steps.append(Step(read(batch), loop.share, loop.position()))
         if len(steps) == stop:
             break
     return steps
