@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.ordered import Ordered
+from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Stream
 from accel_runtime.samples import scatter_object
@@ -44,26 +45,20 @@ class Dispatched(Source):
     Args:
         loader: The script's loader, over a dataset of any kind; the other ranks never walk theirs.
         backend: Carries the batches.
-        split: Whether the script's batch size is the global one.
-        even: Whether a tail is completed by repeats.
+        sharding: How samples are divided.
         seed: As for `Ordered`.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        backend: Backend,
-        *,
-        split: bool = False,
-        even: bool = True,
-        seed: int | None = None,
+        self, loader: DataLoader[Any], backend: Backend, sharding: Sharding, seed: int | None = None
     ) -> None:
         self._backend = backend
         self._source: Ordered | Stream
         if isinstance(loader.dataset, IterableDataset):
-            self._source = Stream(loader, backend, split=split, even=even, for_all=True)
+            self._source = Stream(loader, backend, sharding, for_all=True)
         else:
-            self._source = Ordered(loader, backend, split=split, even=even, seed=seed, for_all=True)
+            self._source = Ordered(loader, backend, sharding, seed, for_all=True)
+        self.inner = self._source.inner
 
     @property
     @override

@@ -16,7 +16,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.order import Order, order_of
 from accel_runtime.data.sampling import Index, Sharding, slices
-from accel_runtime.data.script import altered, gives_single, sampler_of, sharding_of, slot_of
+from accel_runtime.data.script import altered, gives_single, sampler_of, slot_of
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.randomness import Apart, agreed, capture, restore
 from accel_runtime.topology import Topology
@@ -30,8 +30,7 @@ class Ordered(Source):
     Args:
         loader: The script's loader.
         backend: Carries what the ranks have to agree on.
-        split: Whether the script's batch size is the global one.
-        even: Whether a tail is completed by repeats.
+        sharding: How batches are divided.
         seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
         for_all: Read the batches of all ranks, one after the other in every step, without asking the others.
     """
@@ -40,20 +39,17 @@ class Ordered(Source):
         self,
         loader: DataLoader[Any],
         backend: Backend,
-        *,
-        split: bool = False,
-        even: bool = True,
+        sharding: Sharding,
         seed: int | None = None,
+        *,
         for_all: bool = False,
     ) -> None:
-        here = backend.topology
-        sharding = sharding_of(loader, here, split=split, even=even)
         self._backend = Single(Topology(), backend.device) if for_all else backend
         self._order = order_of(loader, sharding, self._backend, seed)
         sampler = sampler_of(loader)
         self._generators = _generators(loader, sampler, getattr(sampler, "sampler", None))
         self._steps = _Steps(
-            self._order, sampler, None if for_all else here.rank, single=gives_single(loader)
+            self._order, sampler, None if for_all else sharding.rank, single=gives_single(loader)
         )
         self.inner: DataLoader[Any] = altered(loader, **{slot_of(loader): self._steps})
 

@@ -14,7 +14,7 @@ from accel_runtime.data.dispatch import Dispatched
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.script import sampler_of
+from accel_runtime.data.script import sampler_of, sharding_of
 from accel_runtime.data.separate import Separate
 from accel_runtime.data.source import Source
 from accel_runtime.data.streams import Stream, split_by_node
@@ -63,12 +63,11 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         own = Single(Topology(), backend.device)
         return Separate(_source(loader, own, replace(options, data="global")), loader, backend)
     _check(loader, backend.topology.world_size, options)
-    how = {"split": options.split_batches, "even": options.even_batches}
+    sharding = sharding_of(loader, backend.topology, split=options.split_batches, even=options.even_batches)
     dispatched = several and options.dispatch
     if isinstance(loader.dataset, IterableDataset) and not dispatched:
-        return Stream(loader, backend, **how)
-    source = Dispatched if dispatched else Ordered
-    return source(loader, backend, seed=_seed(options, backend), **how)
+        return Stream(loader, backend, sharding)
+    return (Dispatched if dispatched else Ordered)(loader, backend, sharding, _seed(options, backend))
 
 
 def _seed(options: LoaderOptions, backend: Backend) -> int | None:

@@ -15,7 +15,8 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.alike import among_ranks, among_workers
-from accel_runtime.data.script import altered, sharding_of
+from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.script import altered
 from accel_runtime.data.source import Loop, Source
 from accel_runtime.data.workers import Made, Reading, Recipe
 from accel_runtime.randomness import Apart, agreed, capture, restore
@@ -41,30 +42,22 @@ class Stream(Source):
     Args:
         loader: The script's loader over an IterableDataset.
         backend: Carries random states and prints between the ranks.
-        split: Whether the script's batch size is the global one.
-        even: Whether a tail is completed by repeats.
+        sharding: How samples are divided.
         for_all: Read the batches of all ranks, one after the other in every step, without asking the others.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        backend: Backend,
-        *,
-        split: bool = False,
-        even: bool = True,
-        for_all: bool = False,
+        self, loader: DataLoader[Any], backend: Backend, sharding: Sharding, *, for_all: bool = False
     ) -> None:
-        here = backend.topology
-        self.sharding = sharding_of(loader, here, split=split, even=even)
+        self.sharding = sharding
         self._backend = Single(Topology(), backend.device) if for_all else backend
         self._loader = loader
         self._recipe = Recipe(
             loader.dataset,
             loader.collate_fn,
             loader.worker_init_fn,
-            self.sharding,
-            tuple(range(here.world_size)) if for_all else (here.rank,),
+            sharding,
+            tuple(range(sharding.world_size)) if for_all else (sharding.rank,),
             single=loader.batch_size is None,
         )
         self._generators = () if loader.generator is None else (loader.generator,)
@@ -131,7 +124,8 @@ class Stream(Source):
         walk = iter(bare.loader)
         for batch in walk:
             batches = [batch, *islice(walk, others)]
-            yield [bare.aside.popleft() for _ in batches][0], batches
+            made, *_ = [bare.aside.popleft() for _ in batches]
+            yield made, batches
 
     def _unskipped(self, walk: Steps, skip: int, place: _Place) -> Steps:
         """Without the steps that workers with parts of their own could not leave out themselves."""

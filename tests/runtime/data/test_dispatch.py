@@ -11,7 +11,7 @@ import walks
 from torch.utils.data import DataLoader, RandomSampler
 from walks import checked, chunks, walked
 
-from accel_runtime.data.dispatch import Dispatched, DispatchError
+from accel_runtime.data.dispatch import DispatchError
 
 DATASETS = {"a stream": walks.Stream, "a map": range}
 
@@ -40,7 +40,7 @@ def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
                 (6, True, False),
             ):
                 loader = DataLoader(make(count), batch_size=size, drop_last=drop)
-                source = Dispatched(loader, walks.backend(), split=split, even=even)
+                source = walks.dispatched(loader, walks.backend(), split=split, even=even)
                 key = (count, size if split else size * world, drop)
                 seen[key] = walked(source), None if make is walks.Stream else source.steps()
         return seen
@@ -57,7 +57,7 @@ def test_only_the_first_rank_reads(several):
         backend = walks.backend()
         stream = kind(11)
         stream.rank = backend.topology.rank
-        return walked(Dispatched(DataLoader(stream, batch_size=2), backend))
+        return walked(walks.dispatched(DataLoader(stream, batch_size=2), backend))
 
     assert checked(several.run(walk, Forbidden)) == chunks(range(11), 2 * several.size)
 
@@ -68,7 +68,7 @@ def test_workers_read_for_all_ranks(ranks, kind, workers):
     def walk(kind, workers):
         walks.backend()
         loader = DataLoader(kind(17), batch_size=2, num_workers=workers)
-        return walked(Dispatched(loader, walks.backend()))
+        return walked(walks.dispatched(loader, walks.backend()))
 
     got = checked(ranks.run(walk, kind, workers))
     assert sorted(chain.from_iterable(got)) == list(range(17))
@@ -89,7 +89,7 @@ def test_texts_and_batches_of_different_shape_arrive(ranks, kind):
 
     def walk(make):
         loader = DataLoader(make(11), batch_size=2, collate_fn=texts)
-        source = Dispatched(loader, walks.backend(), even=False)
+        source = walks.dispatched(loader, walks.backend(), even=False)
         return walked(source, read=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True)))
 
     found = ranks.run(walk, DATASETS[kind])
@@ -113,7 +113,9 @@ def test_batches_of_any_length_stay_whole(ranks, even):
     """A16: Accelerate loses a sample and repeats another."""
 
     def walk(sampler, even):
-        return walked(Dispatched(DataLoader(range(11), batch_sampler=sampler), walks.backend(), even=even))
+        return walked(
+            walks.dispatched(DataLoader(range(11), batch_sampler=sampler), walks.backend(), even=even)
+        )
 
     found = ranks.run(walk, Uneven(), even)
     assert list(chain.from_iterable(checked(found))) == list(range(11))
@@ -125,7 +127,7 @@ def test_batches_of_any_length_stay_whole(ranks, even):
 @pytest.mark.parametrize("kind", DATASETS)
 def test_single_samples_are_one_a_step_and_rank(ranks, kind):
     def walk(make):
-        return walked(Dispatched(DataLoader(make(7), batch_size=None), walks.backend()))
+        return walked(walks.dispatched(DataLoader(make(7), batch_size=None), walks.backend()))
 
     assert checked(ranks.run(walk, DATASETS[kind])) == chunks(range(7), ranks.size)
 
@@ -145,7 +147,7 @@ def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
         stream.at = at
         error = FileNotFoundError if backend.topology.rank == 0 else DispatchError
         with pytest.raises(error, match="the shard"):
-            walked(Dispatched(DataLoader(stream, batch_size=2), backend))
+            walked(walks.dispatched(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Broken, at))
@@ -175,7 +177,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(clusters, make, epoch):
     def walk(make, epoch, start=None):
         torch.manual_seed(walks.backend().topology.rank)
         random.seed(5)
-        source = Dispatched(make(23, batch_size=2), walks.backend(), even=False)
+        source = walks.dispatched(make(23, batch_size=2), walks.backend(), even=False)
         for _ in range(epoch):
             walked(source)
         return walked(source, start)
@@ -193,7 +195,7 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
     """B3: Accelerate skips one rank's batches where it should skip all ranks'."""
 
     def walk(make):
-        source = Dispatched(DataLoader(make(33), batch_size=2), walks.backend())
+        source = walks.dispatched(DataLoader(make(33), batch_size=2), walks.backend())
         return walked(source, source.after(2, {}))
 
     for make in DATASETS.values():
@@ -203,7 +205,7 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
 def test_the_order_is_that_of_the_unprepared_loader(ranks):
     def walk(make):
         torch.manual_seed(3 if walks.backend().topology.rank == 0 else 4)
-        source = Dispatched(make(23, batch_size=2), walks.backend())
+        source = walks.dispatched(make(23, batch_size=2), walks.backend())
         return [walked(source) for _ in range(2)]
 
     found = ranks.run(walk, shuffled)

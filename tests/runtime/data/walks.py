@@ -11,7 +11,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
+from accel_runtime.data.dispatch import Dispatched
+from accel_runtime.data.script import sharding_of
 from accel_runtime.data.source import Loop
+from accel_runtime.data.streams import Stream as EachReads
 from accel_runtime.topology import Topology
 
 
@@ -40,6 +43,16 @@ def backend():
     # This machine may have fewer cores than a loader of these tests has workers.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     return Accelerator()._backend
+
+
+def read(loader, backend, *, split=False, even=True):
+    """A stream that every rank reads."""
+    return EachReads(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
+
+
+def dispatched(loader, backend, *, split=False, even=True):
+    """Data that the first rank reads for all."""
+    return Dispatched(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
 
 
 def ids(batch):
