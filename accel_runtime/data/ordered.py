@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
@@ -15,13 +15,15 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.order import Order, order_of
-from accel_runtime.data.sampling import Index, Sharding, slices
+from accel_runtime.data.sampling import Index, Sharding, Step, slices
 from accel_runtime.data.script import altered, gives_single, sampler_of, slot_of
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.randomness import Apart, agreed, capture, restore
 from accel_runtime.topology import Topology
 
 __all__ = ["Ordered"]
+
+Note = Callable[[Share], None]
 
 
 class Ordered(Source):
@@ -121,7 +123,7 @@ class _Steps(Sampler[Any]):
         self._rank = rank
         self._single = single
         self.ranks = order.sharding.world_size if rank is None else 1
-        """Whose batches it gives, one after the other in every step."""
+        """Of how many ranks it gives the batches, one after the other in every step."""
         # torch's own attributes of a BatchSampler, which callers read.
         self.sampler = getattr(source, "sampler", source)
         self.batch_size = getattr(source, "batch_size", None)
@@ -137,29 +139,37 @@ class _Steps(Sampler[Any]):
     def __iter__(self) -> Iterator[list[Index] | Index]:
         # Not a generator: each iterator has its own queue, and the loader picks it up with its first batch.
         self.shares = deque()
-        return self._walk(self.shares, *self._next)
+        give = self._for_one if self.ranks == 1 else self._for_all
+        return give(self.shares.append, *self._next)
 
     def __len__(self) -> int:
         return self._order.steps() * self.ranks
 
-    def _walk(
-        self, shares: deque[Share], position: int, epoch: int, drawing: Apart, resumed: bool
-    ) -> Iterator[list[Index] | Index]:
-        with drawing():
-            steps = self._order.walk(position, epoch, eager=resumed)
-            first = list(islice(steps, 1))
-        note, known, parts = shares.append, None, []
-        for samples, share in chain(first, steps):
+    def _for_one(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
+        known: Share | None = None
+        part: Any = None
+        for samples, share in self._drawn(*begin):
             if share is not known:
-                known, parts = share, self._parts(share)
-            for part in parts:
+                known, part = share, self._parts(share)[self._rank or 0]
+            note(share)
+            yield samples if part is None else samples[part]
+
+    def _for_all(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
+        for samples, share in self._drawn(*begin):
+            for part in self._parts(share):
                 note(share)
                 yield samples[part]
 
+    def _drawn(self, position: int, epoch: int, drawing: Apart, resumed: bool) -> Iterator[Step]:
+        with drawing():
+            steps = self._order.walk(position, epoch, eager=resumed)
+            return chain(list(islice(steps, 1)), steps)
+
     def _parts(self, share: Share) -> list[Any]:
-        """What to take of a step: for each rank a slice, or one index."""
-        parts = slices(share) if self._rank is None else slices(share)[self._rank : self._rank + 1]
-        return [part.start for part in parts] if self._single else parts
+        """What each rank takes of a step: a slice, or one index; None: all, as it is."""
+        if self._single:
+            return [part.start for part in slices(share)]
+        return [None] if len(share.sizes) == 1 else slices(share)
 
 
 def _generators(*parts: Any) -> tuple[Any, ...]:

@@ -32,13 +32,8 @@ def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
     def walk(make, even):
         seen = {}
         world = walks.backend().topology.world_size
-        for count in (0, 1, 2, 5, 16, 17, 33):
-            for size, split, drop in (
-                (1, False, False),
-                (4, False, True),
-                (5, False, False),
-                (6, True, False),
-            ):
+        for count in (0, 1, 2, 17, 24):
+            for size, split, drop in ((1, False, False), (4, False, True), (6, True, False)):
                 loader = DataLoader(make(count), batch_size=size, drop_last=drop)
                 source = walks.dispatched(loader, walks.backend(), split=split, even=even)
                 key = (count, size if split else size * world, drop)
