@@ -148,22 +148,26 @@ class _Steps(Sampler[Any]):
     def _for_one(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
         known: Share | None = None
         part: Any = None
-        for samples, share in self._drawn(*begin):
-            if share is not known:
-                known, part = share, self._parts(share)[self._rank or 0]
-            note(share)
-            yield samples if part is None else samples[part]
+        for steps in self._drawn(*begin):
+            for samples, share in steps:
+                if share is not known:
+                    known, part = share, self._parts(share)[self._rank or 0]
+                note(share)
+                yield samples if part is None else samples[part]
 
     def _for_all(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
-        for samples, share in self._drawn(*begin):
+        for samples, share in chain(*self._drawn(*begin)):
             for part in self._parts(share):
                 note(share)
                 yield samples[part]
 
-    def _drawn(self, position: int, epoch: int, drawing: Apart, resumed: bool) -> Iterator[Step]:
+    def _drawn(
+        self, position: int, epoch: int, drawing: Apart, resumed: bool
+    ) -> tuple[list[Step], Iterator[Step]]:
+        """The first step, with which the order is drawn, and the others."""
         with drawing():
             steps = self._order.walk(position, epoch, eager=resumed)
-            return chain(list(islice(steps, 1)), steps)
+            return list(islice(steps, 1)), steps
 
     def _parts(self, share: Share) -> list[Any]:
         """What each rank takes of a step: a slice, or one index; None: all, as it is."""

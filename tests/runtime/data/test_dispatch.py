@@ -11,6 +11,7 @@ import walks
 from torch.utils.data import DataLoader, RandomSampler
 from walks import checked, chunks, walked
 
+from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.data.dispatch import DispatchError
 
 DATASETS = {"a stream": walks.Stream, "a map": range}
@@ -208,3 +209,34 @@ def test_the_order_is_that_of_the_unprepared_loader(ranks):
     alone = shuffled(23, batch_size=2 * ranks.size)
     for epoch in range(2):
         assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
+
+
+@pytest.mark.parametrize("make", [shuffled, generated, streamed])
+@pytest.mark.parametrize("first", [True, False], ids=["from dispatched", "to dispatched"])
+def test_a_position_moves_between_loaders_that_dispatch_and_those_that_do_not(pair, make, first):
+    def walk(make, first):
+        loaders, rest = [], []
+        for dispatch in (first, not first):
+            how = DataLoaderConfiguration(dispatch_batches=dispatch, even_batches=False)
+            accelerator = Accelerator(dataloader_config=how)
+            loaders.append(accelerator.prepare(make(23, batch_size=2)))
+        for step, batch in enumerate(loaders[0]):
+            if step == 2:
+                loaders[1].load_state_dict(loaders[0].state_dict())
+            elif step > 2:
+                rest.append(batch.tolist())
+        return rest == [batch.tolist() for batch in loaders[1]]
+
+    assert pair.run(walk, make, first) == [True, True]
+
+
+def test_an_order_drawn_from_a_seed_is_that_of_loaders_that_do_not_dispatch(pair):
+    def walk(make):
+        seen = []
+        for dispatch in (False, True):
+            how = DataLoaderConfiguration(dispatch_batches=dispatch, use_seedable_sampler=True, data_seed=7)
+            loader = Accelerator(dataloader_config=how).prepare(make(23, batch_size=2))
+            seen.append([[batch.tolist() for batch in loader] for _ in range(2)])
+        return seen[0] == seen[1] and seen[0][0] != seen[0][1]
+
+    assert pair.run(walk, shuffled) == [True, True]
