@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.single import Single
-from accel_runtime.data.rounds import Rounds
-from accel_runtime.data.slices import factor, slicing_of
+from accel_runtime.data.ordered import Ordered
+from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.source import Loop, Share, Source
-from accel_runtime.data.streams import Flow, Place
+from accel_runtime.data.streams import Stream
 from accel_runtime.samples import scatter_object
-from accel_runtime.topology import Topology
 
 __all__ = ["DispatchError", "Dispatched"]
 
@@ -29,11 +28,9 @@ class Handed(NamedTuple):
     """What a rank is handed for one step."""
 
     batch: Any
-    valid: tuple[int, ...]
-    sizes: tuple[int, ...]
-    last: bool
+    share: Share
     stand: dict[str, Any]
-    """The position after the step; with the first of a walk, also what holds for all of it."""
+    """The position after the step; its random states come with the first step only."""
 
 
 class _Failure(NamedTuple):
@@ -43,44 +40,45 @@ class _Failure(NamedTuple):
 
 
 class Dispatched(Source):
-    """Global batches of one process, read by the first rank only.
+    """The batches of all ranks, read by the first only; positions are those of the source it reads.
 
     Args:
         loader: The script's loader, over a dataset of any kind; the other ranks never walk theirs.
         backend: Carries the batches.
-        split: Whether the script's batch size is the global one.
-        even: Whether a tail is completed by repeats.
-        seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
-
-    Raises:
-        ValueError: `split` is wanted, and the ranks cannot divide the batch size.
+        sharding: How samples are divided.
+        seed: As for `Ordered`.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        backend: Backend,
-        *,
-        split: bool = False,
-        even: bool = True,
-        seed: int | None = None,
+        self, loader: DataLoader[Any], backend: Backend, sharding: Sharding, seed: int | None = None
     ) -> None:
-        world = backend.topology.world_size
         self._backend = backend
-        self._slicing = slicing_of(loader, world, split=split, even=even)
-        self._streams = isinstance(loader.dataset, IterableDataset)
-        self._flow = Flow(loader, self._slicing, tuple(range(world)))
-        self._rounds = Rounds(loader, self._slicing, split=split, seed=seed)
-        self._stood: WeakKeyDictionary[Loop, dict[str, Any]] = WeakKeyDictionary()
+        self._source: Ordered | Stream
+        if isinstance(loader.dataset, IterableDataset):
+            self._source = Stream(loader, backend, sharding, for_all=True)
+        else:
+            self._source = Ordered(loader, backend, sharding, seed, for_all=True)
+        self.inner = self._source.inner
+
+    @property
+    @override
+    def kind(self) -> str:
+        return self._source.kind
+
+    @override
+    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
+        return self._source.overridden(even=even)
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        self._stood[loop] = start
-        began: dict[str, Any] = {}
-        leads = self._backend.topology.rank == 0
-        read = self._read(start, began, loop.epoch) if leads else iter(())
-        while True:
-            items, error = _fetched(read, self._backend.topology.world_size) if leads else (None, None)
+        topology, sharding = self._backend.topology, self._source.sharding
+        stand = start
+        loop.position = lambda: stand
+        leads = topology.rank == 0
+        read = self._read(Loop(loop.epoch), start) if leads else iter(())
+        last = False
+        while not last:
+            items, error = _fetched(read, topology.world_size) if leads else (None, None)
             item = scatter_object(items, self._backend)
             if error is not None:
                 raise error
@@ -88,58 +86,35 @@ class Dispatched(Source):
                 raise DispatchError(f"rank 0, which reads for all ranks, failed: {item.text}")
             if item is None:
                 return
-            began = began or {name: item.stand[name] for name in ("rng", "generator") if name in item.stand}
-            self._stood[loop] = item.stand | began
-            loop.share = self._share(item)
-            last = item.last
+            stand = {"random": stand.get("random")} | item.stand
+            loop.share = item.share._replace(factor=sharding.weight(item.share.valid))
+            last = item.share.last
             yield item.batch
-            if last:
-                return
 
     @override
     def steps(self) -> int:
-        return self._flow.steps() if self._streams else self._rounds.steps()
+        return self._source.steps()
 
     @override
-    def position(self, loop: Loop) -> dict[str, Any]:
-        return self._stood.get(loop, {})
+    def beginning(self) -> dict[str, Any]:
+        return self._source.beginning()
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        return self._flow.after(steps, start)
+        return self._source.after(steps, start)
 
-    def _share(self, item: Handed) -> Share:
-        rank = self._backend.topology.rank
-        level = len(set(item.valid)) == 1 or self._slicing.even
-        return Share(item.valid, item.sizes, item.last, 1.0 if level else factor(item.valid, rank))
-
-    def _read(self, start: dict[str, Any], began: dict[str, Any], epoch: int) -> Iterator[list[Handed]]:
+    def _read(self, loop: Loop, start: dict[str, Any]) -> Iterator[list[Handed]]:
         """What each rank is handed, step by step."""
-        steps = self._of_stream(start, began) if self._streams else self._of_map(start, began, epoch)
-        first = True
-        for batches, share, stand in steps:
-            told = stand | began if first else stand
-            first = False
-            yield [Handed(batch, share.valid, share.sizes, share.last, told) for batch in batches]
-
-    def _of_stream(
-        self, start: dict[str, Any], began: dict[str, Any]
-    ) -> Iterator[tuple[list[Any], Share, dict[str, Any]]]:
-        place = Place(start, self._flow.workers)
-        alone = Single(Topology(), self._backend.device)
-        for made, batches, last in self._flow.batches(start, alone, place):
-            place.move(made)
-            began.update(place.began)
-            yield batches, self._slicing.share(made.size, 0, last=last), place.stand()
-
-    def _of_map(
-        self, start: dict[str, Any], began: dict[str, Any], epoch: int
-    ) -> Iterator[tuple[list[Any], Share, dict[str, Any]]]:
-        samples = start.get("samples", 0)
-        for round_, batches in self._rounds.batches(start, began, epoch):
-            samples += sum(round_.valid)
-            share = Share(round_.valid, tuple(map(len, round_.indices)), round_.last)
-            yield batches, share, {"samples": samples}
+        walk = self._source.walk(loop, start)
+        told = False
+        for first in walk:
+            batches = [first, *islice(walk, self._backend.topology.world_size - 1)]
+            stand, share = loop.position(), loop.share
+            assert share is not None
+            if told:
+                del stand["random"]
+            told = True
+            yield [Handed(batch, share, stand) for batch in batches]
 
 
 def _fetched(read: Iterator[list[Handed]], world_size: int) -> tuple[list[Any], Exception | None]:

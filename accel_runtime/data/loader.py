@@ -15,13 +15,10 @@ from typing_extensions import override
 from accel_runtime import rng, tree
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.loops import Loops
+from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_of
 from accel_runtime.data.source import Loop, Source
 
 __all__ = ["LoaderOptions", "PreparedLoader", "skip_first_batches"]
-
-
-_OURS = {"epoch", "kind", "begun"}
-"""What a loader adds to the position its source gives."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class _Progress:
     loop: Loop | None = None
     """The walk under way or left early."""
     resume: dict[str, Any] | None = None
-    """Where the next walk begins, as `state_dict` said it."""
+    """Where the next walk begins; None: at the start of the epoch."""
     repeats: int = 0
     """How many samples the last whole epoch trained on twice, over all ranks."""
 
@@ -90,14 +87,13 @@ class PreparedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
-        loop, start = Loop(), self._begin()
-        loop.epoch, self._progress.loop = self._progress.epoch, loop
+        start = self._begin()
+        loop = self._progress.loop = Loop(self._progress.epoch)
         track, device, place = self._loops.opened(loop), self._backend.device, self._placing()
         note = self._loops.note if self._backend.topology.world_size > 1 else None
         finished = False
         try:
             for batch in self._source.walk(loop, start):
-                loop.steps += 1
                 if place and not tree.is_there(batch, device):
                     batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
                 if note:
@@ -118,9 +114,7 @@ class PreparedLoader(DataLoader[Any]):
             progress.epoch += 1
         start, progress.resume = progress.resume or {}, None
         self._tell(progress.epoch)
-        if self._skip and not start.get("begun"):
-            start |= self._source.after(self._skip, {})
-        return {key: value for key, value in start.items() if key not in _OURS}
+        return start if start.get("position") else self._source.after(self._skip, start)
 
     def _placing(self) -> Callable[[Any], Any] | None:
         """How a batch comes to the device; None where it is there already."""
@@ -154,10 +148,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def source_batch_size(self) -> int | None:
         """Samples in a full batch of the script's loader; None where its batches have no fixed size."""
-        batches: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
-        if self.batch_sampler is None and not isinstance(batches, BatchSampler):
-            return 1
-        return getattr(batches, "batch_size", None)
+        return batch_size_of(self)
 
     @property
     def total_batch_size(self) -> int:
@@ -214,13 +205,10 @@ class PreparedLoader(DataLoader[Any]):
             under: numbers, text and tensors only.
         """
         progress = self._progress
-        if progress.loop is None:
-            return progress.resume or self._state(self._source.beginning())
-        return self._state(self._source.position(progress.loop))
-
-    def _state(self, position: dict[str, Any]) -> dict[str, Any]:
-        begun = self._progress.loop is not None
-        return {"epoch": self._progress.epoch, "kind": type(self._source).__name__, "begun": begun} | position
+        at = (
+            progress.resume or self._source.beginning() if progress.loop is None else progress.loop.position()
+        )
+        return {"epoch": progress.epoch, "kind": self._source.kind} | at
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken, with the next walk.
@@ -228,14 +216,14 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ValueError: It is not what `state_dict` gave, or gave for a loader of another kind.
         """
-        kind = type(self._source).__name__
+        kind = self._source.kind
         if not isinstance(state_dict.get("epoch"), int) or state_dict.get("kind") != kind:
             raise ValueError(
                 f"this loader's state has an epoch and kind={kind!r}; this one has "
                 f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }"
             )
         self._progress.epoch, self._progress.loop = state_dict["epoch"], None
-        self._progress.resume = dict(state_dict)
+        self._progress.resume = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind"}}
 
     def skipping(self, steps: int) -> PreparedLoader:
         """This loader without the first steps of every epoch; both count the same epochs."""
@@ -281,10 +269,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         raise ValueError(  # noqa: TRY004 - the type is right, the order is not
             "prepare() this loader before skip_first_batches: its dataset is a stream"
         )
-    other = copy.copy(dataloader)
-    slot = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-    vars(other).update({slot: _Skipping(getattr(dataloader, slot), num_batches), "_iterator": None})
-    return other
+    return altered(dataloader, **{slot_of(dataloader): _Skipping(sampler_of(dataloader), num_batches)})
 
 
 class _Skipping(Sampler[Any]):

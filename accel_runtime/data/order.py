@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -20,9 +21,10 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from accel_runtime import rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.sampling import Index, Sharding, Step
+from accel_runtime.data.script import gives_single, sampler_of
+from accel_runtime.randomness import KINDS
 
 __all__ = ["Batches", "Order", "Samples", "order_of"]
 
@@ -43,8 +45,8 @@ class Order(ABC):
 
     @property
     def draws_from(self) -> tuple[str, ...]:
-        """The global generators that may be drawn from, out of `rng.KINDS`."""
-        return rng.KINDS
+        """The global generators that may be drawn from, out of `randomness.KINDS`."""
+        return KINDS
 
     @property
     @abstractmethod
@@ -57,7 +59,7 @@ class Order(ABC):
 
     @abstractmethod
     def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        """This rank's steps from `position` on; `eager` draws the whole order with the first."""
+        """The steps from `position` on; `eager` draws the whole order with the first."""
 
     def _drawn(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
         """What the first rank drew. A sampler of the script may draw from anything, so the ranks compare."""
@@ -71,17 +73,13 @@ class Samples(Order):
 
     Args:
         sampler: The script's.
-        batch_size: The script's.
         sharding: How batches are divided.
         backend: Carries what the ranks have to agree on.
         seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
     """
 
-    def __init__(
-        self, sampler: Any, batch_size: int, sharding: Sharding, backend: Backend, seed: int | None = None
-    ) -> None:
+    def __init__(self, sampler: Any, sharding: Sharding, backend: Backend, seed: int | None = None) -> None:
         super().__init__(sampler, sharding, backend)
-        self._batch_size = batch_size
         self._seed = seed
 
     @property
@@ -89,21 +87,21 @@ class Samples(Order):
     def draws_from(self) -> tuple[str, ...]:
         if type(self.source) is SequentialSampler:
             return ()
-        return ("torch",) if type(self.source) in _OF_TORCH else rng.KINDS
+        return ("torch",) if type(self.source) in _OF_TORCH else KINDS
 
     @property
     @override
     def stride(self) -> int:
-        return self.sharding.global_size(self._batch_size)
+        return self.sharding.size
 
     @override
     def steps(self) -> int:
-        return self.sharding.steps(len(self.source), self._batch_size)
+        return self.sharding.steps(len(self.source))
 
     @override
     def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
         order, head = self._from(position, self._seeded(epoch), eager=eager)
-        return self.sharding.cut(order, self._batch_size, head)
+        return self.sharding.cut(order, head)
 
     def _from(
         self, position: int, sampler: Any, *, eager: bool
@@ -127,23 +125,12 @@ class Samples(Order):
 
 
 class Batches(Order):
-    """An order of batches, which may be of any size: whole batches are shared out.
-
-    Args:
-        source: The script's batch sampler.
-        batch_size: The length of a full batch; None where there is no fixed one.
-        sharding: How batches are divided.
-        backend: Carries what the ranks have to agree on.
-    """
-
-    def __init__(self, source: Any, batch_size: int | None, sharding: Sharding, backend: Backend) -> None:
-        super().__init__(source, sharding, backend)
-        self._batch_size = batch_size
+    """An order of batches, which may be of any size: whole batches are shared out."""
 
     @property
     @override
     def stride(self) -> int:
-        return 1 if self.sharding.split else self.sharding.world_size
+        return self.sharding.batches
 
     @override
     def steps(self) -> int:
@@ -153,14 +140,16 @@ class Batches(Order):
     def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
         order, head = _split(self._drawn(map(list, self.source), eager=eager), position, self.stride)
         first = list(chain.from_iterable(head)) if head is not None else None
-        return self.sharding.group(order, self._batch_size, first)
+        return self.sharding.group(order, first)
 
 
-def order_of(source: Any, sharding: Sharding, backend: Backend, seed: int | None) -> Order:
-    """The order a batch sampler stands for."""
-    if type(source) is BatchSampler:
-        return Samples(source.sampler, source.batch_size, sharding, backend, seed)
-    return Batches(source, getattr(source, "batch_size", None), sharding, backend)
+def order_of(loader: DataLoader[Any], sharding: Sharding, backend: Backend, seed: int | None) -> Order:
+    """The order of the script's loader."""
+    sampler = sampler_of(loader)
+    if type(sampler) is BatchSampler:
+        return Samples(sampler.sampler, sharding, backend, seed)
+    single = gives_single(loader)
+    return Samples(sampler, sharding, backend, seed) if single else Batches(sampler, sharding, backend)
 
 
 def _split(drawn: Iterator[Any], position: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
-from accel_runtime import rng
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.order import Order, Samples, order_of
-from accel_runtime.data.sampling import Index, Sharding, Step
+from accel_runtime.backends.single import Single
+from accel_runtime.data.order import Order, order_of
+from accel_runtime.data.sampling import Index, Sharding, Step, slices
+from accel_runtime.data.script import altered, gives_single, sampler_of, slot_of
 from accel_runtime.data.source import Loop, Share, Source
+from accel_runtime.randomness import Apart, agreed, capture, restore
+from accel_runtime.topology import Topology
 
 __all__ = ["Ordered"]
+
+Note = Callable[[Share], None]
 
 
 class Ordered(Source):
     """A map-style dataset: the script's sampler says the order, and `Sharding` whose part is whose.
 
     Args:
-        loader: The script's loader. It is copied, so subclasses and every option stay as they are.
+        loader: The script's loader.
         backend: Carries what the ranks have to agree on.
         sharding: How batches are divided.
         seed: With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`.
+        for_all: Read the batches of all ranks, one after the other in every step, without asking the others.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], backend: Backend, sharding: Sharding, seed: int | None = None
+        self,
+        loader: DataLoader[Any],
+        backend: Backend,
+        sharding: Sharding,
+        seed: int | None = None,
+        *,
+        for_all: bool = False,
     ) -> None:
-        self._backend = backend
-        # With batch_size=None, the sampler gives what the dataset is asked for: an index, or a list of them.
-        batches: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-        bare = loader.batch_sampler is None and not isinstance(batches, BatchSampler)
-        self._order = (
-            Samples(batches, 1, sharding, backend, seed)
-            if bare
-            else order_of(batches, sharding, backend, seed)
+        self._backend = Single(Topology(), backend.device) if for_all else backend
+        self._order = order_of(loader, sharding, self._backend, seed)
+        sampler = sampler_of(loader)
+        self._generators = _generators(loader, sampler, getattr(sampler, "sampler", None))
+        self._steps = _Steps(
+            self._order, sampler, None if for_all else sharding.rank, single=gives_single(loader)
         )
-        self.generators = _generators(loader, batches, getattr(batches, "sampler", None))
-        self._steps = _Steps(self._order, batches, bare=bare)
-        self.inner: DataLoader[Any] = copy.copy(loader)
-        # DataLoader guards these names against assignment; the copy is ours to change.
-        slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        vars(self.inner).update({slot: self._steps, "_iterator": None})
+        self.inner: DataLoader[Any] = altered(loader, **{slot_of(loader): self._steps})
+
+    @property
+    def sharding(self) -> Sharding:
+        """How batches are divided."""
+        return self._order.sharding
 
     @override
     @contextmanager
@@ -62,20 +72,30 @@ class Ordered(Source):
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        loop.start = start.get("position", 0)
         kinds = self._order.draws_from
-        here = rng.capture(self.generators, kinds)
+        here = capture(self._generators, kinds)
         # Nothing is asked of the others where nothing is drawn.
-        loop.random = start.get("random") or (rng.agreed(here, self._backend) if kinds else here)
-        drawing = rng.Drawing(loop.random, here, self.generators)
-        self._steps.begin(loop.start, loop.epoch, drawing, resumed="random" in start)
+        random = start.get("random") or (agreed(here, self._backend) if kinds else here)
+        if random is not here:
+            restore({"generators": random["generators"]}, self._generators)
+        begun, batches = start.get("position", 0), 0
+
+        def position() -> dict[str, Any]:
+            whole = loop.share is not None and loop.share.last
+            at = len(self._order.source) if whole else self._beyond(begun, batches)
+            return {"position": at, "random": random}
+
+        loop.position = position
+        drawing = Apart(random, here)
+        self._steps.begin(begun, loop.epoch, drawing, resumed="random" in start)
         with drawing():
-            batches = iter(self.inner)
-        steps: deque[Share] | None = None
-        for batch in batches:
+            walk = iter(self.inner)
+        shares: deque[Share] | None = None
+        for batch in walk:
             # Not before the first batch: a subclass may begin its walk as late as that.
-            steps = self._steps.shares if steps is None else steps
-            loop.share = steps.popleft()
+            shares = self._steps.shares if shares is None else shares
+            loop.share = shares.popleft()
+            batches += 1
             yield batch
 
     @override
@@ -83,38 +103,35 @@ class Ordered(Source):
         return self._order.steps()
 
     @override
-    def position(self, loop: Loop) -> dict[str, Any]:
-        whole = loop.share is not None and loop.share.last
-        at = (
-            {"position": len(self._order.source)}
-            if whole
-            else self.after(loop.steps, {"position": loop.start})
-        )
-        return at | {"random": loop.random}
-
-    @override
     def beginning(self) -> dict[str, Any]:
-        return {"position": 0, "random": rng.capture(self.generators)}
+        return {"position": 0, "random": capture(self._generators)}
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        return {"position": start.get("position", 0) + steps * self._order.stride}
+        return start | {"position": start.get("position", 0) + steps * self._order.stride}
+
+    def _beyond(self, begun: int, batches: int) -> int:
+        """The position after so many batches, which are those of several ranks where one reads for all."""
+        return begun + batches // self._steps.ranks * self._order.stride
 
 
 class _Steps(Sampler[Any]):
-    """The batch sampler of one rank: its parts of an order that is the same on all ranks."""
+    """The batch sampler of some ranks: their parts of an order that is the same on all ranks."""
 
-    def __init__(self, order: Order, source: Any, *, bare: bool) -> None:
+    def __init__(self, order: Order, source: Any, rank: int | None, *, single: bool) -> None:
         self._order = order
-        self._bare = bare
+        self._rank = rank
+        self._single = single
+        self.ranks = order.sharding.world_size if rank is None else 1
+        """Of how many ranks it gives the batches, one after the other in every step."""
         # torch's own attributes of a BatchSampler, which callers read.
         self.sampler = getattr(source, "sampler", source)
         self.batch_size = getattr(source, "batch_size", None)
         self.drop_last = bool(getattr(source, "drop_last", False))
         self.shares: deque[Share] = deque()
-        """The steps whose indices were given out by the newest iterator and whose batches were not yet."""
+        """The batches whose indices were given out by the newest iterator and that did not come yet: their steps."""
 
-    def begin(self, position: int, epoch: int, drawing: rng.Drawing, *, resumed: bool) -> None:
+    def begin(self, position: int, epoch: int, drawing: Apart, *, resumed: bool) -> None:
         """The next iterator walks from here."""
         self._next = (position, epoch, drawing, resumed)
 
@@ -122,25 +139,41 @@ class _Steps(Sampler[Any]):
     def __iter__(self) -> Iterator[list[Index] | Index]:
         # Not a generator: each iterator has its own queue, and the loader picks it up with its first batch.
         self.shares = deque()
-        return self._walk(self.shares, *self._next)
+        give = self._for_one if self.ranks == 1 else self._for_all
+        return give(self.shares.append, *self._next)
 
     def __len__(self) -> int:
-        return self._order.steps()
+        return self._order.steps() * self.ranks
 
-    def _walk(
-        self, shares: deque[Share], position: int, epoch: int, drawing: rng.Drawing, resumed: bool
-    ) -> Iterator[list[Index] | Index]:
+    def _for_one(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
+        known: Share | None = None
+        part: Any = None
+        for steps in self._drawn(*begin):
+            for samples, share in steps:
+                if share is not known:
+                    known, part = share, self._parts(share)[self._rank or 0]
+                note(share)
+                yield samples if part is None else samples[part]
+
+    def _for_all(self, note: Note, *begin: Any) -> Iterator[list[Index] | Index]:
+        for samples, share in chain(*self._drawn(*begin)):
+            for part in self._parts(share):
+                note(share)
+                yield samples[part]
+
+    def _drawn(
+        self, position: int, epoch: int, drawing: Apart, resumed: bool
+    ) -> tuple[list[Step], Iterator[Step]]:
+        """The first step, with which the order is drawn, and the others."""
         with drawing():
             steps = self._order.walk(position, epoch, eager=resumed)
-            first: Step | None = next(steps, None)
-        if first is None:
-            return
-        bare, note = self._bare, shares.append
-        note(first[1])
-        yield first[0][0] if bare else first[0]
-        for indices, share in steps:
-            note(share)
-            yield indices[0] if bare else indices
+            return list(islice(steps, 1)), steps
+
+    def _parts(self, share: Share) -> list[Any]:
+        """What each rank takes of a step: a slice, or one index; None: all, as it is."""
+        if self._single:
+            return [part.start for part in slices(share)]
+        return [None] if len(share.sizes) == 1 else slices(share)
 
 
 def _generators(*parts: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from accel_runtime.data.dispatch import Dispatched
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.script import sampler_of, sharding_of
 from accel_runtime.data.separate import Separate
 from accel_runtime.data.source import Source
 from accel_runtime.data.streams import Stream, split_by_node
@@ -64,15 +64,11 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         alone = replace(options, data="global", dispatch=False)
         return Separate(_source(loader, own, alone), loader, backend)
     _check(loader, backend.topology.world_size, options)
-    how = {"split": options.split_batches, "even": options.even_batches}
-    # On one process too: a position taken there is for several, and the other way round.
-    if options.dispatch and options.data == "global":
-        return Dispatched(loader, backend, seed=_seed(options, backend), **how)
-    if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, backend, **how)
-    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-    sharding = Sharding(backend.topology.rank, backend.topology.world_size, drop_last=drop_last, **how)
-    return Ordered(loader, backend, sharding, _seed(options, backend))
+    sharding = sharding_of(loader, backend.topology, split=options.split_batches, even=options.even_batches)
+    dispatched = several and options.dispatch
+    if isinstance(loader.dataset, IterableDataset) and not dispatched:
+        return Stream(loader, backend, sharding)
+    return (Dispatched if dispatched else Ordered)(loader, backend, sharding, _seed(options, backend))
 
 
 def _seed(options: LoaderOptions, backend: Backend) -> int | None:
@@ -86,7 +82,7 @@ def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> 
     """Refuse what could not be shared out exactly."""
     if world_size == 1:
         return
-    source = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    source = sampler_of(loader)
     size = getattr(source, "batch_size", None)
     split = isinstance(loader.sampler, DistributedSampler) or isinstance(
         getattr(source, "sampler", None), DistributedSampler

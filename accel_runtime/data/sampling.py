@@ -1,33 +1,34 @@
-"""Whose batch is it: the pure arithmetic that shares one order of samples among ranks.
+"""Whose sample is it: the pure arithmetic that shares one order of samples among ranks.
 
 One process with the global batch size would walk global batches of one order. Here each step takes
 the next global batch, and a rank its contiguous slice, so the slices in rank order are that batch.
-Nothing in this file talks to another process.
+Nothing in this file talks to another process, or needs torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice, pairwise
-from typing import TypeVar
+from functools import cached_property
+from itertools import accumulate, chain, cycle, islice, pairwise
+from typing import Any, TypeVar
 
 from accel_runtime.data.source import Share
 
-__all__ = ["Sharding", "with_last"]
+__all__ = ["Index", "Sharding", "Step", "factor", "slices"]
 
 Index = Hashable
 Step = tuple[list[Index], Share]
-"""What one rank loads in a step, and what all ranks know of it."""
+"""What all ranks load in a step, one rank's part after the other's, and what all know of it."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the batches of a sampler are divided.
+    """How the batches of a loader are divided.
 
-    By default the sampler's batch is one rank's batch, and a global batch is `world_size` of them.
-    With `split` the sampler's batch is the global batch, and each rank takes its part.
+    By default the script's batch is one rank's batch, and a global batch is `world_size` of them.
+    With `split` the script's batch is the global batch, and each rank takes its part.
 
     A tail that does not fill a global batch is, with `drop_last`, left out. With `even` it is completed from the
     start of the epoch, so that all ranks see equal shapes. Without, it is divided so that the ranks' numbers of
@@ -36,115 +37,138 @@ class Sharding:
     """
 
     rank: int
+    """Whose `Share.factor` is told; all else is the same on every rank."""
     world_size: int
+    batch_size: int | None = 1
+    """Samples in a full batch of the script's; None where its batches have no fixed size."""
     split: bool = False
     drop_last: bool = False
     even: bool = True
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
+        assert not self.split or (self.batch_size or 0) % self.world_size == 0
 
-    def global_size(self, batch_size: int) -> int:
-        """Samples in a full global batch."""
-        return batch_size if self.split else batch_size * self.world_size
+    @property
+    def each(self) -> int:
+        """Samples of one rank in a full global batch; 0 where batches have no fixed size."""
+        return (self.batch_size or 0) // (self.world_size if self.split else 1)
 
-    def steps(self, samples: int, batch_size: int) -> int:
+    @property
+    def size(self) -> int:
+        """Samples in a full global batch; 0 where batches have no fixed size."""
+        return self.each * self.world_size
+
+    @property
+    def batches(self) -> int:
+        """How many of the script's batches are one global batch."""
+        return 1 if self.split else self.world_size
+
+    def steps(self, samples: int) -> int:
         """How many steps an epoch of so many samples has; the same on every rank."""
-        full, rest = divmod(samples, self.global_size(batch_size))
-        return full + (rest > 0 and not self.drop_last)
+        return self._times(samples, self.size)
 
     def rounds(self, batches: int) -> int:
-        """How many steps an epoch of so many sampler batches has; the same on every rank."""
-        full, rest = divmod(batches, 1 if self.split else self.world_size)
-        return full + (rest > 0 and not self.drop_last)
+        """How many steps an epoch of so many of the script's batches has; the same on every rank."""
+        return self._times(batches, self.batches)
 
-    def cut(
-        self, order: Iterable[Index], batch_size: int, head: Sequence[Index] | None = None
-    ) -> Iterator[Step]:
-        """This rank's steps over an order of samples, all batches being of one size but the last.
+    def cut(self, order: Iterable[Index], head: Sequence[Index] | None = None) -> Iterator[Step]:
+        """The steps over an order of samples, all batches being of one size but the last.
 
         Args:
             order: The samples of one epoch, or what is left of them.
-            batch_size: The script's.
             head: The first global batch of the epoch, where `order` does not begin with it.
         """
-        total = self.global_size(batch_size)
-        size = -(-total // self.world_size)
-        own = slice(self.rank * size, (self.rank + 1) * size)
-        full = self._share([size] * self.world_size, [size] * self.world_size, last=False)
-        final, whole, regular = (
-            full._replace(last=True),
-            self.world_size == 1,
-            total == size * self.world_size,
-        )
-        for step, last in _chunks(order, total, drop_last=self.drop_last):
-            head = step if head is None else head
-            if regular and len(step) == total:
-                yield (step if whole else step[own]), (final if last else full)
+        size, full = self.size, self._full
+        for samples, last in _chunks(order, size, drop_last=self.drop_last):
+            head = samples if head is None else head
+            if len(samples) == size and not last:
+                yield samples, full
             else:
-                yield self._complete(self._parts(step, size), size, head, last=last)
+                share = self.share(len(samples), last=last)
+                yield self.completed(samples, share, head), share
 
     def group(
-        self, batches: Iterable[Sequence[Index]], batch_size: int | None, head: Sequence[Index] | None = None
+        self, batches: Iterable[Sequence[Index]], head: Sequence[Index] | None = None
     ) -> Iterator[Step]:
-        """This rank's steps over a sampler's batches, which may be of any size.
+        """The steps over the script's batches, which may be of any size.
 
         Args:
-            batches: The sampler's batches of one epoch, or what is left of them.
-            batch_size: The length of a full batch; None where the sampler has no fixed one.
+            batches: The batches of one epoch, or what is left of them.
             head: The samples of the first step of the epoch, where `batches` does not begin with them.
         """
-        many = 1 if self.split else self.world_size
-        for round_, last in _chunks(batches, many, drop_last=self.drop_last):
+        for round_, last in _chunks(batches, self.batches, drop_last=self.drop_last):
             samples = list(chain.from_iterable(round_))
             head = samples if head is None else head
-            if self.split or _regular(round_, batch_size):
-                size = batch_size if batch_size and not self.split else -(-len(samples) // self.world_size)
-                size = max(size, -(-(batch_size or 0) // self.world_size)) if self.split else size
-                parts: list[Sequence[Index]] = self._parts(samples, size)
-            else:
-                parts = [*round_, *([[]] * (self.world_size - len(round_)))]
-                size = max(map(len, round_))
-            yield self._complete(parts, size, head, last=last)
+            share = self._dealt(list(map(len, round_)), last=last)
+            yield self.completed(samples, share, head), share
 
-    def _parts(self, samples: list[Index], size: int) -> list[Sequence[Index]]:
-        """Every rank's own samples of a step: full batches one after the other, or near-equal ones."""
+    def share(self, count: int, *, last: bool) -> Share:
+        """The step of a global batch of `count` samples."""
+        if count == self.size and not last:
+            return self._full
+        return self._known(self._divided(count, self.each), self.each, last=last)
+
+    def completed(self, samples: list[Any], share: Share, head: Sequence[Any]) -> list[Any]:
+        """What all ranks load in a step: their own samples, with repeats where they have fewer than they load.
+
+        Args:
+            samples: The global batch.
+            share: Who has which of them.
+            head: The samples of the first step of the epoch; needed with `even` only.
+        """
+        if share.valid == share.sizes:
+            return samples
+        # One walk over the start fills all ranks, in rank order.
+        own, repeats = iter(samples), cycle(head if self.even else samples)
+        parts = zip(share.valid, share.sizes, strict=True)
+        return [x for n, size in parts for x in chain(islice(own, n), islice(repeats, size - n))]
+
+    def weight(self, valid: tuple[int, ...]) -> float:
+        """What this rank's mean loss of a step counts for."""
+        return 1.0 if self.even else factor(valid, self.rank)
+
+    @cached_property
+    def _full(self) -> Share:
+        # One object for all full steps: whoever remembers steps counts how often it came.
+        return self._known((self.each,) * self.world_size, self.each, last=False)
+
+    def _times(self, count: int, size: int) -> int:
+        full, rest = divmod(count, size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def _dealt(self, lengths: list[int], *, last: bool) -> Share:
+        """The step of some batches of the script's."""
+        *full, tail = lengths
+        # Where all but the last are full, only the end of the order is missing.
+        regular = all(length == self.batch_size for length in full) and tail <= (self.batch_size or 0)
+        if self.split or regular:
+            size = max(self.each, -(-sum(lengths) // self.world_size))
+            return self._known(self._divided(sum(lengths), size), size, last=last)
+        without = [0] * (self.world_size - len(lengths))
+        return self._known((*lengths, *without), max(lengths), last=last)
+
+    def _divided(self, count: int, size: int) -> tuple[int, ...]:
+        """Every rank's number of samples: full batches one after the other, or near-equal ones."""
         if self.even:
-            return [samples[rank * size : (rank + 1) * size] for rank in range(self.world_size)]
-        each, more = divmod(len(samples), self.world_size)
-        ends = [rank * each + min(rank, more) for rank in range(self.world_size + 1)]
-        return [samples[start:end] for start, end in pairwise(ends)]
+            return tuple(min(size, max(0, count - rank * size)) for rank in range(self.world_size))
+        least, more = divmod(count, self.world_size)
+        return tuple(least + (rank < more) for rank in range(self.world_size))
 
-    def _complete(
-        self, parts: list[Sequence[Index]], size: int, head: Sequence[Index], *, last: bool
-    ) -> Step:
-        """A step whose parts are not all of one size, brought to `size` or to at least one sample each."""
-        valid = [len(part) for part in parts]
-        sizes = [size] * self.world_size if self.even and self.world_size > 1 else [max(n, 1) for n in valid]
-        own = list(parts[self.rank])
-        missing = sizes[self.rank] - len(own)
-        if missing and self.even:
-            # One walk over the start fills all ranks, in rank order.
-            taken = sum(size - count for count in valid[: self.rank])
-            own += islice(cycle(head), taken, taken + missing)
-        elif missing:
-            own = [next(chain.from_iterable(parts))]
-        return own, self._share(valid, sizes, last=last)
-
-    def _share(self, valid: list[int], sizes: list[int], *, last: bool) -> Share:
-        factor = 1.0 if self.even else valid[self.rank] * self.world_size / sum(valid)
-        return Share(tuple(valid), tuple(sizes), last, factor)
+    def _known(self, valid: tuple[int, ...], size: int, *, last: bool) -> Share:
+        filled = self.even and self.world_size > 1
+        sizes = (size,) * self.world_size if filled else tuple(max(1, count) for count in valid)
+        return Share(valid, sizes, last, self.weight(valid))
 
 
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Every item, with whether it is the last."""
-    source = iter(items)
-    held = list(islice(source, 1))
-    for following in source:
-        yield held.pop(), False
-        held.append(following)
-    for item in held:
-        yield item, True
+def slices(share: Share) -> list[slice]:
+    """Where every rank's part of a step lies."""
+    return [slice(begin, end) for begin, end in pairwise(accumulate(share.sizes, initial=0))]
+
+
+def factor(valid: tuple[int, ...], rank: int) -> float:
+    """What the mean loss of a rank counts for where ranks have different numbers of samples."""
+    return valid[rank] * len(valid) / sum(valid)
 
 
 def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
@@ -155,9 +179,3 @@ def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple
     while len(ahead) >= least:
         chunk, ahead = ahead, list(islice(source, size))
         yield chunk, len(ahead) < least
-
-
-def _regular(round_: Sequence[Sequence[Index]], batch_size: int | None) -> bool:
-    """Whether all batches but the last are full, so that only the end of the order is missing."""
-    *full, tail = map(len, round_)
-    return batch_size is not None and all(size == batch_size for size in full) and tail <= batch_size

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.slices import factor
+from accel_runtime.data.sampling import factor
 from accel_runtime.data.source import Loop, Share, Source
 
 __all__ = ["Separate"]
@@ -37,7 +36,6 @@ class Separate(Source):
         self._local = local
         self._backend = backend
         self._known = _known(loader)
-        self._stood: WeakKeyDictionary[Loop, dict[str, Any]] = WeakKeyDictionary()
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
@@ -47,8 +45,9 @@ class Separate(Source):
                 f"this position was taken on {start['world_size']} processes over data split by process, and holds "
                 f"for as many only; there are {world}. Resume with {start['world_size']} processes"
             )
-        step = start.get("steps", 0)
-        reader = _Reader(self._local, self._local.after(step, {}))
+        step = start.get("position", 0)
+        loop.position = lambda: {"position": step, "world_size": world}
+        reader = _Reader(self._local, Loop(loop.epoch), self._local.after(step, {}))
         agree = self._agreement()
         now = agree(step, reader)
         spare = self._spare(reader, now)
@@ -58,7 +57,6 @@ class Separate(Source):
             if own and batch is None:
                 raise RuntimeError(f"the sampler gave fewer samples than its length says: no batch {step}")
             valid, now = tuple(now), agree(step, reader)
-            self._stood[loop] = {"steps": step, "world_size": world}
             loop.share = self._share(valid, sizes, last=not any(now))
             yield batch if own else copy.deepcopy(spare)
 
@@ -72,14 +70,10 @@ class Separate(Source):
         return self._local.steps()
 
     @override
-    def position(self, loop: Loop) -> dict[str, Any]:
-        return self._stood.get(loop, {})
-
-    @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
         if not steps:
             return start
-        return {"steps": start.get("steps", 0) + steps, "world_size": self._backend.topology.world_size}
+        return {"position": start.get("position", 0) + steps, "world_size": self._backend.topology.world_size}
 
     def _agreement(self) -> _Agree:
         """How the numbers of samples of a step become known: from all lengths, or by asking each time."""
@@ -115,9 +109,9 @@ class Separate(Source):
 class _Reader:
     """One rank's batches, one ahead."""
 
-    def __init__(self, local: Source, start: dict[str, Any]) -> None:
-        self._loop = Loop()
-        self._walk = local.walk(self._loop, start)
+    def __init__(self, local: Source, loop: Loop, start: dict[str, Any]) -> None:
+        self._loop = loop
+        self._walk = local.walk(loop, start)
         self._error: Exception | None = None
         self.ahead: Any = None
         """The batch that comes next."""

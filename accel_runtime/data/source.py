@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,35 +28,42 @@ class Share(NamedTuple):
 
 
 class Loop:
-    """One walk over a loader that is under way."""
+    """One walk over a loader that is under way.
+
+    Args:
+        epoch: The number of the epoch.
+    """
 
     share: Share | None = None
     """The step whose batch was handed out last; None before the first."""
-    steps: int = 0
-    """How many batches were handed out."""
-    epoch: int = 0
-    """The number of the epoch."""
-    start: int = 0
-    """The position it began at."""
-    random: dict[str, Any] | None = None
-    """The random states the epoch is drawn under, as `rng.capture` gives them."""
+    position: Callable[[], dict[str, Any]] = staticmethod(dict)
+    """Where the walk stands, counting the batches handed out; set by the source that is walked."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        self.epoch = epoch
 
 
 class Source(ABC):
     """Where the batches of one rank come from.
 
     A position is a dict that is equal on all ranks, valid for another world size, and made of numbers, text,
-    tensors, lists and dicts only, so that it can be saved.
+    tensors, lists and dicts only, so that it can be saved. Its `position` is a number, in the source's own unit, and
+    its `random` the random states the epoch is drawn under, as `randomness.capture` gives them.
     """
 
     inner: DataLoader[Any] | None = None
     """The copy of the script's loader that is walked, where attributes computed on the way are found on it."""
 
+    @property
+    def kind(self) -> str:
+        """The name of what positions of this source hold for."""
+        return type(self).__name__
+
     @abstractmethod
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
 
-        Sets `loop.share` before each batch.
+        Sets `loop.share` before each batch, and `loop.position` before the first.
         """
 
     def overridden(self, *, even: bool) -> AbstractContextManager[None]:
@@ -81,10 +88,6 @@ class Source(ABC):
     def beginning(self) -> dict[str, Any]:
         """The position at which the next epoch begins."""
         return {}
-
-    @abstractmethod
-    def position(self, loop: Loop) -> dict[str, Any]:
-        """Where a walk stands, counting the batches handed out."""
 
     @abstractmethod
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:

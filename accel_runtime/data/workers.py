@@ -18,8 +18,8 @@ from torch.utils.data._utils import worker as torchs
 from typing_extensions import override
 
 from accel_runtime.data.prints import printed
-from accel_runtime.data.slices import Slicing
-from accel_runtime.data.states import Apart
+from accel_runtime.data.sampling import Sharding, slices
+from accel_runtime.randomness import Apart
 
 __all__ = ["Made", "Reading", "Recipe", "stateful"]
 
@@ -52,7 +52,7 @@ class Recipe:
     dataset: Any
     collate: Callable[[Any], Any]
     worker_init: Callable[[int], Any] | None
-    slicing: Slicing
+    sharding: Sharding
     ranks: tuple[int, ...]
     """The ranks whose batches are made."""
     single: bool = False
@@ -102,7 +102,7 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
                 raise _misplaced(len(parts))
             if not whole and start.get("whole"):
                 raise _misplaced(0)
-            begun = where.get("samples", 0) if whole or parts is not None else 0
+            begun = where.get("position", 0) if whole or parts is not None else 0
             source.skip(begun - where.get("state_at", 0))
             yield from self._made(source, begun, start.get("skip", 0), whole=whole)
         finally:
@@ -119,7 +119,7 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             torchs._worker_info = self._seat  # type: ignore[assignment] # noqa: SLF001 - there is no public door
             init = self._recipe.worker_init
         seat = self._seat
-        if seat.count * self._recipe.slicing.world_size == 1:
+        if seat.count * self._recipe.sharding.world_size == 1:
             seat.initialise(init, 0)
             return seat
         seat.reseed(seat.place)
@@ -145,16 +145,18 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             skip: How many steps of all workers together are not wanted, where each reads its part.
             whole: Whether every worker reads everything.
         """
-        seat, slicing = self._seat, self._recipe.slicing
+        seat, sharding = self._seat, self._recipe.sharding
         count, turn = (seat.count, seat.turn) if seat is not None else (1, 0)
-        beyond = slicing.size if slicing.drop_last else 1  # what has to follow for a batch not to be the last
+        beyond = (
+            sharding.size if sharding.drop_last else 1
+        )  # what has to follow for a batch not to be the last
         ahead: list[Any] = []
         running, step = 0, 0
         while True:
             mine = not whole or step % count == turn
-            found, state = source.read(slicing.size - len(ahead), beyond if mine else 0)
-            batch, ahead = (ahead + found)[: slicing.size], (ahead + found)[slicing.size :]
-            if not batch or (slicing.drop_last and len(batch) < slicing.size):
+            found, state = source.read(sharding.size - len(ahead), beyond if mine else 0)
+            batch, ahead = (ahead + found)[: sharding.size], (ahead + found)[sharding.size :]
+            if not batch or (sharding.drop_last and len(batch) < sharding.size):
                 return
             samples += len(batch)
             before, running = running, self._print(batch, running)
@@ -167,16 +169,17 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
 
     def _print(self, batch: list[Any], running: int) -> int:
         # Who makes the batches of all ranks, without workers, has nobody to compare prints with.
-        alone = len(self._recipe.ranks) == self._recipe.slicing.world_size and self._seat is None
+        alone = len(self._recipe.ranks) == self._recipe.sharding.world_size and self._seat is None
         return 0 if alone else printed(batch, running)
 
     def _collated(self, batch: list[Any], source: _Samples) -> list[Any]:
         """The batch of every rank, out of one global batch."""
-        slicing, collate = self._recipe.slicing, self._recipe.collate
-        whole = slicing.world_size == 1 or len(batch) == slicing.size
-        start = [] if whole else source.begin() if slicing.even else batch
-        parts = [slicing.part(batch, start, rank) for rank in self._recipe.ranks]
-        return [collate(part[0] if self._recipe.single else part) for part in parts]
+        sharding, collate = self._recipe.sharding, self._recipe.collate
+        share = sharding.share(len(batch), last=False)
+        start = source.begin() if share.valid != share.sizes and sharding.even else []
+        step, parts = sharding.completed(batch, share, start), slices(share)
+        own = [step[parts[rank]] for rank in self._recipe.ranks]
+        return [collate(part[0] if self._recipe.single else part) for part in own]
 
 
 class _Seat:
@@ -263,7 +266,7 @@ class _Samples:
     def __init__(self, recipe: Recipe, apart: Apart | None) -> None:
         self._dataset = recipe.dataset
         self._stateful = stateful(recipe.dataset)
-        self._keep = recipe.slicing.size if recipe.slicing.even and recipe.slicing.world_size > 1 else 0
+        self._keep = recipe.sharding.size if recipe.sharding.even and recipe.sharding.world_size > 1 else 0
         self._aside: Callable[[], AbstractContextManager[None]] = nullcontext if apart is None else apart
         self._begin: list[Any] = []
         self._initial: Any = None

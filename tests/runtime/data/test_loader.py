@@ -191,7 +191,7 @@ def test_every_sample_is_gathered_once_and_in_order(ranks, split):
         accelerator = Accelerator(split_batches=split)
         world = accelerator.num_processes
         wrong = []
-        for count, size in product(range(14), (1, 2, 3, 5)):
+        for count, size in product((0, 1, 2, 7, 12, 13), (1, 2, 5)):  # all: test_sampling
             dataset = TensorDataset(torch.arange(count))
             loader = accelerator.prepare(DataLoader(dataset, batch_size=size * world if split else size))
             seen = [index for (batch,) in loader for index in accelerator.gather_for_metrics(batch).tolist()]

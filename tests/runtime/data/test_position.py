@@ -289,7 +289,7 @@ def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator
         torch.manual_seed(5)
         generator = torch.Generator().manual_seed(6) if own else None
         sampler = RandomSampler(range(count), generator=generator)
-        samples = Samples(sampler, size, Sharding(0, 1), Single(Topology(), torch.device("cpu")))
+        samples = Samples(sampler, Sharding(0, 1, size), Single(Topology(), torch.device("cpu")))
         drawn = [index for indices, _ in samples.walk(position, 0, eager=False) for index in indices]
         return drawn, torch.get_rng_state().tolist(), generator.get_state().tolist() if own else None
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_runtime.data.sampling import Sharding, with_last
+from accel_runtime.data.sampling import Sharding, slices
 
 WORLDS = (1, 2, 3, 4)
 every_division = pytest.mark.parametrize(
@@ -26,7 +26,10 @@ def chunks(items, size, *, drop_last=False):
 
 def epoch(world, walk, **options):
     """What every rank is given: for every step, the indices of all ranks, and what all know of it."""
-    ranks = [list(walk(Sharding(rank, world, **options))) for rank in range(world)]
+    ranks = [
+        [(step[slices(share)[rank]], share) for step, share in walk(Sharding(rank, world, **options))]
+        for rank in range(world)
+    ]
     assert len({len(steps) for steps in ranks}) == 1, "ranks take different numbers of steps"
     together = list(zip(*ranks, strict=True))
     for step in together:
@@ -44,8 +47,8 @@ def every_epoch(world, split, drop_last, even):
     """All epochs of 0 to 20 samples: their number, the script's and the global batch size, the steps."""
     for number, part in product(range(21), range(1, 6)):
         size = part * world if split else part
-        options = {"split": split, "drop_last": drop_last, "even": even}
-        steps = epoch(world, lambda s, n=number, b=size: s.cut(range(n), b), **options)
+        options = {"batch_size": size, "split": split, "drop_last": drop_last, "even": even}
+        steps = epoch(world, lambda s, n=number: s.cut(range(n)), **options)
         yield number, size, part * world, steps
 
 
@@ -58,9 +61,8 @@ def test_the_parts_of_a_step_are_the_global_batch_of_one_process(world, split, d
 
 @every_division
 def test_the_number_of_steps_is_known_beforehand(world, split, drop_last, even):
-    sharding = Sharding(world - 1, world, split, drop_last, even)
     for number, size, _, steps in every_epoch(world, split, drop_last, even):
-        assert sharding.steps(number, size) == len(steps)
+        assert Sharding(world - 1, world, size, split, drop_last, even).steps(number) == len(steps)
 
 
 @every_division
@@ -122,7 +124,8 @@ def test_from_any_position_the_rest_of_the_epoch_is_what_it_was(world, split, dr
     for number, size, global_size, steps in every_epoch(world, split, drop_last, even):
         for at in range(1, len(steps)):
             rest, head = range(at * global_size, number), range(min(number, global_size))
-            assert epoch(world, lambda s, r=rest, b=size, h=head: s.cut(r, b, h), **options) == steps[at:]
+            again = epoch(world, lambda s, r=rest, h=head: s.cut(r, h), batch_size=size, **options)
+            assert again == steps[at:]
 
 
 @pytest.mark.parametrize(
@@ -137,13 +140,13 @@ def test_from_any_position_the_rest_of_the_epoch_is_what_it_was(world, split, dr
     ],
 )
 def test_the_batches_scripts_know_from_accelerate(number, size, options, wanted):
-    steps = epoch(2, lambda s: s.cut(range(number), size), **options)
+    steps = epoch(2, lambda s: s.cut(range(number)), batch_size=size, **options)
     assert [[parts[rank] for parts, _ in steps] for rank in range(2)] == wanted
 
 
 def test_a_rank_for_which_nothing_is_left_repeats_a_sample_that_counts_for_nothing():
     """Accelerate gives it no batch, and the others wait for it."""
-    (_, _), (parts, shares) = epoch(2, lambda s: s.cut(range(9), 4), even=False)
+    (_, _), (parts, shares) = epoch(2, lambda s: s.cut(range(9)), batch_size=4, even=False)
     assert parts == [[8], [8]]
     assert shares[0].valid == (1, 0)
     assert [share.factor for share in shares] == [2.0, 0.0]
@@ -164,8 +167,8 @@ script_batches = st.lists(st.integers(1, 5), max_size=12).map(
 @example(batches=[[0, 1, 2]], world=2, drop_last=False, even=True, batch_size=1)
 def test_batches_of_any_lengths_are_shared_out_once_and_in_order(batches, world, drop_last, even, batch_size):
     """Also where a sampler announces a `batch_size` its batches do not keep to."""
-    options = {"drop_last": drop_last, "even": even}
-    steps = epoch(world, lambda s: s.group(batches, batch_size), **options)
+    options = {"batch_size": batch_size, "drop_last": drop_last, "even": even}
+    steps = epoch(world, lambda s: s.group(batches), **options)
     rounds = chunks(batches, world, drop_last=drop_last)
     assert [samples(step) for step in steps] == [list(chain.from_iterable(round_)) for round_ in rounds]
     assert Sharding(0, world, **options).rounds(len(batches)) == len(steps)
@@ -176,14 +179,14 @@ def test_batches_of_any_lengths_are_shared_out_once_and_in_order(batches, world,
 
 @given(script_batches, st.sampled_from(WORLDS), st.integers(1, 5), st.booleans())
 def test_split_batches_longer_than_announced_lose_nothing(batches, world, part, even):
-    steps = epoch(world, lambda s: s.group(batches, part * world), split=True, even=even)
+    steps = epoch(world, lambda s: s.group(batches), batch_size=part * world, split=True, even=even)
     assert [samples(step) for step in steps] == batches
 
 
 @given(script_batches)
 def test_batches_of_unknown_size_stay_whole(batches):
     """What one rank's batch was in the script is one rank's batch in the run."""
-    steps = epoch(3, lambda s: s.group(batches, None))
+    steps = epoch(3, lambda s: s.group(batches), batch_size=None)
     for (parts, shares), round_ in zip(steps, chunks(batches, 3), strict=True):
         valid = [part[:n] for part, n in zip(parts, shares[0].valid, strict=True)]
         assert valid == [*round_, *[[]] * (3 - len(round_))]
@@ -191,24 +194,20 @@ def test_batches_of_unknown_size_stay_whole(batches):
 
 @given(script_batches, st.sampled_from(WORLDS), st.booleans())
 def test_from_any_round_the_rest_of_the_batches_is_what_it_was(batches, world, even):
-    steps = epoch(world, lambda s: s.group(batches, None), even=even)
+    options = {"batch_size": None, "even": even}
+    steps = epoch(world, lambda s: s.group(batches), **options)
     for at in range(1, len(steps)):
         rest, head = batches[at * world :], list(chain.from_iterable(batches[:world]))
-        assert epoch(world, lambda s, r=rest, h=head: s.group(r, None, h), even=even) == steps[at:]
+        assert epoch(world, lambda s, r=rest, h=head: s.group(r, h), **options) == steps[at:]
 
 
 def test_batches_are_drawn_as_they_are_needed():
     """An epoch without end can be walked."""
-    indices, share = next(Sharding(1, 2).cut(count(), 2))
-    assert indices == [2, 3]
+    indices, share = next(Sharding(1, 2, 2).cut(count()))
+    assert indices[slices(share)[1]] == [2, 3]
     assert not share.last
 
 
 def test_indices_may_be_anything_hashable():
-    ((parts, _),) = epoch(2, lambda s: s.cut(["a", "b", "c"], 2))
+    ((parts, _),) = epoch(2, lambda s: s.cut(["a", "b", "c"]), batch_size=2)
     assert parts == [["a", "b"], ["c", "a"]]
-
-
-@given(st.lists(st.integers()))
-def test_the_last_of_some_items_is_known(items):
-    assert list(with_last(items)) == [(item, at == len(items) - 1) for at, item in enumerate(items)]

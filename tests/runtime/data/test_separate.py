@@ -11,9 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from walks import checked, walked
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dispatch import Dispatched
 from accel_runtime.data.separate import Separate
-from accel_runtime.data.streams import Stream
 from accel_runtime.topology import Topology
 
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
@@ -44,7 +42,7 @@ def own(kind, counts, options=None):
         "a map": range(rank * 100, rank * 100 + counts[rank]),
     }
     loader = DataLoader(made[kind], batch_size=2, **options or {})
-    local = Stream(loader, alone()) if kind == "a stream" else Dispatched(loader, alone())
+    local = walks.read(loader, alone()) if kind == "a stream" else walks.dispatched(loader, alone())
     return Separate(local, loader, backend)
 
 
@@ -98,7 +96,7 @@ def test_a_batch_the_script_changed_is_given_whole_again(pair):
         backend = walks.backend()
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
-        source = Separate(Dispatched(loader, alone()), loader, backend)
+        source = Separate(walks.dispatched(loader, alone()), loader, backend)
         return [batch.pop("label").tolist() for batch in source.walk(walks.Loop(), {})]
 
     assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
@@ -112,7 +110,7 @@ def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
         place = backend.topology
         sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
         loader = DataLoader(range(18), batch_size=2, sampler=sampler)
-        return walked(Separate(Dispatched(loader, alone()), loader, backend))
+        return walked(Separate(walks.dispatched(loader, alone()), loader, backend))
 
     assert sorted(chain.from_iterable(checked(ranks.run(walk)))) == list(range(18))
 
@@ -162,7 +160,7 @@ def test_a_rank_that_cannot_read_is_an_error_on_all(several):
         loader = DataLoader(stream, batch_size=2)
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(Separate(Stream(loader, alone()), loader, backend))
+            walked(Separate(walks.read(loader, alone()), loader, backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -177,6 +175,6 @@ def test_a_sampler_that_gives_less_than_it_says_is_an_error():
             return 4
 
     loader = DataLoader(range(4), batch_size=2, sampler=Short())
-    source = Separate(Dispatched(loader, alone()), loader, alone())
+    source = Separate(walks.dispatched(loader, alone()), loader, alone())
     with pytest.raises(RuntimeError, match="fewer samples than its length says"):
         walked(source)

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
-from accel_runtime import rng, set_seed
+from accel_runtime import randomness, set_seed
 from accel_runtime.backends.single import Single
-from accel_runtime.data.streams import Stream, StreamsDifferError
+from accel_runtime.data.alike import StreamsDifferError
 from accel_runtime.topology import Topology
 
 # This machine has two cores, and torch warns of a third worker.
@@ -45,11 +45,11 @@ def _impatient(monkeypatch):
 
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = rng.capture()
+    kept = randomness.capture()
     seen = []
     for rank in range(world):
-        rng.restore(kept)
-        seen.append(walked(Stream(loader(), walks.Likewise(rank, world), **options), start, stop))
+        randomness.restore(kept)
+        seen.append(walked(walks.read(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
 
@@ -96,7 +96,7 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
         ):
             torch.manual_seed(0)
             loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
-            source = Stream(loader, walks.backend(), even=count != 12)
+            source = walks.read(loader, walks.backend(), even=count != 12)
             seen += [walked(source), walked(source)]
         return seen
 
@@ -121,7 +121,7 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
         walks.backend()
         options = {"batch_size": 2, "num_workers": workers, "worker_init_fn": init}
         return [
-            walked(Stream(DataLoader(make(count), **options), walks.backend(), even=even))
+            walked(walks.read(DataLoader(make(count), **options), walks.backend(), even=even))
             for count, even in ((16, True), (17, False), (2, True))
         ]
 
@@ -152,7 +152,7 @@ def test_any_length_any_world_any_workers(kind, workers):
 
 def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
     def walk():
-        return walked(Stream(DataLoader(walks.Stream(11), batch_size=4), walks.backend()))
+        return walked(walks.read(DataLoader(walks.Stream(11), batch_size=4), walks.backend()))
 
     first, second = pair.run(walk)
     assert [step.samples for step in first] == [[0, 1, 2, 3], [8, 9, 10, 0]]
@@ -163,7 +163,9 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
 def test_without_even_batches_the_tail_is_split_and_weighed(several):
     def walk():
         size = 4 * walks.backend().topology.world_size
-        return walked(Stream(DataLoader(walks.Stream(size + 1), batch_size=4), walks.backend(), even=False))
+        return walked(
+            walks.read(DataLoader(walks.Stream(size + 1), batch_size=4), walks.backend(), even=False)
+        )
 
     found = several.run(walk)
     checked(found)
@@ -178,9 +180,7 @@ def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
 
     def walk():
         loader = DataLoader(walks.Stream(7), batch_size=None)
-        source = Stream(loader, walks.backend())
-        with pytest.raises(ValueError, match="split_batches needs a batch size"):
-            Stream(loader, walks.backend(), split=True)
+        source = walks.read(loader, walks.backend())
         return walked(source)
 
     assert checked(ranks.run(walk)) == chunks(range(7), ranks.size)
@@ -209,7 +209,7 @@ def test_texts_and_padded_batches_come_whole(ranks, workers):
     def walk(workers):
         walks.backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
-        source = Stream(loader, walks.backend(), even=False)
+        source = walks.read(loader, walks.backend(), even=False)
         for batch in source.walk(walks.Loop(), {}):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
         return walked(source, read=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
@@ -234,7 +234,9 @@ class Doubling(DataLoader):
 def test_the_walk_of_a_subclass_is_kept(ranks, workers):
     def walk(workers):
         walks.backend()
-        return walked(Stream(Doubling(walks.Stream(11), batch_size=2, num_workers=workers), walks.backend()))
+        return walked(
+            walks.read(Doubling(walks.Stream(11), batch_size=2, num_workers=workers), walks.backend())
+        )
 
     found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
     assert found == list(range(0, 22, 2))
@@ -251,7 +253,9 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
     def walk(kind, workers):
         walks.backend()
         set_seed(3, device_specific=True)
-        source = Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False)
+        source = walks.read(
+            DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False
+        )
         epochs, own = [], []
         for _ in range(3):
             epochs.append(walked(source))
@@ -271,7 +275,9 @@ def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, worker
     def walk(workers):
         walks.backend()
         set_seed(3)
-        source = Stream(DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend())
+        source = walks.read(
+            DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend()
+        )
         set_seed(3 + walks.backend().topology.rank)
         return [walked(source) for _ in range(2)]
 
@@ -285,7 +291,7 @@ def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, worker
 def test_persistent_workers_shuffle_alike_after_a_break(ranks):
     def walk():
         loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
-        source = Stream(loader, walks.backend(), even=False)
+        source = walks.read(loader, walks.backend(), even=False)
         return [walked(source, stop=2), walked(source), walked(source)]
 
     found = ranks.run(walk)
@@ -296,7 +302,7 @@ def test_persistent_workers_shuffle_alike_after_a_break(ranks):
 
 def test_two_loops_over_one_stream_do_not_mix(ranks):
     def walk():
-        source = Stream(DataLoader(walks.Stream(11), batch_size=2), walks.backend())
+        source = walks.read(DataLoader(walks.Stream(11), batch_size=2), walks.backend())
         one, other = walks.Loop(), walks.Loop()
         pairs = zip(source.walk(one, {}), source.walk(other, {}), strict=True)
         return all(a.tolist() == b.tolist() and one.share == other.share for a, b in pairs)
@@ -321,7 +327,7 @@ def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(severa
         backend = walks.backend()
         stream = kind(24)
         stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
-        source = Stream(DataLoader(stream, batch_size=2, num_workers=workers), backend)
+        source = walks.read(DataLoader(stream, batch_size=2, num_workers=workers), backend)
         with pytest.raises(StreamsDifferError, match=r'data="sharded".*dispatch_batches=True'):
             walked(source)
         return True
@@ -339,7 +345,7 @@ def test_ranks_that_part_later_are_noticed_later(pair):
         stream = kind(64)
         stream.rank = backend.topology.rank
         taken = []
-        source = Stream(DataLoader(stream, batch_size=2), backend)
+        source = walks.read(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
             taken.extend(source.walk(loop, {}))
         return len(taken)
@@ -356,7 +362,7 @@ def test_workers_that_read_one_stream_differently_are_refused(ranks):
             return iter(order)
 
     def walk(kind):
-        source = Stream(DataLoader(kind(24), batch_size=2, num_workers=2), walks.backend())
+        source = walks.read(DataLoader(kind(24), batch_size=2, num_workers=2), walks.backend())
         with pytest.raises(StreamsDifferError, match="workers"):
             walked(source)
         return True
@@ -377,7 +383,7 @@ def test_a_rank_that_cannot_read_is_an_error_on_all(several):
         stream.rank = backend.topology.rank
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(Stream(DataLoader(stream, batch_size=2), backend))
+            walked(walks.read(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -398,7 +404,7 @@ def test_a_worker_init_fn_that_only_seeds_leaves_the_stream_whole(ranks):
     def walk(init):
         torch.manual_seed(0)
         loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
-        return walked(Stream(loader, walks.backend(), even=False))
+        return walked(walks.read(loader, walks.backend(), even=False))
 
     flat = list(chain.from_iterable(checked(ranks.run(walk, seed_by_number))))
     assert sorted(flat) == list(range(23))
@@ -413,7 +419,7 @@ def test_drawing_while_collating_does_not_part_the_streams(several):
     def walk(collate):
         torch.manual_seed(0)
         loader = DataLoader(walks.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
-        source = Stream(loader, walks.backend(), even=False)
+        source = walks.read(loader, walks.backend(), even=False)
         drawn = []
 
         def read(batch):
@@ -450,7 +456,7 @@ def test_a_worker_is_shown_as_torch_shows_it():
             yield seen
 
     got = checked(
-        [walked(Stream(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
+        [walked(walks.read(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
     )
     assert got == [[20], [21]]
 
@@ -467,12 +473,12 @@ def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
     def loader():
         return DataLoader(walks.Sized(count), batch_size=size, drop_last=drop_last)
 
-    source = Stream(loader(), walks.Likewise(0, world), split=split)
+    source = walks.read(loader(), walks.Likewise(0, world), split=split)
     assert source.steps() == len(checked(everywhere(world, loader, split=split)))
 
 
 def test_a_stream_without_a_length_says_so():
-    source = Stream(DataLoader(walks.Stream(3)), walks.Likewise(0, 2))
+    source = walks.read(DataLoader(walks.Stream(3)), walks.Likewise(0, 2))
     with pytest.raises(TypeError, match="has no length"):
         source.steps()
 
@@ -499,7 +505,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
     def loader():
         return DataLoader(make(23), batch_size=2, num_workers=workers)
 
-    source = Stream(loader(), Single(Topology(), torch.device("cpu")))
+    source = walks.read(loader(), Single(Topology(), torch.device("cpu")))
     for _ in range(epoch):
         walked(source)
     whole = walked(source)
@@ -510,7 +516,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
         random.seed(99)
         for world in (1, 2, 3):
             rest = checked(everywhere(world, loader, position))
-            assert rest == chunks(flat[position["samples"] :], 2 * world)
+            assert rest == chunks(flat[position["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -519,7 +525,7 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
 
     def walk(make, workers):
         walks.backend()
-        source = Stream(DataLoader(make(23), batch_size=3, num_workers=workers), walks.backend())
+        source = walks.read(DataLoader(make(23), batch_size=3, num_workers=workers), walks.backend())
         whole = walked(source)
         again = walked(source, whole[1].position)
         twice = walked(source, again[0].position)
@@ -548,7 +554,7 @@ def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
 @pytest.mark.usefixtures("_impatient")
 def test_a_position_of_other_workers_is_refused():
     def source(workers, kind=walks.Divided):
-        return Stream(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
+        return walks.read(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
 
     divided, whole = walked(source(2))[0].position, walked(source(0))[0].position
     for other, position, wanted in ((3, divided, 2), (0, divided, 2), (2, whole, 0)):
@@ -568,7 +574,7 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
 
     set_seed(0)
     whole = everywhere(2, loader)
-    source = Stream(loader(), walks.Likewise(0, 2))
+    source = walks.read(loader(), walks.Likewise(0, 2))
     set_seed(0)
     assert checked(everywhere(2, loader, source.after(skipped, {}))) == checked([s[skipped:] for s in whole])
     further = source.after(skipped, whole[0][0].position)
@@ -577,8 +583,8 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
 
 def test_a_dataset_with_a_state_is_not_read_again():
     stream = walks.Stateful(400_000)
-    source = Stream(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
-    position = {"whole": True, "samples": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
+    source = walks.read(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
+    position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
     assert [step.samples for step in walked(source, position, stop=2)] == [
         [300_000, 300_001],
         [300_002, 300_003],
@@ -594,6 +600,6 @@ def test_samples_that_are_skipped_are_not_collated():
         collated.extend(samples)
         return torch.tensor(samples)
 
-    source = Stream(DataLoader(walks.Stream(23), batch_size=2, collate_fn=collate), walks.Likewise(0, 2))
+    source = walks.read(DataLoader(walks.Stream(23), batch_size=2, collate_fn=collate), walks.Likewise(0, 2))
     walked(source, source.after(3, {}))
     assert min(collated[:2]) == 12

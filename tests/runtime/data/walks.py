@@ -11,7 +11,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
+from accel_runtime.data.dispatch import Dispatched
+from accel_runtime.data.script import sharding_of
 from accel_runtime.data.source import Loop
+from accel_runtime.data.streams import Stream as EachReads
 from accel_runtime.topology import Topology
 
 
@@ -42,6 +45,16 @@ def backend():
     return Accelerator()._backend
 
 
+def read(loader, backend, *, split=False, even=True):
+    """A stream that every rank reads."""
+    return EachReads(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
+
+
+def dispatched(loader, backend, *, split=False, even=True):
+    """Data that the first rank reads for all."""
+    return Dispatched(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
+
+
 def ids(batch):
     """The samples of a batch, as numbers."""
     return torch.as_tensor(batch).flatten().tolist()
@@ -51,7 +64,7 @@ def walked(source, start=None, stop=None, read=ids):
     """The steps of one rank after a position, as many as asked for."""
     loop, steps = Loop(), []
     for batch in source.walk(loop, start or {}):
-        steps.append(Step(read(batch), loop.share, source.position(loop)))
+        steps.append(Step(read(batch), loop.share, loop.position()))
         if len(steps) == stop:
             break
     return steps
