@@ -7,7 +7,7 @@ from benchmarks.blocks import Blocks, pooled
 from benchmarks.measure import Run, interleaved
 from benchmarks.report import NONE, Table, ratio
 
-__all__ = ["in_processes", "measure_dispatch", "measure_gather"]
+__all__ = ["measure_dispatch", "measure_gather"]
 
 _HEADER = ("", "bare", "with it", "added", "with it ÷ bare", "with it ÷ accel", "that of bare ÷ accel")
 _COLUMNS = """\
@@ -29,19 +29,17 @@ hold ourselves to: Accelerate needs at least 5 times as long.
 
 def measure_gather(bench: Bench) -> Table:
     """Milliseconds a gather."""
-    rows = _rows(bench, "gather.py", 2, bench.repeats) + _rows(
-        bench, "gather.py", 4, (bench.repeats + 1) // 2
-    )
+    rows = _rows(bench, "gather.py", 2) + _rows(bench, "gather.py", 4)
     return Table("Gathering small tensors and objects, ms", _GATHER, _HEADER, rows)
 
 
 def measure_dispatch(bench: Bench) -> Table:
     """Microseconds a batch."""
-    rows = _rows(bench, "dispatch.py", 2, bench.repeats)
+    rows = _rows(bench, "dispatch.py", 2)
     return Table("A batch that one process reads for all, µs", _DISPATCH, _HEADER, rows)
 
 
-def in_processes(bench: Bench, script: str, processes: int, repeats: int) -> dict[str, list[Run]]:
+def _in_processes(bench: Bench, script: str, processes: int) -> dict[str, list[Run]]:
     """Runs of a script with each library, in turn, on so many processes."""
     command = ("--standalone", "--nproc-per-node", str(processes), str(SCRIPTS / script))
     return interleaved(
@@ -49,12 +47,12 @@ def in_processes(bench: Bench, script: str, processes: int, repeats: int) -> dic
             "accel": bench.run(f"{bench.accel}/torchrun", *command, "accel_runtime"),
             "Accelerate": bench.run(f"{bench.accelerate}/torchrun", *command, "accelerate"),
         },
-        repeats,
+        (bench.repeats + 1) // 2,
     )
 
 
-def _rows(bench: Bench, script: str, processes: int, repeats: int) -> list[tuple[str, ...]]:
-    found = pooled(in_processes(bench, script, processes, repeats))
+def _rows(bench: Bench, script: str, processes: int) -> list[tuple[str, ...]]:
+    found = pooled(_in_processes(bench, script, processes))
     return [
         row
         for what, blocks in found.items()
