@@ -415,14 +415,16 @@ def test_the_end_of_a_stream_is_known_with_its_last_batch():
 
 
 def test_split_batches_the_ranks_cannot_divide_are_refused_with_both_numbers(several):
-    def refused():
+    def refused(kind):
         accelerator = Accelerator(split_batches=True)
         size = accelerator.num_processes + 1
         with pytest.raises(ValueError, match=f"a batch size that {size - 1} processes divide; it is {size}"):
             accelerator.prepare(DataLoader(range(7), batch_size=size))
+        with pytest.raises(ValueError, match=r"split_batches needs a batch size .*; it is None"):
+            accelerator.prepare(DataLoader(kind(), batch_size=None))
         return True
 
-    assert all(several.run(refused))
+    assert all(several.run(refused, Stream))
 
 
 def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
