@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 import torch
 from safetensors.torch import save_file
@@ -129,9 +130,9 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._gradients = Gradients(
-            self._accumulation, self._precision, self._backend, lambda: (self._models, self._optimizers)
+            self._accumulation, self._precision, self._backend, self._models, self._optimizers
         )
-        self._loaders: list[PreparedLoader] = []
+        self._loaders: WeakValueDictionary[int, PreparedLoader] = WeakValueDictionary()
         self._schedulers: list[PreparedScheduler] = []
         given = {"mixed_precision": asked is not None, "device": cpu}
         self._origins = origins(self.settings, given, os.environ)

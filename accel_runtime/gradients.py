@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Gradients:
         accumulation: Says when a window is complete.
         precision: Scales losses.
         backend: Adds weights up over the ranks.
-        prepared: The prepared models and optimizers there are by now.
+        models: The prepared models; what is prepared later joins them.
+        optimizers: The prepared optimizers, likewise.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class Gradients:
         accumulation: Accumulation,
         precision: Precision,
         backend: Backend,
-        prepared: Callable[[], tuple[Sequence[nn.Module], Sequence[PreparedOptimizer]]],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[PreparedOptimizer],
     ) -> None:
         self._accumulation = accumulation
         self._precision = precision
         self._device = backend.device
         self._weights = Weights(backend, accumulation)
-        self._prepared = prepared
+        self._models = models
+        self._optimizers = optimizers
         self._whole = precision.scaler is None
         self._groups: list[Group] = []
         self._grouped: tuple[int, ...] = ()
@@ -110,13 +113,12 @@ class Gradients:
 
     def _reached(self) -> set[nn.Parameter]:
         """The parameters that a backward pass may reach now; fully sharded ones are others during the pass."""
-        models, _ = self._prepared()
         found = {parameter for group in self.find() for parameter in group.parameters}
-        return found.union(*(model.parameters() for model in models))
+        return found.union(*(model.parameters() for model in self._models))
 
     def find(self) -> list[Group]:
         """The groups of parameters; found anew when more has been prepared, as it is best done outside of a pass."""
-        models, optimizers = self._prepared()
+        models, optimizers = self._models, self._optimizers
         size = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
         if size != self._grouped:
             self._groups, self._grouped = groups(models, optimizers), size
@@ -145,12 +147,11 @@ class Gradients:
         """
         if self._precision.scaler is None:
             return
-        _, optimizers = self._prepared()
         if wanted is None:
-            chosen = list(optimizers)
+            chosen = list(self._optimizers)
         else:
             asked = [wanted] if isinstance(wanted, torch.optim.Optimizer) else wanted
-            chosen = [_prepared(one, optimizers) for one in asked]
+            chosen = [_prepared(one, self._optimizers) for one in asked]
         for optimizer in chosen:
             optimizer.unscale()
 

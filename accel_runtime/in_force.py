@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ class InForce(Processes):
 
     settings: Settings
     _accumulation: Accumulation
-    _loaders: list[PreparedLoader]
+    _loaders: WeakValueDictionary[int, PreparedLoader]
     _loader_config: DataLoaderConfiguration
     _loading: LoaderOptions
     _loops: Loops
@@ -188,7 +189,7 @@ class InForce(Processes):
             schedulers=tuple(map(scheduler_facts, self._schedulers)),
             loaders=tuple(
                 loader_facts(loader, topology.world_size, self._accumulation.steps)
-                for loader in self._loaders
+                for loader in list(self._loaders.values())
             ),
             options=self._origins,
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class Preparing:
     _backend: Backend
     _loops: Loops
     _dynamo: TorchDynamoPlugin
-    _loaders: list[PreparedLoader]
+    _loaders: WeakValueDictionary[int, PreparedLoader]
     _gradients: Gradients
     _loading: LoaderOptions
     _models: list[nn.Module]
@@ -158,7 +159,7 @@ class Preparing:
             return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
-        self._loaders.append(prepared)
+        self._loaders[id(prepared)] = prepared
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -18,7 +19,7 @@ __all__ = ["UnevenInputs"]
 class UnevenInputs(Processes):
     """`join_uneven_inputs` of an `Accelerator`."""
 
-    _loaders: list[PreparedLoader]
+    _loaders: WeakValueDictionary[int, PreparedLoader]
 
     @contextmanager
     def join_uneven_inputs(
@@ -40,7 +41,7 @@ class UnevenInputs(Processes):
         """
         with ExitStack() as stack:
             if even_batches is not None:
-                for loader in self._loaders:
+                for loader in list(self._loaders.values()):
                     stack.enter_context(loader.overridden(even_batches=even_batches))
             joined = [item for item in joinables if not _learns_nothing(item)]
             if joined and self.use_distributed and not even_batches:

@@ -73,7 +73,7 @@ class Dispatched(Source):
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         topology, sharding = self._backend.topology, self._source.sharding
         stand = start
-        loop.position = lambda: stand
+        loop.where = lambda _: stand
         leads = topology.rank == 0
         read = self._read(Loop(loop.epoch), start) if leads else iter(())
         last = False

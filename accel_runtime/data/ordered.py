@@ -80,12 +80,12 @@ class Ordered(Source):
             restore({"generators": random["generators"]}, self._generators)
         begun, batches = start.get("position", 0), 0
 
-        def position() -> dict[str, Any]:
-            whole = loop.share is not None and loop.share.last
+        def where(share: Share | None) -> dict[str, Any]:
+            whole = share is not None and share.last
             at = len(self._order.source) if whole else self._beyond(begun, batches)
             return {"position": at, "random": random}
 
-        loop.position = position
+        loop.where = where
         drawing = Apart(random, here)
         self._steps.begin(begun, loop.epoch, drawing, resumed="random" in start)
         with drawing():

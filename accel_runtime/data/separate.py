@@ -46,7 +46,7 @@ class Separate(Source):
                 f"for as many only; there are {world}. Resume with {start['world_size']} processes"
             )
         step = start.get("position", 0)
-        loop.position = lambda: {"position": step, "world_size": world}
+        loop.where = lambda _: {"position": step, "world_size": world}
         reader = _Reader(self._local, Loop(loop.epoch), self._local.after(step, {}))
         agree = self._agreement()
         now = agree(step, reader)

@@ -36,11 +36,16 @@ class Loop:
 
     share: Share | None = None
     """The step whose batch was handed out last; None before the first."""
-    position: Callable[[], dict[str, Any]] = staticmethod(dict)
-    """Where the walk stands, counting the batches handed out; set by the source that is walked."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
+        self.where: Callable[[Share | None], dict[str, Any]] = lambda _: {}
+        """Where the walk stands at a step; set by the source that is walked. It must not hold the loop: in a cycle,
+        a loader's workers end only when the collector comes, and torch waits for each of them."""
+
+    def position(self) -> dict[str, Any]:
+        """Where the walk stands, counting the batches handed out."""
+        return self.where(self.share)
 
 
 class Source(ABC):
@@ -63,7 +68,7 @@ class Source(ABC):
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
         """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
 
-        Sets `loop.share` before each batch, and `loop.position` before the first.
+        Sets `loop.share` before each batch, and `loop.where` before the first.
         """
 
     def overridden(self, *, even: bool) -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ class Stream(Source):
         here = capture(self._generators)
         random = start.get("random") or agreed(here, self._backend)
         place = _Place(start, random, self._loader.num_workers)
-        loop.position = place.position
+        loop.where = lambda _: place.position()
         steps = among_workers(
             self._unskipped(self._started(start, random, here), start.get("skip", 0), place)
         )

@@ -84,10 +84,11 @@ def test_prepared_loaders_are_told_for_the_block():
             yield
             told.append("over")
 
-    accelerator._loaders.append(Loader())
+    accelerator._loaders[0] = loader = Loader()
     with accelerator.join_uneven_inputs([], even_batches=False):
         assert told == [False]
     assert told == [False, "over"]
     with accelerator.join_uneven_inputs([]):
         pass
     assert told == [False, "over"]
+    del loader

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import chain, product
 
 import pytest
@@ -434,3 +436,31 @@ def test_a_loader_without_a_fixed_batch_size_has_no_total_batch_size(ranks):
         return True
 
     assert all(ranks.run(refused))
+
+
+# Letting go ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["whole", "break"])
+@pytest.mark.parametrize("kind", ["indices", "stream"])
+def test_a_loader_is_gone_with_its_last_reference(kind, end):
+    """In a cycle, workers that stay would end only when the collector comes, and torch waits seconds for each."""
+
+    def walked_and_dropped():
+        accelerator = Accelerator()
+        dataset = range(7) if kind == "indices" else Stream()
+        script = DataLoader(dataset, batch_size=2, num_workers=1, persistent_workers=True)
+        loader = accelerator.prepare(script)
+        for _ in loader:
+            if end == "break":
+                break
+        loader.state_dict()
+        return [weakref.ref(item) for item in (loader, loader._source, accelerator)]
+
+    walked_and_dropped()  # what torch imports on the way keeps frames
+    gc.collect()
+    gc.disable()
+    try:
+        assert [reference() for reference in walked_and_dropped()] == [None, None, None]
+    finally:
+        gc.enable()
