@@ -47,7 +47,7 @@ def described(  # noqa: PLR0913
     schedule = ConstantLR(optimizer)
     if prepared:
         model, _, _ = accelerator.prepare(model, optimizer, schedule)
-        accelerator.prepare(loader if loader is not None else DataLoader(data, batch))
+        loader = accelerator.prepare(loader if loader is not None else DataLoader(data, batch))
     if weighted:
         accelerator.backward(model(torch.ones(1, 3)).sum(), weight=1)
     return accelerator.describe()
@@ -242,8 +242,8 @@ def test_every_field_is_among_those_that_change():
 def test_the_end_of_an_epoch_is_told_for_loaders_of_every_kind(pair, loader, end):
     def told(loader):
         accelerator = Accelerator()
-        accelerator.prepare(loader())
-        return str(accelerator.describe())
+        kept = [accelerator.prepare(loader())]
+        return kept and str(accelerator.describe())
 
     assert all(end in lines for lines in pair.run(told, loader))
 
@@ -251,11 +251,20 @@ def test_the_end_of_an_epoch_is_told_for_loaders_of_every_kind(pair, loader, end
 def test_what_has_no_length_or_no_size_says_so(ranks):
     def told():
         accelerator = Accelerator()
-        accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]]))
-        return accelerator.describe()
+        kept = accelerator.prepare(DataLoader(Stream(), 2), DataLoader(range(3), batch_sampler=[[0], [1, 2]]))
+        return kept and accelerator.describe()
 
     for found in ranks.run(told):
         assert (found.loaders[0].samples, found.loaders[0].steps) == (None, None)
         assert (found.loaders[1].batch_size, found.loaders[1].samples_a_step) == (None, None)
         assert "unknown samples in an unknown number of steps" in str(found)
         assert "batches of different sizes" in str(found)
+
+
+def test_a_loader_that_is_gone_is_not_told_of():
+    accelerator = Accelerator()
+    for _ in range(3):
+        kept = accelerator.prepare(DataLoader(range(5)))
+    assert len(accelerator.describe().loaders) == 1
+    del kept
+    assert accelerator.describe().loaders == ()

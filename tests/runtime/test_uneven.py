@@ -51,13 +51,14 @@ def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
             return iter(range(3))
 
     accelerator = Accelerator()
-    accelerator.prepare(DataLoader(Stream()))
+    kept = accelerator.prepare(DataLoader(Stream()))
     for even in (True, False):
         with (
             pytest.raises(ValueError, match=f"even_batches={even} for a while"),
             accelerator.join_uneven_inputs([], even_batches=even),
         ):
             pass
+    del kept
 
 
 def test_the_end_of_an_epoch_is_treated_otherwise_for_the_block(several):
