@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
-    from accel_runtime.agreement import MismatchError, RankLostError, StallError
     from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.data.loader import skip_first_batches
     from accel_runtime.description import Description
     from accel_runtime.env import Settings
+    from accel_runtime.exchange.agreement import MismatchError, RankLostError, StallError
     from accel_runtime.initializing import init_empty_weights, init_on_device
     from accel_runtime.kinds import DistributedType, PrecisionType
     from accel_runtime.launchers import debug_launcher, notebook_launcher
@@ -98,9 +98,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "MismatchError": "accel_runtime.agreement",
-    "StallError": "accel_runtime.agreement",
-    "RankLostError": "accel_runtime.agreement",
+    "MismatchError": "accel_runtime.exchange.agreement",
+    "StallError": "accel_runtime.exchange.agreement",
+    "RankLostError": "accel_runtime.exchange.agreement",
     "Description": "accel_runtime.description",
     "is_rich_available": "accel_runtime.utils.available",
     "Accelerator": "accel_runtime.accelerator",

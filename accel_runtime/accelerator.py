@@ -23,9 +23,13 @@ from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.facade.in_force import InForce
+from accel_runtime.facade.in_the_loop import InTheLoop
+from accel_runtime.facade.preparing import Preparing
+from accel_runtime.facade.recording import Recording
+from accel_runtime.facade.triggers import Triggers
+from accel_runtime.facade.uneven import UnevenInputs
 from accel_runtime.gradients import Gradients
-from accel_runtime.in_force import InForce
-from accel_runtime.in_the_loop import InTheLoop
 from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
@@ -39,14 +43,10 @@ from accel_runtime.options import (
     chosen,
 )
 from accel_runtime.precision import FORMATS, AutocastForward, Precision
-from accel_runtime.preparing import Preparing
 from accel_runtime.project import ProjectConfiguration
-from accel_runtime.recording import Recording
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
-from accel_runtime.triggers import Triggers
-from accel_runtime.uneven import UnevenInputs
 
 __all__ = ["Accelerator"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from accel_runtime.agreement import MismatchError, RankLostError, StallError
-from accel_runtime.samples import broadcast_object_list, gather_object, gather_valid, scatter_object
-from accel_runtime.tensors import broadcast, gather, pad_across_processes, reduce
+from accel_runtime.exchange.agreement import MismatchError, RankLostError, StallError
+from accel_runtime.exchange.samples import broadcast_object_list, gather_object, gather_valid, scatter_object
+from accel_runtime.exchange.tensors import broadcast, gather, pad_across_processes, reduce
 
 __all__ = [
     "MismatchError",

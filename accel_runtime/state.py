@@ -11,9 +11,9 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.current import connected, set_current_backend
 from accel_runtime.data.source import Share
 from accel_runtime.env import MixedPrecision
+from accel_runtime.facade.processes import Processes
 from accel_runtime.kinds import DistributedType
 from accel_runtime.options import InitProcessGroupKwargs
-from accel_runtime.processes import Processes
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
 

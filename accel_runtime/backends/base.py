@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accel_runtime.agreement import Agreement, Wire, here
+from accel_runtime.exchange.agreement import Agreement, Wire, here
+from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
-from accel_runtime.objects import share_objects
 from accel_runtime.topology import Topology
 
 __all__ = ["Backend", "Reduction"]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.agreement import Wire
 from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.exchange.agreement import Wire
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from accel_runtime.agreement import SLOT, SilenceError, Wire
-from accel_runtime.raw import memory
+from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
+from accel_runtime.exchange.raw import memory
 
 __all__ = ["GlooWire", "control_group"]
 

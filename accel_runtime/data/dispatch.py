@@ -15,7 +15,7 @@ from accel_runtime.data.ordered import Ordered
 from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Stream
-from accel_runtime.samples import scatter_object
+from accel_runtime.exchange.samples import scatter_object
 
 __all__ = ["DispatchError", "Dispatched"]
 

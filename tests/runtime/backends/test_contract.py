@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.agreement import ROOM, here
 from accel_runtime.backends import connect
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.backends.single import Single
 from accel_runtime.env import Settings
+from accel_runtime.exchange.agreement import ROOM, here
 from accel_runtime.topology import Topology
 
 

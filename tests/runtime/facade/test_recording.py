@@ -11,7 +11,7 @@ import torch
 
 from accel_runtime import Accelerator
 
-_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
+_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parents[2] / "cluster.py")
 cluster = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(cluster)
 

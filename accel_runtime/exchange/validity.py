@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_runtime import tree
-from accel_runtime.agreement import MismatchError
 from accel_runtime.data.source import Share
+from accel_runtime.exchange.agreement import MismatchError
 
 __all__ = ["Steps", "merged"]
 

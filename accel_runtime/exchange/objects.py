@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from accel_runtime.agreement import ROOM, Agreement, Call, here
-from accel_runtime.raw import memory
+from accel_runtime.exchange.agreement import ROOM, Agreement, Call, here
+from accel_runtime.exchange.raw import memory
 
 __all__ = ["Parcel", "deal_objects", "share_objects", "unwrapped", "wrapped"]
 

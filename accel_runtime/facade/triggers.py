@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_runtime.processes import Processes
+from accel_runtime.facade.processes import Processes
 
 __all__ = ["Triggers"]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_runtime import tree
-from accel_runtime.agreement import ROOM, Call, here
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.packing import layout, pack, unpack_combined, unpack_each
-from accel_runtime.structure import Spec, Survey, places, survey
-from accel_runtime.transport import Everyone, everyones
+from accel_runtime.exchange.agreement import ROOM, Call, here
+from accel_runtime.exchange.packing import layout, pack, unpack_combined, unpack_each
+from accel_runtime.exchange.structure import Spec, Survey, places, survey
+from accel_runtime.exchange.transport import Everyone, everyones
 
 __all__ = [
     "Gathered",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["CallSite", "call_site"]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent.parent}/"
 
 
 class CallSite(NamedTuple):
@@ -23,7 +23,7 @@ class CallSite(NamedTuple):
 
 
 def call_site() -> CallSite:
-    """The innermost line outside of this package."""
+    """The innermost line outside of accel."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

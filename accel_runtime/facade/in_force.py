@@ -23,10 +23,10 @@ from accel_runtime.description import (
     scheduler_facts,
 )
 from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.facade.processes import Processes
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.precision import Precision
-from accel_runtime.processes import Processes
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState
 

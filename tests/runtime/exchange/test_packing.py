@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.packing import layout, pack, unpack, unpack_combined, unpack_each
+from accel_runtime.exchange.packing import layout, pack, unpack, unpack_combined, unpack_each
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from accel_runtime.data.loader import PreparedLoader
-from accel_runtime.processes import Processes
+from accel_runtime.facade.processes import Processes
 
 __all__ = ["UnevenInputs"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from accel_runtime.callsite import CallSite, call_site
-from accel_runtime.raw import memory
-from accel_runtime.structure import Spec, described
+from accel_runtime.exchange.callsite import CallSite, call_site
+from accel_runtime.exchange.raw import memory
+from accel_runtime.exchange.structure import Spec, described
 
 __all__ = [
     "ROOM",

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from accel_runtime.agreement import ROOM, Call
 from accel_runtime.backends.base import Backend
-from accel_runtime.packing import Layout, layout, pack, unpack, unpack_each
-from accel_runtime.structure import Spec, Survey
+from accel_runtime.exchange.agreement import ROOM, Call
+from accel_runtime.exchange.packing import Layout, layout, pack, unpack, unpack_each
+from accel_runtime.exchange.structure import Spec, Survey
 
 __all__ = ["Everyone", "everyones"]
 

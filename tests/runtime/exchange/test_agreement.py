@@ -12,12 +12,12 @@ import time
 import pytest
 import torch
 
-from accel_runtime.agreement import SLOT, Call, here
 from accel_runtime.backends import connect
-from accel_runtime.callsite import call_site
 from accel_runtime.collectives import MismatchError, broadcast, gather, gather_object, gather_valid, reduce
 from accel_runtime.data.source import Share
 from accel_runtime.env import Settings
+from accel_runtime.exchange.agreement import SLOT, Call, here
+from accel_runtime.exchange.callsite import call_site
 from accel_runtime.topology import Topology
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.objects import unwrapped, wrapped
+from accel_runtime.exchange.objects import unwrapped, wrapped
 
 
 def travelled(item):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from accel_runtime import tree
-from accel_runtime.agreement import here
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.source import Share
-from accel_runtime.objects import deal_objects, share_objects
-from accel_runtime.structure import survey
-from accel_runtime.tensors import gather_tensors, known_rank, replaced
-from accel_runtime.validity import Steps, merged
+from accel_runtime.exchange.agreement import here
+from accel_runtime.exchange.objects import deal_objects, share_objects
+from accel_runtime.exchange.structure import survey
+from accel_runtime.exchange.tensors import gather_tensors, known_rank, replaced
+from accel_runtime.exchange.validity import Steps, merged
 
 __all__ = ["broadcast_object_list", "gather_object", "gather_valid", "scatter_object"]
 

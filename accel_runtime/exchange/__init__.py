@@ -1,0 +1,1 @@
+"""How processes exchange data: agreement first, then as few messages as can be."""

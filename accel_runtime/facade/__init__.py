@@ -1,0 +1,1 @@
+"""The parts of `Accelerator`, by what a script does with it."""
