@@ -67,8 +67,10 @@ def is_there(tree: Any, device: torch.device) -> bool:
     kind = type(tree)
     if kind is not list and kind is not tuple and kind is not dict:
         return False
+    # On the CPU it can be asked without an object for the device of every tensor.
+    cpu = device.type == "cpu"
     for leaf in tree.values() if kind is dict else tree:
-        if type(leaf) is not torch.Tensor or leaf.device != device:
+        if type(leaf) is not torch.Tensor or not (leaf.is_cpu if cpu else leaf.device == device):
             return False
     return True
 
