@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_there", "leaves", "map_leaves", "map_tensors", "paths", "rebuilt", "send"]
+__all__ = ["leaves", "map_leaves", "map_tensors", "paths", "presence", "rebuilt", "send"]
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -47,12 +47,10 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """`tree` with its tensors on `device`; tensors already there are not copied, nor is a flat batch of them.
+    """`tree` with its tensors on `device`; tensors already there are not copied.
 
     Objects that are no tensor but can move themselves (`.to(device)`) do.
     """
-    if is_there(tree, device):
-        return tree
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -62,17 +60,22 @@ def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     return map_leaves(move, tree)
 
 
-def is_there(tree: Any, device: torch.device) -> bool:
-    """Whether this is a plain list, tuple or dict of plain tensors on the device: what most batches on a CPU are."""
-    kind = type(tree)
-    if kind is not list and kind is not tuple and kind is not dict:
-        return False
+def presence(device: torch.device) -> Callable[[Any], bool]:
+    """Tells whether something is a plain list, tuple or dict of plain tensors on the device, as most batches are."""
+    plain = torch.Tensor
     # On the CPU it can be asked without an object for the device of every tensor.
     cpu = device.type == "cpu"
-    for leaf in tree.values() if kind is dict else tree:
-        if type(leaf) is not torch.Tensor or not (leaf.is_cpu if cpu else leaf.device == device):
+
+    def is_there(tree: Any) -> bool:
+        kind = type(tree)
+        if kind is not list and kind is not tuple and kind is not dict:
             return False
-    return True
+        for leaf in tree.values() if kind is dict else tree:
+            if type(leaf) is not plain or not (leaf.is_cpu if cpu else leaf.device == device):
+                return False
+        return True
+
+    return is_there
 
 
 def rebuilt(original: Any, items: Any) -> Any:

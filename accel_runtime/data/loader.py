@@ -89,12 +89,13 @@ class PreparedLoader(DataLoader[Any]):
         rng.share_states(list(self._options.rng_types), self._backend)
         start = self._begin()
         loop = self._progress.loop = Loop(self._progress.epoch)
-        track, device, place = self._loops.opened(loop), self._backend.device, self._placing()
+        track, place = self._loops.opened(loop), self._placing()
+        there = tree.presence(self._backend.device)
         note = self._loops.note if self._backend.topology.world_size > 1 else None
         finished = False
         try:
             for batch in self._source.walk(loop, start):
-                if place and not tree.is_there(batch, device):
+                if place and not there(batch):
                     batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
                 if note:
                     note(track, batch)
