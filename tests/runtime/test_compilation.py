@@ -85,9 +85,8 @@ def test_a_compiled_model_trains_the_same_under_the_names_of_the_script(clusters
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("size", [1, 2])
-def test_inductor_trains_the_same(clusters, size, wanted):
-    check(clusters[size].run(lambda: trained(dynamo_backend="INDUCTOR")), wanted, [""])
+def test_inductor_trains_the_same(pair, wanted):
+    check(pair.run(lambda: trained(dynamo_backend="INDUCTOR")), wanted, [""])
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -139,8 +139,8 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [walks.Stream, walks.Divided])
 def test_any_length_any_world_any_workers(kind, workers):
-    for world in (1, 2, 3, 4):
-        for count in (0, 1, 2, 3, 7, 16, 23):
+    for world in (1, 3, 4):
+        for count in (0, 1, 3, 16, 23):
             for even in (True, False):
 
                 def loader(count=count):
