@@ -17,7 +17,7 @@ from accel_runtime import collectives
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
-from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin, restore
+from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
@@ -42,11 +42,12 @@ from accel_runtime.options import (
     KwargsHandler,
     chosen,
 )
-from accel_runtime.precision import FORMATS, AutocastForward, Precision
+from accel_runtime.precision import FORMATS, Precision
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
+from accel_runtime.unwrapping import unwrapped
 
 __all__ = ["Accelerator"]
 
@@ -206,13 +207,9 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
             keep_fp32_wrapper: False also takes autocast off its forward pass.
             keep_torch_compile: False also takes `torch.compile` off it.
         """
-        original = self._backend.original(model)
-        if not keep_torch_compile:
-            original = restore(original)
-        forward = original.__dict__.get("forward")
-        if not keep_fp32_wrapper and isinstance(forward, AutocastForward):
-            original.forward = forward.forward
-        return original
+        return unwrapped(
+            model, self._backend, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's whole state on every process, in the dtypes and on the devices it has.

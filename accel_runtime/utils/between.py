@@ -11,9 +11,8 @@ from torch import nn
 
 from accel_runtime import collectives, rng, splitting
 from accel_runtime.backends.base import Reduction
-from accel_runtime.compilation import restore
 from accel_runtime.current import current_backend
-from accel_runtime.precision import AutocastForward
+from accel_runtime.unwrapping import unwrapped
 
 __all__ = [
     "broadcast",
@@ -121,10 +120,6 @@ def extract_model_from_parallel(
     """
     if recursive:
         raise ValueError("recursive=True has nothing to do: prepare() wraps whole models, never their parts")
-    original = current_backend().original(model)
-    if not keep_torch_compile:
-        original = restore(original)
-    forward = original.__dict__.get("forward")
-    if not keep_fp32_wrapper and isinstance(forward, AutocastForward):
-        original.forward = forward.forward
-    return original
+    return unwrapped(
+        model, current_backend(), keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+    )
