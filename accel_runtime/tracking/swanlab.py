@@ -7,13 +7,14 @@ from typing import Any
 import swanlab
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import curves, deep
+from accel_runtime.tracking.base import on_main_process
+from accel_runtime.tracking.run import RunTracker
+from accel_runtime.tracking.values import curves
 
 __all__ = ["SwanLabTracker"]
 
 
-class SwanLabTracker(Provided):
+class SwanLabTracker(RunTracker):
     """Hands over to `swanlab`: numbers and its own media; nested names are joined by `/`.
 
     Args:
@@ -22,27 +23,10 @@ class SwanLabTracker(Provided):
     """
 
     name = "swanlab"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @override
-    @on_main_process
-    def start(self) -> None:
-        self.run = swanlab.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @override
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(deep(values))
+    def make_run(self, **options: Any) -> Any:
+        return swanlab.init(**options)
 
     @override
     @on_main_process
@@ -58,8 +42,3 @@ class SwanLabTracker(Provided):
         """Record lists of images: arrays `[H, W, C]`, tensors `[C, H, W]`, or PIL images."""
         for key, images in values.items():
             self.run.log({key: [swanlab.Image(image) for image in images]}, step=step, **kwargs)
-
-    @override
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()

@@ -7,13 +7,14 @@ from typing import Any
 import trackio
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
+from accel_runtime.tracking.base import on_main_process
+from accel_runtime.tracking.run import RunTracker
 from accel_runtime.tracking.values import deep
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker(Provided):
+class TrackioTracker(RunTracker):
     """Hands over to `trackio`.
 
     Args:
@@ -22,27 +23,10 @@ class TrackioTracker(Provided):
     """
 
     name = "trackio"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @override
-    @on_main_process
-    def start(self) -> None:
-        self.run = trackio.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @override
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(deep(values))
+    def make_run(self, **options: Any) -> Any:
+        return trackio.init(**options)
 
     @override
     @on_main_process
@@ -52,8 +36,3 @@ class TrackioTracker(Provided):
         left = {key: value for key, value in kept.items() if callable(getattr(value, "tolist", None))}
         self.leave_out(left)
         self.run.log({k: v for k, v in kept.items() if k not in left}, step=step, **kwargs)
-
-    @override
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()

@@ -7,13 +7,14 @@ from typing import Any
 import wandb
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
+from accel_runtime.tracking.base import on_main_process
+from accel_runtime.tracking.run import RunTracker
 from accel_runtime.tracking.values import deep
 
 __all__ = ["WandBTracker"]
 
 
-class WandBTracker(Provided):
+class WandBTracker(RunTracker):
     """Hands over to `wandb`, which takes numbers, text, nested mappings and its own media.
 
     Args:
@@ -22,22 +23,10 @@ class WandBTracker(Provided):
     """
 
     name = "wandb"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @override
-    @on_main_process
-    def start(self) -> None:
-        self.run = wandb.init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
+    def make_run(self, **options: Any) -> Any:
+        return wandb.init(**options)
 
     @override
     @on_main_process
@@ -69,8 +58,3 @@ class WandBTracker(Provided):
         """Record a table: `columns` and rows of `data`, or a `dataframe`."""
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
-
-    @override
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()
