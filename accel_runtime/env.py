@@ -18,6 +18,7 @@ __all__ = [
     "HOME",
     "PREFIX",
     "PROFILE",
+    "RANK_FOLDER",
     "Device",
     "LogLevel",
     "MixedPrecision",
@@ -32,6 +33,8 @@ HOME = "ACCEL_HOME"
 """The folder that holds the user's profiles, in place of the platform's own."""
 PROFILE = "ACCEL_PROFILE"
 """The name of the profile to use, where `--profile` does not say."""
+RANK_FOLDER = "ACCEL_RANK_FOLDER"
+"""The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
 EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
 
@@ -117,7 +120,7 @@ def _switch(name: str, text: str) -> bool:
 
 def _refuse_near_misses(environ: Mapping[str, str]) -> None:
     # The prefix is left out of the comparison: it alone would make any short name a near miss.
-    ours = [HOME, PROFILE, *(variable(f.name) for f in fields(Settings))]
+    ours = [HOME, PROFILE, RANK_FOLDER, *(variable(f.name) for f in fields(Settings))]
     known = [name.removeprefix(PREFIX) for name in ours]
     for name in environ:
         own = name.removeprefix(PREFIX)

@@ -48,6 +48,8 @@ class Plan:
     """What is added to the environment the processes inherit."""
     device: str
     """What a process computes on, in words."""
+    target: str = ""
+    """The script, module or program, as it was typed."""
     nnodes: int = 1
     nproc_per_node: int = 1
     agent: Mapping[str, Any] = field(default_factory=dict)

@@ -32,6 +32,7 @@ class Single(Launcher):
             argv=(*start, job.target, *job.args),
             env=environment(job, {}),
             device=device,
+            target=job.target,
         )
 
 

@@ -116,6 +116,7 @@ class Torchrun(Launcher):
             argv=_worker(job),
             env=environment(job, {"OMP_NUM_THREADS": threads}),
             device=device,
+            target=job.target,
             nnodes=self.nnodes,
             nproc_per_node=count,
             agent=self._agent(),

@@ -141,16 +141,6 @@ def test_arguments_that_are_no_text_reach_the_script_as_their_bytes(script, cwd)
     )
 
 
-@settings(max_examples=30, deadline=None)
-@given(args=ARGS | st.permutations(AWKWARD))
-def test_the_elastic_agent_hands_on_what_it_is_given(args):
-    from torch.distributed.elastic.utils import macros
-
-    from accel_cli.agent import _literal
-
-    assert macros.substitute([_literal(arg) for arg in args], "0") == args
-
-
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [

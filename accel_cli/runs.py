@@ -1,0 +1,116 @@
+"""What a run leaves on disk: a folder for each launch, and in it one for each rank of each attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from accel_runtime import env
+
+__all__ = ["KEPT", "RankFolder", "RunFolder", "home", "recent"]
+
+KEPT = 10
+"""How many runs stay; the oldest go when a new one begins."""
+_RECORD = "run.json"
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class RankFolder:
+    """What one process of one attempt leaves: `<run>/attempt_<attempt>/rank_<rank>/`."""
+
+    path: Path
+
+    @property
+    def output(self) -> Path:
+        """Everything the process wrote to its standard output and error, in the order it was written."""
+        return self.path / "output.log"
+
+    @property
+    def error(self) -> Path:
+        """The failure it recorded, as torch's elastic agent writes it (JSON)."""
+        return self.path / "error.json"
+
+    @property
+    def pid(self) -> Path:
+        """Its process id, as text."""
+        return self.path / "pid"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one launch on this machine."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, base: Path, target: str, about: Mapping[str, Any]) -> RunFolder:
+        """Make the folder of a new run, and let the oldest ones go.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        stem = _UNFIT.sub("_", Path(target).stem) or "run"
+        path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
+        path.mkdir(parents=True, mode=0o700)
+        run = cls(path)
+        run.record({**about, "pid": os.getpid(), "started": time.time()})
+        for old in recent(base)[KEPT:]:
+            if not old.running:
+                shutil.rmtree(old.path, ignore_errors=True)
+        return run
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was recorded about the run."""
+        return dict(json.loads((self.path / _RECORD).read_text(encoding="utf-8")))
+
+    def record(self, about: Mapping[str, Any]) -> None:
+        """Add to what is recorded about the run; the file is whole at every moment."""
+        file = self.path / _RECORD
+        known = self.about if file.exists() else {}
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps({**known, **about}), encoding="utf-8")
+        fresh.replace(file)
+
+    @property
+    def running(self) -> bool:
+        """Whether its launcher still lives."""
+        about = self.about
+        return "exit_code" not in about and Path(f"/proc/{about['pid']}").exists()
+
+    @property
+    def attempts(self) -> list[int]:
+        """The numbers of the attempts, in order."""
+        return sorted(int(path.name.partition("_")[2]) for path in self.path.glob("attempt_*"))
+
+    def rank(self, attempt: int, rank: int) -> RankFolder:
+        """The folder of a process, whether it exists or not."""
+        return RankFolder(self.path / f"attempt_{attempt}" / f"rank_{rank}")
+
+    def ranks(self, attempt: int) -> dict[int, RankFolder]:
+        """The processes of an attempt on this machine, by rank."""
+        folders = (self.path / f"attempt_{attempt}").glob("rank_*")
+        found = {int(path.name.partition("_")[2]): RankFolder(path) for path in folders}
+        return dict(sorted(found.items()))
+
+
+def home(environ: Mapping[str, str]) -> Path:
+    """Where runs are kept: under `ACCEL_HOME` if it is set, else where this platform keeps a program's state."""
+    base = environ.get(env.HOME)
+    return (Path(base).expanduser() if base else platformdirs.user_state_path("accel")) / "runs"
+
+
+def recent(base: Path) -> list[RunFolder]:
+    """The runs in a folder, the newest first."""
+    found = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
+    return sorted(found, key=lambda run: float(run.about.get("started", 0)), reverse=True)
