@@ -140,7 +140,9 @@ class SlurmCluster:
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        sizes = f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory=4000 Gres=gpu:{GPUS}"
+        sizes = (
+            f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory=4000 Gres=gpu:{GPUS}"
+        )
         nodes = [
             f"NodeName={name} NodeAddr={self._addresses()[name]} NodeHostname={name} {sizes} State=UNKNOWN"
             for name in self.names
@@ -179,8 +181,10 @@ class SlurmCluster:
 
     def _start_daemons(self):
         files = [f"--{key}-file={self.folder}/munge/{key}" for key in ("key", "seed", "pid", "log")]
-        self._daemon(self.login, "munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files)
-        self._until(lambda: (self.folder / "munge.sock").exists(), "munged did not start")
+        self._daemon(
+            self.login, "munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files
+        )
+        self._until((self.folder / "munge.sock").exists, "munged did not start")
         self._daemon(self.login, "slurmctld", "-D", "-c")
         for name in self.names:
             self._daemon(name, "slurmd", "-D", "-c", "-N", name)

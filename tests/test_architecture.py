@@ -70,6 +70,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/commands/",
         "accel_cli/wizard/session.py",
         "accel_cli/launchers/single.py",
+        "accel_cli/launchers/slurm/submit.py",
         "accel_cli/agent.py",
     )
     edges += ("accel_cli/worker.py", "accel_runtime/accelerator.py", "accel_runtime/topology.py")
