@@ -24,7 +24,8 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"""
 
 _ONE = """\
 # srun answers with the highest exit code of the nodes: one that was only ended because another failed says 1.
-one='trap : HUP INT TERM USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'"""
+# Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
+one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'"""
 
 _AGAIN = """\
 again() {{

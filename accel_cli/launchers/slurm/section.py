@@ -21,8 +21,8 @@ __all__ = ["Slurm"]
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _GPUS = re.compile(r"(?:[\w.-]+:)?(\d+)")
-_SIGNAL = re.compile(r"(?:SIG)?([A-Z]+[12]?)@(\d+)")
-_FORWARDED = ("USR1", "USR2", "TERM", "INT", "HUP")
+# SIGTERM is what a job gets that is cancelled: it may not mean that the job is run again.
+_SIGNAL = re.compile(r"(?:SIG)?(USR1|USR2)@([1-9]\d*)")
 
 
 def _line(value: Any) -> Any:
@@ -57,9 +57,8 @@ def _processes(value: int | str) -> int | str:
 
 
 def _signal(value: str | None) -> str | None:
-    matched = _SIGNAL.fullmatch(value) if value is not None else None
-    if value is not None and (not matched or matched[1] not in _FORWARDED or not int(matched[2])):
-        raise ValueError(f"expected SIGNAL@SECONDS like USR1@120, with one of {', '.join(_FORWARDED)}")
+    if value is not None and not _SIGNAL.fullmatch(value):
+        raise ValueError("expected USR1@SECONDS or USR2@SECONDS, like USR1@120")
     return value
 
 
@@ -171,7 +170,7 @@ class Slurm(Launcher):
         str | None,
         AfterValidator(_signal),
         Field(
-            description="`SIGNAL@SECONDS`, like `USR1@120`: the signal the scripts get so long before the time limit; "
+            description="`USR1@SECONDS` or `USR2@SECONDS`: the signal the scripts get so long before the time limit; "
             "with `requeue` the job is then run again."
         ),
     ] = None
