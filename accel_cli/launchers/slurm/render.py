@@ -100,7 +100,9 @@ def _srun(body: Body) -> list[str]:
 
 def _values(body: Body) -> dict[str, str]:
     """The `launcher:` section of a node, as words of the shell."""
-    meeting = {"rdzv_endpoint": '"$head:$port"', "rdzv_id": '"slurm-$SLURM_JOB_ID"'} if body.nnodes > 1 else {}
+    meeting = (
+        {"rdzv_endpoint": '"$head:$port"', "rdzv_id": '"slurm-$SLURM_JOB_ID"'} if body.nnodes > 1 else {}
+    )
     return {
         "kind": "torchrun",
         "nnodes": str(body.nnodes),

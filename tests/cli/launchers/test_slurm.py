@@ -42,7 +42,9 @@ PROFILES = {
 
 def job(*args, kind="script", environ=None, env=None, **told):
     environ = environ or {}
-    return Job("train.py", args, kind, Settings(**told), env or {}, environ, Machine(2), python="/venv/bin/python")
+    return Job(
+        "train.py", args, kind, Settings(**told), env or {}, environ, Machine(2), python="/venv/bin/python"
+    )
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -89,7 +91,11 @@ def test_more_processes_than_gpus_are_refused_unless_they_compute_on_the_cpu():
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("script", "\n  -- train.py x\n"), ("module", "\n  -m -- train.py x\n"), ("program", "\n  --no-python -- train.py x\n")],
+    [
+        ("script", "\n  -- train.py x\n"),
+        ("module", "\n  -m -- train.py x\n"),
+        ("program", "\n  --no-python -- train.py x\n"),
+    ],
 )
 def test_scripts_modules_and_programs_are_launched_as_they_were_typed(kind, said):
     assert Slurm().plan(job("x", kind=kind)).script.endswith(said)
@@ -153,7 +159,12 @@ def test_a_time_limit_is_what_slurm_takes(value):
 
 
 def step(**changes):
-    said = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "n[03-04]", "SLURM_STEP_NUM_NODES": "2"}
+    said = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "2",
+        "SLURM_STEP_NODELIST": "n[03-04]",
+        "SLURM_STEP_NUM_NODES": "2",
+    }
     return said | {"SLURM_STEP_NUM_TASKS": "2"} | changes
 
 
@@ -165,7 +176,9 @@ def test_in_a_step_with_a_task_on_each_node_it_is_the_agent_of_its_node():
 
 
 def test_inside_a_job_but_not_in_a_step_nothing_is_submitted():
-    with pytest.raises(UsageError, match=r"inside the Slurm job 7 already.*srun --nodes=2 --ntasks-per-node=1"):
+    with pytest.raises(
+        UsageError, match=r"inside the Slurm job 7 already.*srun --nodes=2 --ntasks-per-node=1"
+    ):
         Slurm(nnodes=2).plan(job(environ={"SLURM_JOB_ID": "7"}))
 
 
