@@ -25,7 +25,6 @@ NETWORK = "10.79.0"
 CPUS, GPUS = 4, 2
 """What every node pretends to have."""
 READY_S = 30
-STEP_ASIDE = "/usr/sbin:/sbin"
 
 CONFIG = """\
 ClusterName=accel
@@ -108,10 +107,10 @@ class SlurmCluster:
                 daemon.wait()
         _remove(os.getpid())
 
-    def command(self, *args, **options):
+    def command(self, *args):
         """Run a Slurm command on the login node."""
-        options = {"capture_output": True, "text": True, "timeout": 30, "check": False} | options
-        return subprocess.run([self.path / args[0], *args[1:]], **options)
+        command = [self.path / args[0], *args[1:]]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
     def _lay_cables(self):
         self.folder.mkdir(mode=0o755)
@@ -218,7 +217,7 @@ class SlurmCluster:
 def _install():
     if sys.platform != "linux" or os.getuid() != 0:
         raise UnavailableError("a Slurm cluster of namespaces needs Linux and root")
-    os.environ["PATH"] += f":{STEP_ASIDE}"
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
     if all(map(shutil.which, PROGRAMS)):
         return
     if not shutil.which("apt-get"):
@@ -262,6 +261,7 @@ def _remove(owner):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     cluster = SlurmCluster().start()
     print(f"export PATH={cluster.path}:$PATH", flush=True)
     with contextlib.suppress(KeyboardInterrupt):

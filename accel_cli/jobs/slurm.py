@@ -21,13 +21,24 @@ _DONE = frozenset({
     "TIMEOUT",
 })  # fmt: skip
 """States a job does not leave by itself."""
+_STUCK = {
+    "PartitionNodeLimit": "the partition gives fewer nodes to a job",
+    "PartitionTimeLimit": "the partition gives less time to a job",
+    "BadConstraints": "no nodes are as it asks",
+    "InvalidAccount": "the account may not be used",
+    "InvalidQOS": "the quality of service may not be used",
+    "JobHeldUser": "it is held until scontrol release",
+    "JobHeldAdmin": "an administrator holds it",
+    "DependencyNeverSatisfied": "what it waits for did not end well",
+}
+"""Reasons that do not go away by waiting, in words."""
 _KILLED = 137
 _HIGHEST_SIGNAL = 64
 # A job's name may hold anything, also what looks like another field.
 _JOB = re.compile(r"JobId=(\d+)\S* .*?JobName=(.*) UserId=[^ (]*\((\d+)\) (.*)")
 _FIELD = re.compile(r"(?:^| )([A-Z]\w*)=")
 _CHUNK = 1 << 20
-_ACCOUNTED = "JobIDRaw,JobName,State,ExitCode,Submit,Elapsed,NodeList"
+_ACCOUNTED = "JobName,State,ExitCode,Submit,Elapsed,NodeList"
 
 
 class SlurmJobs(Jobs):
@@ -104,7 +115,7 @@ def parsed(line: str) -> tuple[Job, int] | None:
         state=state,
         done=state in _DONE,
         exit_code=_code(state, fields.get("ExitCode", "0:0")) if state in _DONE else None,
-        reason=_word(fields, "Reason"),
+        reason=_reason(_word(fields, "Reason")),
         where=_word(fields, "NodeList"),
         restarts=int(fields.get("Restarts", 0)),
         submitted=_word(fields, "SubmitTime"),
@@ -121,6 +132,10 @@ def _jobs(said: str) -> Iterator[tuple[Job, int]]:
 def _word(fields: Mapping[str, str], name: str) -> str:
     value = fields.get(name, "").strip()
     return "" if value in {"(null)", "None", "N/A", "Unknown"} else value
+
+
+def _reason(word: str) -> str:
+    return f"{word}: {_STUCK[word]}; it does not start as it is" if word in _STUCK else word
 
 
 def _code(state: str, said: str) -> int:
@@ -143,7 +158,8 @@ def _accounted(job_id: str) -> Job:
     """
     try:
         said = _run("sacct", "-X", "-n", "-P", f"--format={_ACCOUNTED}", "-j", job_id)
-        job_id, name, state, code, submitted, elapsed, where = said.splitlines()[0].rsplit("|", 6)
+        # A name may hold the separator.
+        name, state, code, submitted, elapsed, where = said.splitlines()[0].rsplit("|", 5)
     except (UsageError, UnreachableError, IndexError, ValueError):
         raise UsageError(
             f"Slurm knows no job {job_id}; it forgets jobs some minutes after their end. accel jobs list shows yours"
