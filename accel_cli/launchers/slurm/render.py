@@ -86,12 +86,14 @@ _MARGIN_S = 15
 
 def _srun(body: Body) -> list[str]:
     """The command that starts `accel` on every node, a line each."""
-    tasks = ["srun", f"--nodes={body.nnodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    # Without --cpu-bind=none the one task of a node, and all its processes, could be bound to one core.
+    tasks = [f"srun --nodes={body.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none"]
     tasks += [f"--cpus-per-task={body.cpus_per_task}"] if body.cpus_per_task else []
     job = body.job
     start = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
     return [
-        " ".join([*tasks, 'bash -c "$one" accel']),
+        " ".join(tasks),
+        'bash -c "$one" accel',
         f"{quoted(job.python)} -m accel_cli launch --quiet --no-profile",
         *(f"--set launcher.{name}={value}" for name, value in _values(body).items()),
         " ".join([*start, "--", *map(quoted, (job.target, *job.args))]),

@@ -27,13 +27,16 @@ def submit(plan: Plan) -> int:
     """
     _make(Path(plan.output_dir))
     job_id = _sbatch(plan)
-    jobs = SlurmJobs()
-    job = jobs.status(job_id)
-    console.note(f"job {job_id} is submitted; its log: {console.short(job.log)}")
+    # Said before Slurm is asked anything more, since from now on there is something to stop.
+    console.note(
+        f"job {job_id} is submitted; accel jobs logs {job_id} -f follows it, accel jobs stop {job_id} ends it"
+    )
     if plan.detach:
-        console.note(f"accel jobs logs {job_id} -f follows it, accel jobs stop {job_id} ends it")
         console.plain(job_id)
         return 0
+    jobs = SlurmJobs()
+    job = jobs.status(job_id)
+    console.note(f"the log of job {job_id}: {console.short(job.log)}")
     return follow(jobs, job)
 
 

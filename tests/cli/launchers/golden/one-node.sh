@@ -11,7 +11,8 @@ echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RES
 # Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
 one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
 
-srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$one" accel \
+srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
+  bash -c "$one" accel \
   /venv/bin/python -m accel_cli launch --quiet --no-profile \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=1 \

@@ -24,7 +24,8 @@ trap again USR1
 # Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
 one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
 
-srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$one" accel \
+srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
+  bash -c "$one" accel \
   /venv/bin/python -m accel_cli launch --quiet --no-profile \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=2 \

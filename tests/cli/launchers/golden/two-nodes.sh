@@ -26,7 +26,8 @@ echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RES
 # Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
 one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
 
-srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpus-per-task=16 bash -c "$one" accel \
+srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task=16 \
+  bash -c "$one" accel \
   /venv/bin/python -m accel_cli launch --quiet --no-profile \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=2 \
