@@ -146,7 +146,9 @@ class Slurm(Launcher):
     qos: Annotated[str | None, AfterValidator(_line), Field(description="Quality of service.")] = None
     cpus_per_task: Annotated[
         int | None,
-        Field(ge=1, description="Processor cores on each node; unset is what the partition gives, often one."),
+        Field(
+            ge=1, description="Processor cores on each node; unset is what the partition gives, often one."
+        ),
     ] = None
     mem: Annotated[
         int | str | None,
