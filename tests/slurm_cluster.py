@@ -224,7 +224,16 @@ def _install():
         raise UnavailableError("Slurm is not installed, and there is no apt-get to install it with")
     quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "text": True}
     subprocess.run(["apt-get", "update", "-q"], check=False, **quiet)
-    install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *PACKAGES]
+    install = [
+        "apt-get",
+        "-o",
+        "DPkg::Lock::Timeout=120",
+        "install",
+        "-y",
+        "-q",
+        "--no-install-recommends",
+        *PACKAGES,
+    ]
     done = subprocess.run(install, check=False, **quiet)
     if not all(map(shutil.which, PROGRAMS)):
         raise UnavailableError(f"apt-get cannot install Slurm: {done.stderr[-500:]}")

@@ -56,7 +56,7 @@ def _until_done(jobs: Jobs, job: Job) -> Job:
     answered = asked
     _say(job)
     while not job.done:
-        pass_on(log)
+        _catch_up(log)
         time.sleep(_READ_EVERY_S)
         if time.monotonic() - asked < pause:
             continue
@@ -86,10 +86,18 @@ def _ask(jobs: Jobs, job: Job, *, since: float) -> Job | None:
         return None
 
 
+def _catch_up(log: Log) -> bool:
+    """Print all that is new in a log; whether there was anything."""
+    some = False
+    while pass_on(log):
+        some = True
+    return some
+
+
 def _drain(log: Log) -> None:
     last = time.monotonic()
     while time.monotonic() - last < _LATE_S:
-        if pass_on(log):
+        if _catch_up(log):
             last = time.monotonic()
         time.sleep(_READ_EVERY_S)
 

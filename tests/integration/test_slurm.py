@@ -34,7 +34,8 @@ def leave(number, _):
     print("rank", os.environ["RANK"], "saves", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-signal.signal(signal.SIGUSR1, leave)
+if "listen" in sys.argv:
+    signal.signal(signal.SIGUSR1, leave)
 print("rank", os.environ["RANK"], "runs, attempt", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     time.sleep(300)
@@ -233,12 +234,15 @@ def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slu
 
 
 @pytest.mark.slow
-def test_a_job_that_slurm_runs_again_is_followed_on(on_slurm, script, jobs):
+def test_a_job_whose_scripts_do_not_listen_to_the_warning_runs_again_and_is_followed_on(
+    on_slurm, script, jobs
+):
     script(STAY)
-    following = jobs("--set", "launcher.requeue=true", "train.py")
+    # The job goes back into the queue 15 seconds before the limit, which is one second after the warning.
+    following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@16", "train.py")
     job = following.until(r"job (\d+) is submitted")
     following.until("rank 0 runs, attempt 0")
-    following.command("scontrol", "requeue", job)
+    following.command("scancel", "--batch", "--signal=USR1", job)
     following.until(r"is PENDING \(BeginTime\), restart 1")
     following.start_now(job)
     assert following.end() == 0, following.said
@@ -257,6 +261,7 @@ def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slur
         "--set",
         "launcher.signal=USR1@60",
         "train.py",
+        "listen",
     )
     job = following.until(r"job (\d+) is submitted")
     for rank in range(2):

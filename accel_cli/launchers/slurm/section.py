@@ -63,8 +63,8 @@ def _signal(value: str | None) -> str | None:
 
 
 def _folder(value: str) -> str:
-    if "%" in value:
-        raise ValueError("expected a folder; the name of the file in it is slurm-JOBID.out")
+    if "%" in value or value.startswith("~"):
+        raise ValueError("expected a folder, without ~ or %; the file in it is slurm-JOBID.out")
     return value
 
 

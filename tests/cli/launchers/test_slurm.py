@@ -139,6 +139,7 @@ def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
         ("partition", "a\nb", "text on one line"),
         ("job_name", " ", "text on one line"),
         ("output_dir", "logs/%j", "expected a folder"),
+        ("output_dir", "~/logs", "expected a folder, without ~"),
         ("sbatch_args", ["a100"], "expected options of sbatch"),
         ("sbatch_args", ["--nodes=4"], "sbatch_args may not have --nodes"),
         ("sbatch_args", ["-p gpu"], "sbatch_args may not have -p"),
