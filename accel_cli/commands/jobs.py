@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="List, look at, follow and stop jobs of a scheduler.")
+app = typer.Typer(
+    help="List, look at, follow and stop jobs of a scheduler.",
+    no_args_is_help=True,
+    epilog="Example: accel jobs list",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as accel launch said it.")]
 _Launcher = Annotated[
