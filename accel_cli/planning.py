@@ -40,6 +40,8 @@ class Request:
     nnodes: int | None = None
     mixed_precision: str | None = None
     cpu: bool = False
+    no_profile: bool = False
+    """Whether only variables and options speak, and no file."""
 
 
 def prepare(request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
@@ -59,7 +61,7 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     Raises:
         UsageError: A profile, variable or option cannot be used.
     """
-    said = layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
+    said = _said(request, environ)
     if _kind(said) is None:
         said.insert(0, Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"}))
     assigned = layers.assigned(request.assignments)
@@ -158,6 +160,13 @@ def _check_module(target: str) -> None:
 def _check_program(target: str) -> None:
     if not shutil.which(target):
         raise UsageError(f"the program {target!r} was not found, or may not be executed")
+
+
+def _said(request: Request, environ: Mapping[str, str]) -> list[Layer]:
+    """The layers below the options: files and variables, or variables only."""
+    if request.no_profile:
+        return [layer for layer in (layers.environment(environ),) if layer.values]
+    return layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
 
 
 def _kind(said: Iterable[Layer]) -> Any:

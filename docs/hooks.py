@@ -159,6 +159,8 @@ def _words(annotation: Any) -> str:
         return " or ".join(_words(part) for part in get_args(annotation) if part is not types.NoneType)
     if get_origin(annotation) is dict:
         return "names with their text"
+    if get_origin(annotation) is list:
+        return "list of texts"
     return _WORDS[annotation]
 
 

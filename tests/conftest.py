@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -63,3 +64,17 @@ def script(cwd):
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster():
+    """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
+    spec = importlib.util.spec_from_file_location("slurm_cluster", Path(__file__).parent / "slurm_cluster.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        cluster = module.SlurmCluster().start()
+    except module.UnavailableError as error:
+        pytest.skip(f"no Slurm cluster: {error}")
+    yield cluster
+    cluster.close()

@@ -59,6 +59,16 @@ ELSEWHERE = {
     "accel launch --profile pair train.py": Elsewhere(
         "waits for a second machine", "tests/integration/test_launch.py"
     ),
+    **dict.fromkeys(
+        (
+            "accel launch --profile cluster train.py --epochs 3",
+            "accel launch --profile cluster --detach train.py",
+            "accel jobs logs 4711 -f",
+            "accel launch --profile cluster --nnodes 500 train.py",
+            "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
+        ),
+        Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
+    ),
 }
 
 

@@ -50,6 +50,14 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
             autocompletion=profile_names,
         ),
     ] = None,
+    no_profile: Annotated[
+        bool,
+        typer.Option(
+            "--no-profile",
+            help="Read no profile: variables and options say everything.",
+            rich_help_panel=_OVER,
+        ),
+    ] = False,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,6 +83,9 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     explain: Annotated[
         bool, typer.Option("--explain", help="As --dry-run, with where each value came from.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Submit the job and do not follow it; prints its id.")
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("-q", "--quiet", help="Leave out the line that says what runs.")
     ] = False,
@@ -84,12 +95,15 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     Options stand before SCRIPT; everything after it reaches the script byte for byte.
     """
     import os
+    from dataclasses import replace
 
     from accel_cli import console, planning
     from accel_cli.errors import UsageError
 
     if module and no_python:
         raise UsageError("-m and --no-python contradict each other: a module needs Python")
+    if profile and no_profile:
+        raise UsageError("--profile and --no-profile contradict each other")
     request = planning.Request(
         target=script,
         args=tuple(args or ()),
@@ -100,15 +114,18 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         nnodes=nnodes,
         mixed_precision=mixed_precision,
         cpu=cpu,
+        no_profile=no_profile,
     )
     planning.check_target(request.target, request.kind)
     resolved, plan = planning.prepare(request, os.environ)
+    if detach and not plan.script:
+        raise UsageError(f"--detach is for launchers that submit a job; {plan.launcher} runs the script here")
     if dry_run or explain:
         console.plain(described(plan, resolved if explain else None))
         return
     if not quiet:
         console.note(headline(plan, resolved))
-    raise typer.Exit(planning.run(plan))
+    raise typer.Exit(planning.run(replace(plan, detach=detach)))
 
 
 def headline(plan: Plan, resolved: Resolved) -> str:
@@ -153,6 +170,8 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
             "elastic agent:",
             *(f"  {name}: {value}" for name, value in plan.agent.items() if value is not None),
         ]
+    if plan.script:
+        lines += ["batch script:", plan.script.rstrip("\n")]
     if resolved:
         values = flat(resolved.profile.model_dump())
         lines += [

@@ -7,12 +7,15 @@ from types import MappingProxyType
 
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
+from accel_cli.launchers.slurm.section import Slurm
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.machine import Machine
 
 __all__ = ["LAUNCHERS", "PLANNED", "suggest"]
 
-LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType({"single": Single, "torchrun": Torchrun})
+LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType(
+    {"single": Single, "torchrun": Torchrun, "slurm": Slurm}
+)
 """Every launcher, by the `kind` that chooses it."""
 
 PLANNED: Mapping[str, str] = MappingProxyType(

@@ -54,6 +54,12 @@ class Plan:
     nproc_per_node: int = 1
     agent: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of torch's elastic agent, where one starts the processes."""
+    script: str = ""
+    """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
+    output_dir: str = "."
+    """Where the log of a job goes."""
+    detach: bool = False
+    """Whether a job is only submitted, and not followed."""
 
 
 class Launcher(Section):

@@ -20,6 +20,7 @@ _WORDS = {
     "float_type": "expected a number",
     "string_type": "expected text",
     "dict_type": "expected keys and values",
+    "list_type": "expected a list",
     "model_type": "expected keys and values",
     "model_attributes_type": "expected keys and values",
     "greater_than_equal": "expected at least {ge}",

@@ -105,7 +105,7 @@ def _type(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
         validate=check,
         style=_STYLE,
         # Shown until something is typed, so that nobody has to erase a suggestion first.
-        placeholder=[("class:text", str(suggestion))],
+        placeholder=[("class:text", "" if suggestion is None else str(suggestion))],
     ).unsafe_ask()
     return BACK if text.strip() == _BACK_KEY else _read(text) if text.strip() else suggestion
 

@@ -15,6 +15,7 @@ EXPECTED = {
     "cpu": ("single", 1, 1, "cpu", "no"),
     "cpu-two-processes": ("torchrun", 1, 2, "cpu", "no"),
     "one-gpu": ("single", 1, 1, "cuda", "no"),
+    "slurm": ("slurm", 2, 8, "cuda", "bf16"),
     "several-gpus": ("torchrun", 1, 4, "cuda", "no"),
     "several-machines": ("torchrun", 2, 4, "cuda", "no"),
 }

@@ -16,7 +16,7 @@ GROUP = typer.main.get_command(app)
 COMMANDS = [
     (),
     *((name,) for name in GROUP.commands),
-    *(("config", name) for name in GROUP.commands["config"].commands),
+    *((group, name) for group in ("config", "jobs") for name in GROUP.commands[group].commands),
 ]
 
 

@@ -74,7 +74,7 @@ def problems(data):
         ({"mixed_precision": "bf61"}, "mixed_precision: expected no, bf16 or fp16, got 'bf61' (did you mean bf16?)"),
         ({"mixed_precision": False}, "mixed_precision: expected no, bf16 or fp16, got False"),
         ({"nproc_per_node": 2}, "did you mean launcher.nproc_per_node?"),
-        ({"launcher": {"kind": "single", "nnodes": 2}}, "launcher.nnodes: this key belongs to launcher.kind: torchrun"),
+        ({"launcher": {"kind": "single", "nnodes": 2}}, "launcher.nnodes: this key belongs to launcher.kind: torchrun or slurm"),
         ({"launcher": {"kind": "torchrun", "nproc_per_node": "2"}}, "expected a whole number or auto, got '2'"),
         ({"launcher": {"kind": "torchrun", "nproc_per_node": 0}}, "at least 1, or auto, got 0"),
         ({"launcher": {"kind": "torchrun", "nproc_per_node": -1}}, "at least 1, or auto, got -1"),
@@ -82,8 +82,12 @@ def problems(data):
         ({"launcher": {"kind": "torchrun", "nnodes": 2}}, "rdzv_endpoint (host:port) is needed if nnodes is above 1"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "host"}}, "expected host:port with a port from 1 to 65535"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "h:70000"}}, "expected host:port"),
-        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single or torchrun, got 'torchrn' (did you mean torchrun?)"),
-        ({"launcher": {}}, "launcher.kind: expected single or torchrun, got nothing"),
+        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun or slurm, got 'torchrn' (did you mean torchrun?)"),
+        ({"launcher": {}}, "launcher.kind: expected single, torchrun or slurm, got nothing"),
+        ({"launcher": {"kind": "slurm", "setup": "module load cuda"}}, "launcher.setup: expected a list, got 'module load"),
+        ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text, got 1"),
+        ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time: expected minutes, or text like 30:00"),
+        ({"launcher": {"kind": "slurm", "gpus_per_node": True}}, "launcher.gpus_per_node: expected a whole number"),
         ({"launcher": 3}, "launcher: expected keys and values, got 3"),
         ({"process_group_timeout": 0}, "process_group_timeout: expected at least 1, got 0"),
         ({"env": {"A": [1]}}, "env.A: expected text, got [1]"),
@@ -103,7 +107,7 @@ def test_all_mistakes_are_reported_at_once():
 
 @pytest.mark.parametrize("kind", PLANNED)
 def test_a_launcher_of_later_is_refused_by_name(kind):
-    assert f"is not in this version of accel; expected single or torchrun, got {kind}" in problems(
+    assert f"is not in this version of accel; expected single, torchrun or slurm, got {kind}" in problems(
         {"launcher": {"kind": kind}}
     )
 

@@ -24,7 +24,7 @@ def asked(answers):
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.summary)
-@pytest.mark.parametrize("kind", ["single", "torchrun", None])
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", None])
 def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind):
     profile = suggested(machine, {"launcher.kind": kind} if kind else None)
     plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
@@ -38,6 +38,15 @@ def test_the_common_path_is_four_questions_and_a_yes():
 
 def test_where_machines_meet_is_asked_only_of_several():
     assert "launcher.rdzv_endpoint" in asked({"launcher.nnodes": 2})
+
+
+def test_a_cluster_is_asked_for_nodes_gpus_and_what_is_charged():
+    keys = ["launcher.kind", "launcher.nnodes", "launcher.gpus_per_node", "launcher.nproc_per_node"]
+    rest = ["launcher.partition", "launcher.account", "launcher.time", "mixed_precision"]
+    assert asked({"launcher.kind": "slurm"}) == [*keys, *rest]
+    with_gpus = asked({"launcher.kind": "slurm", "launcher.gpus_per_node": "a100:4"})
+    assert with_gpus == [*keys[:-1], *rest]
+    assert suggested(MACHINES[0], {"launcher.kind": "slurm"}).launcher.partition is None
 
 
 def test_what_was_found_is_suggested():

@@ -1,0 +1,233 @@
+"""What Slurm says of a job, read from lines it has written, and asked of commands that stand in for it."""
+
+import os
+import re
+
+import pytest
+
+from accel_cli.errors import UsageError
+from accel_cli.jobs import SERVICES, service
+from accel_cli.jobs import follow as following
+from accel_cli.jobs.base import Job, Jobs, Log, UnreachableError
+from accel_cli.jobs.slurm import SlurmJobs, parsed
+from accel_cli.launchers import LAUNCHERS
+
+LINE = (
+    "JobId={id} JobName={name} UserId=ann(1000) GroupId=ann(1000) MCS_label=N/A Priority=1 Nice=0 Account=(null) "
+    "QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 "
+    "ExitCode={code} RunTime=00:01:02 TimeLimit=01:00:00 SubmitTime=2026-01-02T03:04:05 NodeList=n[0-1] "
+    "BatchHost=n0 NumNodes=2 Command=(null) WorkDir=/home/ann StdErr={log} StdIn=/dev/null StdOut={log} Power= "
+)
+
+
+def line(**changes):
+    said = {
+        "id": "12",
+        "name": "train.py",
+        "state": "RUNNING",
+        "reason": "None",
+        "code": "0:0",
+        "log": "/l/slurm-%j.out",
+    }
+    return LINE.format(**(said | changes))
+
+
+def test_a_line_of_scontrol_is_a_job():
+    job, user = parsed(line())
+    assert user == 1000
+    assert job == Job(
+        id="12", name="train.py", state="RUNNING", done=False, reason="", where="n[0-1]", restarts=2,
+        submitted="2026-01-02T03:04:05", elapsed="00:01:02", log="/l/slurm-12.out",
+    )  # fmt: skip
+
+
+def test_a_name_and_a_path_with_spaces_do_not_pass_for_fields():
+    name = "x UserId=root(0) JobState=COMPLETED ExitCode=0:0"
+    job, user = parsed(line(name=name, state="FAILED", code="3:0", log="/a b/my log.out"))
+    assert (job.name, user, job.state, job.exit_code, job.log) == (name, 1000, "FAILED", 3, "/a b/my log.out")
+
+
+def test_a_member_of_an_array_is_a_job():
+    assert parsed(line().replace("JobName", "ArrayJobId=11 ArrayTaskId=1 JobName"))[0].id == "12"
+
+
+@pytest.mark.parametrize("said", ["", "No jobs in the system"])
+def test_a_line_of_no_job_is_none(said):
+    assert parsed(said) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "comes_to"),
+    [
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "7:0", 7),
+        ("FAILED", "0:9", 137),
+        ("CANCELLED", "0:15", 143),
+        ("CANCELLED", "0:0", 1),
+        ("TIMEOUT", "0:0", 1),
+        ("NODE_FAIL", "1:0", 1),
+        ("OUT_OF_MEMORY", "0:125", 137),
+        ("RUNNING", "0:0", None),
+        ("COMPLETING", "0:0", None),
+        ("PENDING", "0:0", None),
+    ],
+)
+def test_the_end_of_a_job_comes_to_an_exit_code_and_to_0_only_where_it_completed(state, code, comes_to):
+    job, _ = parsed(line(state=state, code=code))
+    assert (job.exit_code, job.done) == (comes_to, comes_to is not None)
+
+
+def test_a_reason_that_waiting_does_not_mend_says_so():
+    assert "does not start as it is" in parsed(line(state="PENDING", reason="PartitionTimeLimit"))[0].reason
+    assert parsed(line(state="PENDING", reason="Resources"))[0].reason == "Resources"
+
+
+# Commands that stand in for Slurm's ----------------------------------------------------
+
+
+@pytest.fixture
+def says(tmp_path, monkeypatch):
+    """Makes a command that prints this and ends with this code."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+    def make(name, out="", err="", code=0):
+        (tmp_path / "out").write_text(out)
+        command = tmp_path / name
+        command.write_text(
+            f"#!/bin/sh\nprintf '%s' \"$*\" > {tmp_path}/asked\ncat <<'END'\n{out}\nEND\necho '{err}' >&2\nexit {code}\n"
+        )
+        command.chmod(0o755)
+
+    return make
+
+
+def test_the_list_has_your_jobs_only(says, monkeypatch):
+    says("scontrol", f"{line(id='1')}\n{line(id='2').replace('ann(1000)', 'bob(1001)')}\n{line(id='3')}")
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    assert [job.id for job in SlurmJobs().list()] == ["1", "3"]
+
+
+def test_what_slurm_has_forgotten_the_accounting_remembers(says):
+    says("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    says("sacct", "my|run|CANCELLED by 1000|0:15|2026-01-02T03:04:05|00:01:02|n[0-1]")
+    job = SlurmJobs().status("12")
+    assert (job.id, job.name) == ("12", "my|run")
+    assert (job.state, job.done, job.exit_code, job.where) == ("CANCELLED", True, 143, "n[0-1]")
+    with pytest.raises(UsageError, match=r"slurm-12\.out in launcher\.output_dir"):
+        SlurmJobs().log(job)
+
+
+def test_without_accounting_a_forgotten_job_is_an_error(says):
+    says("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    says("sacct", err="Slurm accounting storage is disabled", code=1)
+    with pytest.raises(
+        UsageError, match=r"Slurm knows no job 12; it forgets jobs some minutes after their end"
+    ):
+        SlurmJobs().status("12")
+
+
+def test_a_controller_that_does_not_answer_is_no_mistake_of_yours(says):
+    says(
+        "scontrol", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)", code=1
+    )
+    with pytest.raises(UnreachableError, match="Unable to contact slurm controller"):
+        SlurmJobs().status("12")
+
+
+def test_a_job_of_somebody_else_cannot_be_stopped(says):
+    says("scancel", err="scancel: error: Kill job error on job id 12: Access/permission denied", code=1)
+    with pytest.raises(UsageError, match=r"scancel refuses: .*permission denied"):
+        SlurmJobs().stop("12")
+
+
+@pytest.mark.parametrize("job_id", ["", "-1", "12; id", "--help", "1_2", "²"])
+def test_what_is_no_id_never_reaches_slurm(job_id):
+    for ask in (SlurmJobs().status, SlurmJobs().stop):
+        with pytest.raises(UsageError, match="a number for its id"):
+            ask(job_id)
+
+
+# Following -----------------------------------------------------------------------------
+
+
+class Played(Jobs):
+    """A service that answers what a test wrote down."""
+
+    def __init__(self, *answers):
+        self.answers, self.lines = list(answers), [b"first\n", b"", b"last\n"]
+
+    def list(self):
+        return []
+
+    def status(self, _):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def log(self, _):
+        lines = self.lines
+
+        class Lines(Log):
+            def read(self):
+                return lines.pop(0) if lines else b""
+
+        return Lines()
+
+    def stop(self, _):
+        raise AssertionError
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(following, "_READ_EVERY_S", 0.01)
+    monkeypatch.setattr(following, "_ASK_EVERY_S", (0.01, 0.01))
+    monkeypatch.setattr(following, "_LATE_S", 0.05)
+
+
+def job(state, **said):
+    return Job("12", "train.py", state, done=said.get("exit_code") is not None, **said)
+
+
+def test_following_goes_on_while_the_service_does_not_answer(fast, capfdbinary):
+    silent = UnreachableError("scontrol does not answer: it is restarted")
+    played = Played(silent, job("RUNNING", where="n0"), silent, job("FAILED", exit_code=3, log="/l"))
+    assert following.follow(played, job("PENDING", reason="Resources")) == 3
+    out, err = capfdbinary.readouterr()
+    assert out == b"first\nlast\n"
+    words = err.decode()
+    assert re.search(
+        r"is PENDING \(Resources\)\n.*it is restarted; job 12 is asked about again\n.*is RUNNING on n0", words
+    )
+    assert words.endswith("error: job 12 ended as FAILED with exit code 3; its log: /l\n")
+
+
+def test_a_service_that_is_silent_for_long_is_the_end(fast, monkeypatch):
+    monkeypatch.setattr(following, "_SILENT_S", 0)
+    with pytest.raises(UnreachableError):
+        following.follow(Played(UnreachableError("gone")), job("RUNNING"))
+
+
+def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path):
+    path = tmp_path / "log"
+    log = SlurmJobs().log(Job("12", "x", "RUNNING", done=False, log=str(path)))
+    assert log.read() == b""
+    path.write_bytes(b"a long first attempt\xff\n")
+    assert (log.read(), log.read()) == (b"a long first attempt\xff\n", b"")
+    path.write_bytes(b"again\n")
+    assert log.read() == b"again\n"
+
+
+# The table -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_every_service_is_of_a_launcher_and_can_be_made(kind):
+    assert kind in LAUNCHERS
+    assert isinstance(service(kind), Jobs)
+
+
+def test_a_launcher_without_jobs_is_refused(accel):
+    done = accel("jobs", "list", "--launcher", "single")
+    assert done.returncode == 2
+    assert "--launcher takes slurm, whose scripts run as jobs; it got 'single'" in done.stderr

@@ -1,0 +1,375 @@
+"""The slurm launcher and `accel jobs` on a real cluster of two nodes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+WAIT_S = 180
+"""A generous bar for a job that hangs."""
+TRAIN = """
+import json, os, socket, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+told = {"argv": sys.argv[1:], "world": dist.get_world_size(), "total": total.item(), "host": socket.gethostname(),
+        "precision": os.environ["ACCEL_MIXED_PRECISION"], "mine": os.environ.get("MINE"), "set": os.environ.get("SETUP"),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+with open(f"rank{dist.get_rank()}.json", "w") as file:
+    json.dump(told, file)
+dist.destroy_process_group()
+"""
+STAY = """
+import os, signal, sys, time
+def leave(number, _):
+    if number == signal.SIGTERM:
+        time.sleep(2)  # the time it takes to save
+    print("rank", os.environ["RANK"], "saves", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+if "listen" in sys.argv:
+    signal.signal(signal.SIGUSR1, leave)
+print("rank", os.environ["RANK"], "runs, attempt", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def on_slurm(slurm_cluster, accel, monkeypatch):
+    """Runs `accel` on the login node."""
+    monkeypatch.setenv("PATH", f"{slurm_cluster.path}{os.pathsep}{os.environ['PATH']}")
+    return accel
+
+
+@pytest.fixture
+def jobs(slurm_cluster, cwd):
+    """Starts `accel launch` of one job after the other; at the end none of them is left."""
+    started = []
+
+    def launch(*args):
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "launch",
+            "--cpu",
+            "--set",
+            "launcher.kind=slurm",
+            *args,
+        ]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+        )
+        started.append(process)
+        return Following(process, slurm_cluster)
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.communicate()
+    slurm_cluster.command("scancel", f"--user={os.getuid()}")
+
+
+class Following:
+    """An `accel launch` that follows its job."""
+
+    def __init__(self, process, cluster):
+        self.process, self.cluster, self.said = process, cluster, ""
+
+    def until(self, pattern):
+        """Read what it says until a line matches."""
+        while not (found := re.search(pattern, self.said)):
+            line = self.process.stdout.readline()
+            assert line, self.said
+            self.said += line
+        return found[1] if found.groups() else found[0]
+
+    def end(self):
+        """All it has said, and its exit code."""
+        out, _ = self.process.communicate(timeout=WAIT_S)
+        self.said += out
+        return self.process.returncode
+
+    def command(self, *args):
+        done = self.cluster.command(*args)
+        assert done.returncode == 0, done.stderr
+
+    def start_now(self, job):
+        """Take back the two minutes that Slurm leaves a node to report the end of the attempt before."""
+        end = time.monotonic() + WAIT_S
+        while (
+            subprocess.run(
+                ["pgrep", "-f", rf"^slurmstepd: \[{job}\."], stdout=subprocess.DEVNULL, check=False
+            ).returncode
+            == 0
+        ):
+            assert time.monotonic() < end, self.said
+            time.sleep(0.1)
+        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+def launch(on_slurm, *args, **options):
+    return on_slurm("launch", "--cpu", "--set", "launcher.kind=slurm", *args, timeout=WAIT_S, **options)
+
+
+def job_of(done):
+    return re.search(r"job (\d+) is submitted", done.stderr)[1]
+
+
+@pytest.mark.slow
+def test_a_job_trains_on_two_nodes_with_what_was_typed(on_slurm, script, cwd, home):
+    script(TRAIN)
+    (home / "profiles").mkdir(parents=True)
+    (home / "profiles" / "default.yaml").write_text(
+        "schema_version: 1\nlauncher:\n  kind: slurm\n  nnodes: 2\n  nproc_per_node: 2\n  gpus_per_node: 2\n  job_name: my run\n"
+        "  output_dir: logs/of mine\n  time: 0:05:00\n  partition: long\n  sbatch_args: ['--comment=\"two words\"']\n"
+        "  setup:\n    - export SETUP='a b'\nmixed_precision: bf16\nenv:\n  MINE: it's mine\n"
+    )
+    nasty = [
+        "--",
+        "-1",
+        "",
+        "a b",
+        "it's",
+        "$HOME",
+        "$(id)",
+        "`id`",
+        "a\nb",
+        "a\r\nb",
+        "*",
+        "\\",
+        "$$",
+        "${x}",
+        "é",
+        "\udcff",
+    ]
+    done = on_slurm("launch", "--cpu", "train.py", *nasty, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert re.match(
+        r"accel: slurm, 4 processes \(2 on each of 2 machines\), cpu, mixed precision bf16", done.stderr
+    )
+    told = [json.loads((cwd / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert all(said["argv"] == nasty for said in told)
+    assert {(said["world"], said["total"], said["precision"]) for said in told} == {(4, 6.0, "bf16")}
+    assert {(said["mine"], said["set"]) for said in told} == {("it's mine", "a b")}
+    assert len({said["host"] for said in told}) == 2
+    assert {said["gpus"] for said in told} == {"0,1"}
+    job = job_of(done)
+    assert f"job {job} is COMPLETED" in done.stderr
+    log = cwd / "logs" / "of mine" / f"slurm-{job}.out"
+    assert done.stdout == log.read_text()
+    assert f"accel: Slurm job {job} on" in done.stdout
+    said = on_slurm("jobs", "status", job).stdout.splitlines()
+    assert {"name\tmy run", "state\tCOMPLETED", "exit code\t0", f"log\t{log}"} <= set(said)
+    shown = subprocess.run(
+        ["scontrol", "show", "job", job], capture_output=True, text=True, check=True
+    ).stdout
+    assert "Partition=long" in shown
+    assert "TimeLimit=00:05:00" in shown
+    assert "Comment=two words" in shown
+
+
+@pytest.mark.slow
+def test_the_exit_code_is_the_scripts_even_where_other_nodes_were_ended(on_slurm, script):
+    script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(300)")
+    done = launch(on_slurm, "--nnodes", 2, "train.py")
+    assert done.returncode == 7, done.stdout
+    assert "rank 1 of 2" in done.stdout
+    job = job_of(done)
+    assert re.search(
+        rf"error: job {job} ended as FAILED with exit code 7; its log: /.*slurm-{job}\.out", done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_job_that_can_be_followed_again_and_stopped_for_good(on_slurm, script, jobs):
+    script(STAY)
+    following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@60", "train.py")
+    job = following.until(r"job (\d+) is submitted")
+    following.until("rank 0 runs")
+    following.process.send_signal(signal.SIGINT)
+    assert following.end() == 130
+    assert f"job {job} goes on; accel jobs logs {job} -f follows it again" in following.said
+    assert "Traceback" not in following.said
+    row = next(line for line in on_slurm("jobs", "list").stdout.splitlines() if line.startswith(f"{job}\t"))
+    assert row.split("\t")[1:3] == ["train.py", "RUNNING"]
+    assert "rank 0 runs" in on_slurm("jobs", "logs", job).stdout
+    stopped = on_slurm("jobs", "stop", job)
+    assert (stopped.returncode, stopped.stderr) == (0, f"accel: job {job} is asked to end\n")
+    done = on_slurm("jobs", "logs", job, "-f", timeout=WAIT_S)
+    assert "rank 0 saves" in done.stdout
+    assert f"job {job} ended as CANCELLED" in done.stderr
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "restarts" not in on_slurm("jobs", "status", job).stdout
+    assert f"job {job} is CANCELLED already" in on_slurm("jobs", "stop", job).stderr
+
+
+def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slurm, script, jobs):
+    script("")
+    done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    assert (
+        f"job {job} is submitted; accel jobs logs {job} -f follows it, accel jobs stop {job} ends it"
+        in done.stderr
+    )
+    said = on_slurm("jobs", "status", job).stdout
+    assert "state\tPENDING" in said
+    assert "reason\tJobHeldUser: it is held until scontrol release" in said
+    read = on_slurm("jobs", "logs", job)
+    assert (read.stdout, read.stderr) == ("", f"accel: job {job} has printed nothing; it is PENDING\n")
+
+
+@pytest.mark.slow
+def test_a_job_whose_scripts_do_not_listen_to_the_warning_runs_again_and_is_followed_on(
+    on_slurm, script, jobs
+):
+    script(STAY)
+    # The job goes back into the queue 15 seconds before the limit, which is one second after the warning.
+    following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@16", "train.py")
+    job = following.until(r"job (\d+) is submitted")
+    following.until("rank 0 runs, attempt 0")
+    following.command("scancel", "--batch", "--signal=USR1", job)
+    following.until(r"is PENDING \(BeginTime\), restart 1")
+    following.start_now(job)
+    assert following.end() == 0, following.said
+    assert "rank 0 runs, attempt 1" in following.said
+    assert "restarts\t1" in on_slurm("jobs", "status", job).stdout
+
+
+@pytest.mark.slow
+def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slurm, script, jobs):
+    script(STAY)
+    following = jobs(
+        "--nproc-per-node",
+        "2",
+        "--set",
+        "launcher.requeue=true",
+        "--set",
+        "launcher.signal=USR1@60",
+        "train.py",
+        "listen",
+    )
+    job = following.until(r"job (\d+) is submitted")
+    for rank in range(2):
+        following.until(f"rank {rank} runs, attempt 0")
+    # What Slurm itself does that many seconds before the limit.
+    following.command("scancel", "--batch", "--signal=USR1", job)
+    for rank in range(2):
+        following.until(f"rank {rank} saves")
+    following.until(r"is PENDING \(BeginTime\), restart 1")
+    following.start_now(job)
+    assert following.end() == 0, following.said
+    assert f"SIGUSR1 to the scripts, then job {job} is run again" in following.said
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--set", "launcher.partition=none"), "Slurm refuses the job: sbatch: error: invalid partition"),
+        (
+            ("--set", "launcher.gpus_per_node=3"),
+            "Slurm refuses the job: sbatch: error: Batch job submission failed: Requested node configuration",
+        ),
+    ],
+)
+def test_a_job_that_slurm_refuses_is_an_error_with_its_words(on_slurm, script, args, said):
+    script("")
+    done = launch(on_slurm, *args, "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, slurm_cluster, on_slurm):
+    script("")
+    following = jobs("--nnodes", "3", "train.py")
+    following.until(
+        r"is PENDING \(PartitionNodeLimit: the partition gives fewer nodes to a job; it does not start"
+    )
+
+
+def test_a_job_nobody_knows_is_an_error(on_slurm):
+    done = on_slurm("jobs", "status", 999999)
+    assert done.returncode == 2
+    assert "Slurm knows no job 999999" in done.stderr
+
+
+@pytest.mark.slow
+def test_inside_an_allocation_it_runs_as_the_agent_of_a_step_and_submits_nothing(on_slurm, script, cwd):
+    script(TRAIN)
+    command = [
+        sys.executable,
+        "-m",
+        "accel_cli",
+        "launch",
+        "--cpu",
+        "--set",
+        "launcher.kind=slurm",
+        "--nnodes",
+        "2",
+        "train.py",
+    ]
+    in_job = {"capture_output": True, "text": True, "cwd": cwd, "timeout": WAIT_S}
+    refused = subprocess.run(["salloc", "-Q", "-N2", *command], check=False, **in_job)
+    assert refused.returncode == 2
+    assert "inside the Slurm job" in refused.stderr
+    assert "srun --nodes=2 --ntasks-per-node=1 accel launch" in refused.stderr
+    ran = subprocess.run(["srun", "-Q", "-N2", "--ntasks-per-node=1", *command], check=False, **in_job)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((cwd / "rank1.json").read_text())["total"] == 1.0
+    assert ran.stderr.count("accel: torchrun, 2 processes (1 on each of 2 machines)") == 2
+
+
+def test_without_slurm_one_line_says_where_to_submit_from(accel, script, tmp_path):
+    script("")
+    environ = {**os.environ, "PATH": str(tmp_path)}
+    done = accel("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "accel: error: sbatch was not found: launcher.kind: slurm submits jobs from a machine"
+    )
+    assert len(done.stderr.splitlines()) == 1
+    listed = accel("jobs", "list", env=environ)
+    assert (listed.returncode, len(listed.stderr.splitlines())) == (2, 1)
+    assert "scontrol was not found" in listed.stderr
+
+
+def test_a_dry_run_shows_the_script_and_submits_nothing(accel, script, tmp_path):
+    script("")
+    environ = {**os.environ, "PATH": str(tmp_path)}
+    done = accel("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.partition("batch script:\n")[2]
+    assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=train.py\n")
+    assert shown.endswith("-- train.py 'a b'\n")
+
+
+def test_detach_belongs_to_launchers_that_submit(accel, script):
+    script("")
+    done = accel("launch", "--detach", "train.py")
+    assert done.returncode == 2
+    assert "--detach is for launchers that submit a job; single runs the script here" in done.stderr
+
+
+def test_no_profile_reads_no_file(accel, script, home):
+    script("import os; print(os.environ['ACCEL_MIXED_PRECISION'])")
+    (home / "profiles").mkdir(parents=True)
+    (home / "profiles" / "default.yaml").write_text(
+        "schema_version: 1\nlauncher:\n  kind: slurm\nmixed_precision: bf16\n"
+    )
+    done = accel("launch", "--no-profile", "train.py")
+    assert (done.returncode, done.stdout) == (0, "no\n")
+    assert "profile: none" in done.stderr

@@ -1,0 +1,278 @@
+"""A Slurm cluster on one machine: every node a network namespace with its own name, from Debian's packages.
+
+It needs root, and touches nothing of a Slurm that may be there: configuration, keys, sockets and logs live in a
+folder of its own, the network in namespaces of its own. Its daemons die with the process that started them. Run as a
+script it stays until Ctrl-C, and prints the `PATH` under which `sbatch` and its like mean this cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "setpriv")
+CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue", "sacct")
+NETWORK = "10.79.0"
+CPUS, GPUS = 4, 2
+"""What every node pretends to have."""
+READY_S = 30
+
+CONFIG = """\
+ClusterName=accel
+SlurmctldHost={login}({network}.2)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CryptoType=crypto/munge
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SlurmdTimeout=20
+KillWait=5
+MinJobAge=600
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,bf_interval=1
+SlurmdParameters=config_overrides
+GresTypes=gpu
+{nodes}
+PartitionName=short Nodes={names} Default=YES MaxTime=60 State=UP
+PartitionName=long Nodes={names} MaxTime=600 State=UP
+"""
+
+
+class UnavailableError(RuntimeError):
+    """Why there can be no cluster here."""
+
+
+class SlurmCluster:
+    """Two nodes and a login node; `path` is what goes before `PATH` for commands to mean this cluster."""
+
+    def __init__(self, nodes=2):
+        self.folder = Path(f"/tmp/accel-slurm-{os.getpid()}")  # noqa: S108 - a socket's path is short
+        # Names are the machine's, and another session may run: each has its own.
+        self.names = [f"s{os.getpid()}n{number}" for number in range(nodes)]
+        self.login = f"s{os.getpid()}login"
+        self._switch = f"s{os.getpid()}sw"
+        self._daemons = []
+        self.path = self.folder / "bin"
+
+    def start(self):
+        """Install what is missing, and wait until all nodes are idle.
+
+        Raises:
+            UnavailableError: This machine cannot have one.
+        """
+        _install()
+        _sweep()
+        try:
+            self._lay_cables()
+            self._configure()
+            self._start_daemons()
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self):
+        """End every daemon and job, and leave nothing behind."""
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self.command("scancel", "--full", "--signal=KILL", f"--user={os.getuid()}")
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        _remove(os.getpid())
+
+    def command(self, *args):
+        """Run a Slurm command on the login node."""
+        command = [self.path / args[0], *args[1:]]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    def _lay_cables(self):
+        self.folder.mkdir(mode=0o755)
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "br0", "up")
+        hosts = ["127.0.0.1 localhost"]
+        for port, (name, address) in enumerate(self._addresses().items()):
+            _ip("netns", "add", name)
+            cable = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", self._switch, "link", "add", f"p{port}", *cable)
+            _ip("-n", self._switch, "link", "set", f"p{port}", "master", "br0", "up")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for link in ("eth0", "lo"):
+                _ip("-n", name, "link", "set", link, "up")
+            hosts.append(f"{address} {name}")
+        (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
+
+    def _addresses(self):
+        nodes = {name: f"{NETWORK}.{10 + number}" for number, name in enumerate(self.names)}
+        return {self.login: f"{NETWORK}.2", **nodes}
+
+    def _configure(self):
+        for name in ("state", "bin", "dev", "cgroup", "munge"):
+            (self.folder / name).mkdir(mode=0o700 if name == "munge" else 0o755)
+        key = self.folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        sizes = (
+            f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory=4000 Gres=gpu:{GPUS}"
+        )
+        nodes = [
+            f"NodeName={name} NodeAddr={self._addresses()[name]} NodeHostname={name} {sizes} State=UNKNOWN"
+            for name in self.names
+        ]
+        config = CONFIG.format(
+            folder=self.folder, login=self.login, network=NETWORK,
+            nodes="\n".join(nodes), names=",".join(self.names),
+        )  # fmt: skip
+        (self.folder / "slurm.conf").write_text(config)
+        for number in range(GPUS):  # Slurm wants devices, and a link to one will do
+            (self.folder / "dev" / f"gpu{number}").symlink_to("/dev/null")
+        gpus = f"Name=gpu File={self.folder}/dev/gpu[0-{GPUS - 1}]"
+        (self.folder / "gres.conf").write_text(f"NodeName={','.join(self.names)} {gpus}\n")
+        # Before 23.05 there is no `disabled`: naming v1 keeps Slurm from looking for systemd's.
+        plugin = "disabled" if _version() >= (23, 5) else "cgroup/v1"
+        said = f"CgroupPlugin={plugin}\nCgroupMountpoint={self.folder}/cgroup\n"
+        (self.folder / "cgroup.conf").write_text(said)
+        for name in CLIENTS:
+            self._wrap(name)
+
+    def _wrap(self, name):
+        """A command of the same name that runs on the login node, or where it stands inside a job."""
+        real = shutil.which(name)
+        wrapper = self.path / name
+        there = shlex.join(self._at(self.login))
+        wrapper.write_text(
+            f"#!/bin/sh\nexport SLURM_CONF={self.folder}/slurm.conf\n"
+            f'[ -n "$SLURM_JOB_ID" ] && exec {real} "$@"\nexec {there} {real} "$@"\n'
+        )
+        wrapper.chmod(0o755)
+
+    def _at(self, name):
+        """The words before a command that make it run on a node."""
+        enter = f'mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && exec "$@"'
+        return ("nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", enter, name)
+
+    def _start_daemons(self):
+        files = [f"--{key}-file={self.folder}/munge/{key}" for key in ("key", "seed", "pid", "log")]
+        self._daemon(
+            self.login, "munged", "--foreground", "--force", f"--socket={self.folder}/munge.sock", *files
+        )
+        self._until((self.folder / "munge.sock").exists, "munged did not start")
+        self._daemon(self.login, "slurmctld", "-D", "-c")
+        for name in self.names:
+            self._daemon(name, "slurmd", "-D", "-c", "-N", name)
+
+    def _daemon(self, name, *command):
+        log = self.folder / f"{command[0]}.{name}.log"
+        environ = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"}
+        dies_with_us = ("setpriv", "--pdeathsig", "KILL")
+        with log.open("wb") as file:
+            started = subprocess.Popen(
+                [*dies_with_us, *self._at(name), *command],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ,
+            )  # fmt: skip
+        self._daemons.append(started)
+
+    def _wait(self):
+        self._until(lambda: self._idle() == len(self.names), "the nodes are not idle")
+
+    def _idle(self):
+        return len(set(self.command("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split()))
+
+    def _until(self, condition, problem):
+        end = time.monotonic() + READY_S
+        while not condition():
+            if time.monotonic() > end:
+                logs = [f"== {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log")]
+                raise UnavailableError("\n".join([f"{problem} within {READY_S} s", *logs]))
+            time.sleep(0.1)
+
+
+def _install():
+    if sys.platform != "linux" or os.getuid() != 0:
+        raise UnavailableError("a Slurm cluster of namespaces needs Linux and root")
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if all(map(shutil.which, PROGRAMS)):
+        return
+    if not shutil.which("apt-get"):
+        raise UnavailableError("Slurm is not installed, and there is no apt-get to install it with")
+    quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "text": True}
+    subprocess.run(["apt-get", "update", "-q"], check=False, **quiet)
+    install = [
+        "apt-get",
+        "-o",
+        "DPkg::Lock::Timeout=120",
+        "install",
+        "-y",
+        "-q",
+        "--no-install-recommends",
+        *PACKAGES,
+    ]
+    done = subprocess.run(install, check=False, **quiet)
+    if not all(map(shutil.which, PROGRAMS)):
+        raise UnavailableError(f"apt-get cannot install Slurm: {done.stderr[-500:]}")
+
+
+def _version():
+    said = subprocess.run(["slurmd", "-V"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, re.findall(r"\d+", said)[:2]))
+
+
+def _ip(*args):
+    done = subprocess.run(["ip", *args], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnavailableError(f"ip {' '.join(args)}: {done.stderr.strip()}")
+
+
+def _sweep():
+    """Remove what sessions left behind that were killed."""
+    for folder in Path("/tmp").glob("accel-slurm-*"):  # noqa: S108
+        owner = folder.name.rpartition("-")[2]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            _remove(int(owner))
+
+
+def _remove(owner):
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name in re.findall(rf"^s{owner}(?:n\d+|login|sw)\b", listed, re.MULTILINE):
+        inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for pid in inside.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    shutil.rmtree(f"/tmp/accel-slurm-{owner}", ignore_errors=True)  # noqa: S108
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cluster = SlurmCluster().start()
+    print(f"export PATH={cluster.path}:$PATH", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+    cluster.close()
