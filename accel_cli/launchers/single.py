@@ -30,10 +30,20 @@ class Single(Launcher):
             launcher=self.kind,
             runner="accel_cli.launchers.single:become",
             argv=(*start, job.target, *job.args),
-            env=environment(job, {}),
+            env={**environment(job, _threads(job)), **({} if job.nodes.inherited else job.nodes.ranks)},
             device=device,
             target=job.target,
+            derived=job.nodes.line if job.nodes.ranks else "",
         )
+
+
+def _threads(job: Job) -> dict[str, str]:
+    """The cores of the machine divided among the ranks something else started here, unless it has done so."""
+    beside = int(job.nodes.ranks.get("LOCAL_WORLD_SIZE", 1))
+    bound = job.machine.cpus < (os.cpu_count() or 1)
+    if job.nodes.inherited or beside == 1 or bound:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, job.machine.cpus // beside))}
 
 
 def become(plan: Plan) -> int:
