@@ -191,6 +191,7 @@ class Torchrun(Launcher):
             "monitor_interval": self.monitor_interval,
             "local_addr": _LOOPBACK if alone else None,
             "min_nodes": low,
+            "max_nodes": high,
             "node_rank": None if alone else job.nodes.node_rank,
             "static": job.nodes.static or None,
             "rdzv_timeout": self.rdzv_timeout,
