@@ -201,7 +201,7 @@ def _kind(said: Iterable[Layer]) -> Any:
 
 def _asks_for_one(layer: Layer) -> bool:
     """Whether a layer only asks for the one process, or the one machine, that `single` gives anyway."""
-    return _COUNTS.issuperset(layer.values) and set(layer.values.values()) == {1}
+    return any(layer.values == {f"launcher.{key}": 1} for key in ("nproc_per_node", "nnodes"))
 
 
 def _derived(around: nodes.Facts, options: Iterable[Layer]) -> dict[str, Any]:

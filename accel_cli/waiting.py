@@ -12,8 +12,6 @@ from accel_cli import console
 
 __all__ = ["Waiting", "line"]
 
-_QUIET_S = 1.0
-"""Machines that are started together meet before anything is said."""
 _PIPED_S = 10.0
 """Seconds between two lines where nobody watches a terminal."""
 
@@ -38,10 +36,16 @@ def line(arrived: Sequence[str], wanted: tuple[int, int], left: float, missing: 
 
 
 class Waiting:
-    """Says a line again and again while something lasts: in place on a terminal, else every ten seconds."""
+    """Says a line again and again while something lasts: in place on a terminal, else every ten seconds.
 
-    def __init__(self, said: Callable[[], str]) -> None:
+    Args:
+        said: What is said now.
+        quiet: Seconds before anything is said: machines that are started together meet within them.
+    """
+
+    def __init__(self, said: Callable[[], str], *, quiet: float = 2.0) -> None:
         self._said = said
+        self._quiet = quiet
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
 
@@ -56,7 +60,7 @@ class Waiting:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._over.wait(_QUIET_S):
+        if self._over.wait(self._quiet):
             return
         if sys.stderr.isatty():
             self._in_place()

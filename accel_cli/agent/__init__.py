@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -19,6 +20,8 @@ from accel_cli.errors import AccelError
 from accel_cli.launchers.base import Plan
 
 __all__ = ["run"]
+
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def run(plan: Plan) -> int:
@@ -44,10 +47,7 @@ def run(plan: Plan) -> int:
 
 def _run(plan: Plan, folder: runs.RunFolder) -> int:
     said = dict(plan.agent)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
-    if not meeting.alone:
-        _name_interface(meeting)
+    meeting = _meet(said, plan)
     handler = Handler.of(meeting, said)
     agent = Agent(_spec(plan, handler), folder)
     try:
@@ -58,8 +58,11 @@ def _run(plan: Plan, folder: runs.RunFolder) -> int:
     except RendezvousTimeoutError:
         raise AccelError(_too_few(handler)) from None
     except RendezvousClosedError:
-        why = agent.ended() or "it has finished"
-        raise AccelError(f"the run at {meeting.endpoint} is over: {why}") from None
+        why = agent.ended()
+        raise AccelError(
+            f"the run ended on another machine: {why}" if why else
+            f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
+        ) from None
     except (RendezvousError, DistError):
         raise AccelError(
             f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
@@ -67,6 +70,20 @@ def _run(plan: Plan, folder: runs.RunFolder) -> int:
         ) from None
     agent.leave()
     return first_failure(result.failures, processes=agent.world_size) if result.failures else 0
+
+
+def _meet(said: dict[str, Any], plan: Plan) -> Meeting:
+    """The meeting place, without what torch's sockets say of reverse names and of tries that are made again."""
+    level = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    try:
+        meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
+    finally:
+        if level is None:
+            del os.environ[_CPP_LOG_LEVEL]
+    if not meeting.alone:
+        _name_interface(meeting)
+    return meeting
 
 
 def _name_interface(meeting: Meeting) -> None:

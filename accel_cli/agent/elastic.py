@@ -58,7 +58,8 @@ class Agent(LocalElasticAgent):
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with waiting.Waiting(self._awaited):
+        # Between two attempts all machines are there, but for one that is lost.
+        with waiting.Waiting(self._awaited, quiet=2 if self._round is None else 8):
             super()._rendezvous(worker_group)
         self._settle()
 

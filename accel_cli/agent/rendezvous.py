@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from typing_extensions import override
@@ -23,8 +24,15 @@ SHARED_STORE_OFF = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """What keeps torch from giving a restart the store of the attempt before (torch 2.13; pytorch#167288)."""
 _BEATS = 6
 """Heartbeats within the time after which a silent machine counts as lost."""
+_LOOK_S = 0.25
+"""A restart takes several looks of each machine at the shared state; torch looks once a second."""
 _ABSENT_S = 3.0
 """A machine on its way into the next round is in no list for a moment."""
+
+
+def _delay(seconds: float | tuple[float, float]) -> None:
+    """torch's pause between two looks while it waits for machines, as short as the looks are."""
+    time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _LOOK_S))  # noqa: S311
 
 
 class Handler(DynamicRendezvousHandler):
@@ -58,6 +66,8 @@ class Handler(DynamicRendezvousHandler):
             keep_alive_interval=max(1, said["lost_after"] // _BEATS),
             keep_alive_max_attempt=_BEATS,
         )
+        handler._state_holder._cache_duration = _LOOK_S
+        dynamic_rendezvous._delay = _delay
         handler.meeting = meeting
         handler.static = bool(said["static"])
         handler._absent_since = None
@@ -88,7 +98,8 @@ class Handler(DynamicRendezvousHandler):
         """The machines that have come to this round, by name."""
         state = self._state_holder.state
         # The state is replaced, not changed, by the thread that waits.
-        nodes = sorted(state.participants) if not state.complete else sorted(state.wait_list)
+        within = not state.complete or self._this_node in state.participants
+        nodes = sorted(state.participants if within else state.wait_list)
         found = (self.meeting.card_of(node.addr, node.pid) for node in nodes)
         return [card.name if card else node.addr for card, node in zip(found, nodes, strict=True)]
 

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -26,7 +26,7 @@ class Reason:
     follows: bool
     """Whether it looks like the consequence of another machine's."""
     time: float
-    text: str
+    text: str = field(compare=False)
 
 
 def of_failures(failures: Mapping[int, ProcessFailure]) -> Reason:
@@ -34,7 +34,8 @@ def of_failures(failures: Mapping[int, ProcessFailure]) -> Reason:
     reasons = []
     for rank, failure in failures.items():
         how = _how(failure)
-        follows = _FOLLOWS.search(how) is not None
+        # The agent ends the others by SIGTERM as soon as one has failed.
+        follows = failure.exitcode == -signal.SIGTERM or _FOLLOWS.search(how) is not None
         reasons.append(Reason(follows, float(failure.timestamp), f"rank {rank} on {socket.gethostname()} {how}"))
     return min(reasons)
 
