@@ -104,7 +104,7 @@ def facts(typed: Typed, environ: Mapping[str, str], *, parent: int = 0) -> Facts
     return Facts(node_rank=typed.node_rank, static=typed.node_rank is not None)
 
 
-def _torchrun(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
+def _torchrun(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
     names = READ["torchrun"]
     if not all(environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return None
@@ -119,13 +119,15 @@ def _torchrun(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
     return Facts("RANK and WORLD_SIZE", ranks={name: environ[name] for name in names}, inherited=True)
 
 
-def _pet(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
+def _pet(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
     said = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
     if "PET_NNODES" not in said and "PET_NPROC_PER_NODE" not in said:
         return None
     backend = said.get("PET_RDZV_BACKEND", "c10d")
     if backend not in {"c10d", "static"}:
-        raise UsageError(f"PET_RDZV_BACKEND={backend}: machines meet by c10d; take the variable out or set c10d")
+        raise UsageError(
+            f"PET_RDZV_BACKEND={backend}: machines meet by c10d; take the variable out or set c10d"
+        )
     values: dict[str, Any] = {"nnodes": _nodes(said.get("PET_NNODES", "1"))}
     if count := said.get("PET_NPROC_PER_NODE"):
         values["nproc_per_node"] = int(count) if count.isdigit() else "auto"
@@ -144,11 +146,14 @@ def _pet(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
 
 
 def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
-    if "SLURM_JOB_ID" not in environ or "OMPI_COMM_WORLD_RANK" in environ:
+    if "SLURM_JOB_ID" not in environ or not environ.keys().isdisjoint(
+        {"OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"}
+    ):
         # mpirun starts itself on each machine by a step of its own, which says nothing of our processes.
         return None
     if "SLURM_STEP_NUM_TASKS" not in environ:
-        return _outside_a_step(environ, typed)
+        _check_outside_a_step(environ, typed)
+        return None
     nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks == 1:
         return None
@@ -168,10 +173,11 @@ def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
             f"SLURM_STEP_NUM_TASKS={tasks} on SLURM_STEP_NUM_NODES={nodes}"
         )
     rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    return Facts(source, ranks=_place(rank, tasks, local, layout[node], "127.0.0.1" if nodes == 1 else head, port))
+    place = {**_place(rank, tasks, local, layout[node]), "MASTER_ADDR": "127.0.0.1" if nodes == 1 else head}
+    return Facts(source, ranks={**place, "MASTER_PORT": port})
 
 
-def _outside_a_step(environ: Mapping[str, str], typed: Typed) -> None:
+def _check_outside_a_step(environ: Mapping[str, str], typed: Typed) -> None:
     nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
     if nodes > 1 and typed.nnodes is None:
         raise UsageError(
@@ -181,44 +187,48 @@ def _outside_a_step(environ: Mapping[str, str], typed: Typed) -> None:
 
 
 def _mpi(environ: Mapping[str, str], typed: Typed, parent: int) -> Facts | None:
-    for names, job in ((READ["OMPI_*"], "OMPI_*"), (READ["PMI_*"], "PMI_*")):
-        if all(name in environ for name in names[:2]):
-            break
-    else:
+    by = next((by for by in ("OMPI_*", "PMI_*") if all(name in environ for name in READ[by][:2])), None)
+    if by is None or environ[READ[by][1]] == "1":
         return None
+    names = READ[by]
     missing = [name for name in names[:4] if name not in environ]
     if missing:
-        raise UsageError(f"{names[0]} is set and {', '.join(missing)} is not: this mpirun does not say where ranks are")
+        raise UsageError(
+            f"{names[0]} is set and {', '.join(missing)} is not: this mpirun does not say where ranks are"
+        )
     rank, size, local, here = (_number(environ, name) for name in names[:4])
     _within(rank, size, names[0], names[1])
-    if size == 1:
-        return None
-    number = next((environ[name] for name in names[4:] if environ.get(name)), str(parent))
-    port = str(_FIRST_PORT + zlib.crc32(number.encode()) % _PORTS)
-    source = f"{job} (mpirun)"
-    agent = here == 1 and typed.nproc_per_node is not None
-    if here == size:
-        return Facts(source, ranks=_place(rank, size, local, here, "127.0.0.1", port))
-    endpoint = typed.rdzv_endpoint or _endpoint(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", port))
-    if endpoint.startswith(":"):
+    job = next((environ[name] for name in names[4:] if environ.get(name)), str(parent))
+    endpoint = (
+        f"127.0.0.1:{_port(job)}" if here == size else _first_of_mpi(names[1], environ, typed, _port(job))
+    )
+    if here == 1 and typed.nproc_per_node is not None:
+        return Facts(f"{by} (mpirun)", {"nnodes": size, "rdzv_endpoint": endpoint}, rank)
+    host, _, port = endpoint.rpartition(":")
+    place = _place(rank, size, local, here)
+    return Facts(f"{by} (mpirun)", ranks={**place, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port})
+
+
+def _first_of_mpi(size: str, environ: Mapping[str, str], typed: Typed, port: str) -> str:
+    """Where the ranks of several machines meet: mpirun tells nobody its first machine's address."""
+    if typed.rdzv_endpoint:
+        return typed.rdzv_endpoint
+    if not environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"{names[1]}={size} on several machines, and mpirun does not say the address of the first one: give "
+            f"{size}={environ[size]} on several machines, and mpirun does not say the address of the first one: give "
             "--rdzv-endpoint HOST:PORT, or MASTER_ADDR, with the host of rank 0"
         )
-    if agent:
-        return Facts(source, {"nnodes": size, "rdzv_endpoint": endpoint}, rank)
-    host, _, port = endpoint.rpartition(":")
-    return Facts(source, ranks=_place(rank, size, local, here, host.strip("[]"), port))
+    return _endpoint(environ["MASTER_ADDR"], environ.get("MASTER_PORT", port))
 
 
-def _skypilot(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
+def _skypilot(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
-    port = str(_FIRST_PORT + zlib.crc32(environ.get("SKYPILOT_TASK_ID", "").encode()) % _PORTS)
+    port = _port(environ.get("SKYPILOT_TASK_ID", ""))
     return _cluster("SKYPILOT_*", environ, addresses[0] if addresses else "", port)
 
 
-def _dstack(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
-    port = str(_FIRST_PORT + zlib.crc32(environ.get("DSTACK_RUN_ID", "").encode()) % _PORTS)
+def _dstack(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
+    port = _port(environ.get("DSTACK_RUN_ID", ""))
     return _cluster("DSTACK_*", environ, environ.get("DSTACK_MASTER_NODE_IP", ""), port)
 
 
@@ -230,7 +240,9 @@ def _cluster(source: str, environ: Mapping[str, str], head: str, port: str) -> F
     nodes, rank = _number(environ, count), _number(environ, number)
     _within(rank, nodes, number, count)
     if not head:
-        raise UsageError(f"{count}={nodes}, and {READ[source][2]} does not say the address of the first machine")
+        raise UsageError(
+            f"{count}={nodes}, and {READ[source][2]} does not say the address of the first machine"
+        )
     return Facts(source, {"nnodes": nodes, "rdzv_endpoint": _endpoint(head, port)}, rank)
 
 
@@ -246,13 +258,17 @@ def _checked(found: Facts, typed: Typed) -> Facts:
         return found
     nodes = found.values["nnodes"]
     if typed.nnodes is not None and nodes != 1 and _most(typed.nnodes) != _most(nodes):
-        raise UsageError(f"--nnodes {typed.nnodes} contradicts {found.source}, which says {nodes}; leave out one of them")
+        raise UsageError(
+            f"--nnodes {typed.nnodes} contradicts {found.source}, which says {nodes}; leave out one of them"
+        )
     if typed.node_rank is not None and found.node_rank not in {None, typed.node_rank}:
         raise UsageError(
             f"--node-rank {typed.node_rank} contradicts {found.source}, where this machine is {found.node_rank}; "
             "leave out the option"
         )
-    said = {name: getattr(typed, name) for name in ("nnodes", "nproc_per_node", "rdzv_endpoint", "max_restarts")}
+    said = {
+        name: getattr(typed, name) for name in ("nnodes", "nproc_per_node", "rdzv_endpoint", "max_restarts")
+    }
     values = {**found.values, **{name: value for name, value in said.items() if value is not None}}
     rank = found.node_rank if typed.node_rank is None else typed.node_rank
     return Facts(found.source, values, rank, static=typed.node_rank is not None, unused=found.unused)
@@ -272,10 +288,14 @@ def _refuse_counts(found: Facts, typed: Typed) -> None:
         )
 
 
-def _place(rank: int, size: int, local: int, here: int, host: str, port: str) -> dict[str, str]:
+def _place(rank: int, size: int, local: int, here: int) -> dict[str, str]:
     _within(local, here, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    said = (rank, local, size, here, host, port)
-    return dict(zip(READ["torchrun"], map(str, said), strict=True))
+    return dict(zip(READ["torchrun"], map(str, (rank, local, size, here)), strict=False))
+
+
+def _port(job: str) -> str:
+    """A port that all processes of a job come to by themselves."""
+    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -213,7 +213,7 @@ def _derived(around: nodes.Facts, options: Iterable[Layer]) -> dict[str, Any]:
 
 def _not_a_count(layer: Layer) -> Layer:
     """An option's layer, empty where `nodes.facts` has read the option already."""
-    return Layer(layer.name) if not _COUNTS.isdisjoint(layer.values) else layer
+    return Layer(layer.name, {}) if not _COUNTS.isdisjoint(layer.values) else layer
 
 
 def _scalar(text: str | None, option: str) -> Any:

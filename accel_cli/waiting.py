@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from typing_extensions import Self
+
 from accel_cli import console
 
 __all__ = ["Waiting", "line"]
@@ -49,7 +51,7 @@ class Waiting:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
 
-    def __enter__(self) -> Waiting:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

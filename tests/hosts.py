@@ -45,7 +45,20 @@ class Host:
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Run a command on it; what it prints is read by `communicate`, both streams together."""
-        full = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", ENTER, "sh", self.name, *command]
+        full = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            ENTER,
+            "sh",
+            self.name,
+            *command,
+        ]
         process = subprocess.Popen(
             full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
         )  # fmt: skip

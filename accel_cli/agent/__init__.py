@@ -6,10 +6,14 @@ import logging
 import os
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 from accel_cli import network, runs
 from accel_cli.agent.elastic import Agent
@@ -60,8 +64,9 @@ def _run(plan: Plan, folder: runs.RunFolder) -> int:
     except RendezvousClosedError:
         why = agent.ended()
         raise AccelError(
-            f"the run ended on another machine: {why}" if why else
-            f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
+            f"the run ended on another machine: {why}"
+            if why
+            else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
         ) from None
     except (RendezvousError, DistError):
         raise AccelError(
@@ -96,7 +101,8 @@ def _name_interface(meeting: Meeting) -> None:
 
 def _too_few(handler: Handler) -> str:
     low, _ = handler.meeting.wanted
-    came = handler.arrived() or [handler.meeting.card.name]
+    # Whoever gives up first has left by now.
+    came = [card.name for card in handler.seen] or [handler.meeting.card.name]
     missing = handler.missing()
     return (
         f"{len(came)} of {low} machines came ({', '.join(came)}) within rdzv_timeout; {low - len(came)} missing"

@@ -36,7 +36,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
         self._folder = folder
         self._attempt = -1
-        self._handler: Handler = spec.rdzv_handler
+        assert isinstance(spec.rdzv_handler, Handler)
+        self._handler = spec.rdzv_handler
         self._budget = Budget(self._handler.meeting, spec.max_restarts)
         self._reason: Reason | None = None
         self._round: int | None = None
@@ -71,14 +72,15 @@ class Agent(LocalElasticAgent):
         return why + waiting.line(arrived, meeting.wanted, meeting.left, self._handler.missing())
 
     def _settle(self) -> None:
-        """Say once why the processes start again; torch's count becomes the one that all machines share."""
-        if self._round is not None:
-            why = self._budget.reason(self._round)
-            machines = ", ".join(card.name for card in self._handler.cards)
-            if why:
-                console.note(f"restart {self._budget.spent} of {self._budget.most}: {why.text}")
-            else:
-                console.note(f"the machines changed, and all processes start again on {machines}")
+        """Say once who met or why the processes start again; torch's count becomes the one all machines share."""
+        meeting, cards = self._handler.meeting, self._handler.cards
+        why = None if self._round is None else self._budget.reason(self._round)
+        if why:
+            console.note(f"restart {self._budget.spent} of {self._budget.most}: {why.text}")
+        elif not meeting.alone:
+            machines = ", ".join(f"{card.name} with {card.nproc}" for card in cards)
+            what = "met" if self._round is None else "changed, and all processes start again"
+            console.note(f"{len(cards)} machines {what} at {meeting.endpoint}: {machines}")
         self._round, self._reason = self._handler.round, None
         self._remaining_restarts = self._budget.left
 
@@ -110,7 +112,7 @@ class Agent(LocalElasticAgent):
         if not self._remaining_restarts:
             self._budget.end(text)
             raise AccelError(text)
-        self._reason = Reason(False, time.time(), text)  # noqa: FBT003 - it is the cause
+        self._reason = Reason(False, time.time(), text)
         return RunResult(state=WorkerState.UNHEALTHY)
 
     @override

@@ -14,7 +14,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.distributed import DistError, TCPStore
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from accel_cli import waiting
 from accel_cli.errors import AccelError, UsageError
@@ -110,8 +111,9 @@ class Meeting:
     def _with_others(self) -> TCPStore:
         self._resolve()
         self.address = self.endpoint.local_address()
-        rank = self._said["node_rank"]
-        self._hosts = self.endpoint.is_here() if rank is None else rank == 0
+        # An address that no machine has itself leads to a scheduler's first machine by a translation.
+        first = self._said["node_rank"] == 0 and not self._said["static"]
+        self._hosts = first or self.endpoint.is_here()
         if self._hosts:
             try:
                 opened = listening("", self.endpoint.port)
@@ -125,7 +127,9 @@ class Meeting:
     def _resolve(self) -> None:
         """Wait for the endpoint's name: in a cluster that is starting, names come with the machines."""
         until = self.deadline if self._derived else min(self.deadline, time.monotonic() + _NAME_S)
-        with waiting.Waiting(lambda: f"the name {self.endpoint.host!r} does not resolve yet; {self.left} s left"):
+        with waiting.Waiting(
+            lambda: f"the name {self.endpoint.host!r} does not resolve yet; {self.left} s left"
+        ):
             while True:
                 try:
                     self.endpoint.address()
@@ -165,7 +169,9 @@ class Meeting:
 
     def _unanswered(self) -> str:
         low, high = self.wanted
-        hint = "; this machine alone reaches it, so give an address all of them reach" * self.endpoint.loopback
+        hint = (
+            "; this machine alone reaches it, so give an address all of them reach" * self.endpoint.loopback
+        )
         return (
             f"waiting: nobody at the meeting place {self.endpoint} yet ({self._reason}){hint}, {low - 1 or high - 1} "
             f"missing; {self.left} s left"
@@ -188,15 +194,19 @@ class Meeting:
                 verb = "is told" if what == "nnodes" else "has"
                 problem = f"{self.card.name} {verb} {what} {mine}, and {other.name} {verb} {what} {theirs}"
                 self.store.set(self.key("refused"), problem)
-                raise UsageError(f"the machines do not fit together: {problem}. Make them the same on all machines.")
+                raise UsageError(
+                    f"the machines do not fit together: {problem}. Make them the same on all machines."
+                )
 
     def _check_clock(self) -> None:
-        """torch's rendezvous compares times of several machines: one whose clock is off counts as dead."""
+        """Torch's rendezvous compares times of several machines: one whose clock is off counts as dead."""
         skew = time.time() - float(self.store.get(self.key("clock")))
         if abs(skew) > max(3.0, self._said["lost_after"] / 2):
             problem = f"the clock of {self.card.host} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the others'"
             self.store.set(self.key("refused"), problem)
-            raise UsageError(f"{problem}. Machines that meet need the same time: set up NTP (timedatectl, chrony).")
+            raise UsageError(
+                f"{problem}. Machines that meet need the same time: set up NTP (timedatectl, chrony)."
+            )
 
     def refused(self) -> str | None:
         """Why a machine that came was not let in."""
@@ -205,9 +215,7 @@ class Meeting:
 
     def _tick(self) -> None:
         """Keep the time of the meeting place in its store, for machines that come later too."""
-        own = TCPStore(
-            "127.0.0.1", self.endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S)
-        )
+        own = TCPStore("127.0.0.1", self.endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
         with suppress(DistError, RuntimeError):
             while True:
                 own.set(self.key("clock"), str(time.time()))
@@ -260,7 +268,7 @@ def _client(endpoint: Endpoint) -> TCPStore | None:
 def limit(endpoint: Endpoint, seconds: int) -> None:
     """Let connections to the meeting place fail after so many silent seconds; the kernel's own limit is 15 minutes.
 
-    torch has no limit for most calls of its store, so that an agent on a machine whose link is cut would wait for
+    PyTorch has no limit for most calls of its store, so that an agent on a machine whose link is cut would wait for
     the kernel. The connections are found among this process's own, as torch does not give them out.
     """
     address = endpoint.address()

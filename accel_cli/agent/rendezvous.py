@@ -9,10 +9,13 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 from typing_extensions import override
 
 from accel_cli.agent.meeting import Card, Meeting, listening, serve
@@ -31,7 +34,7 @@ _ABSENT_S = 3.0
 
 
 def _delay(seconds: float | tuple[float, float]) -> None:
-    """torch's pause between two looks while it waits for machines, as short as the looks are."""
+    """The pause between two looks while it waits for machines, as short as the looks are."""
     time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _LOOK_S))  # noqa: S311
 
 
@@ -46,6 +49,8 @@ class Handler(DynamicRendezvousHandler):
     meeting: Meeting
     cards: tuple[Card, ...] = ()
     """The machines of this round, in the order of their ranks."""
+    seen: tuple[Card, ...] = ()
+    """The most machines that were there at a time while the next round was awaited."""
 
     @classmethod
     def of(cls, meeting: Meeting, said: dict[str, Any]) -> Handler:
@@ -66,8 +71,8 @@ class Handler(DynamicRendezvousHandler):
             keep_alive_interval=max(1, said["lost_after"] // _BEATS),
             keep_alive_max_attempt=_BEATS,
         )
-        handler._state_holder._cache_duration = _LOOK_S
-        dynamic_rendezvous._delay = _delay
+        setattr(handler._state_holder, "_cache_duration", _LOOK_S)  # noqa: B010 - torch has no argument for it
+        setattr(dynamic_rendezvous, "_delay", _delay)  # noqa: B010
         handler.meeting = meeting
         handler.static = bool(said["static"])
         handler._absent_since = None
@@ -89,6 +94,7 @@ class Handler(DynamicRendezvousHandler):
 
     @override
     def next_rendezvous(self) -> RendezvousInfo:
+        self.seen = ()
         info = super().next_rendezvous()
         self._absent_since = None
         rank = self._ordered(info.store, info.rank, info.world_size)
@@ -101,16 +107,17 @@ class Handler(DynamicRendezvousHandler):
         within = not state.complete or self._this_node in state.participants
         nodes = sorted(state.participants if within else state.wait_list)
         found = (self.meeting.card_of(node.addr, node.pid) for node in nodes)
-        return [card.name if card else node.addr for card, node in zip(found, nodes, strict=True)]
+        here = [card for card in found if card]
+        if len(here) > len(self.seen):
+            self.seen = tuple(here)
+        return [card.name for card in here]
 
     def missing(self) -> list[str]:
         """What is known of the machines that have not come: their numbers, where machines have numbers."""
         low, high = self.meeting.wanted
         if low != high or self.meeting.card.node_rank is None:
             return []
-        state = self._state_holder.state
-        found = [self.meeting.card_of(node.addr, node.pid) for node in sorted(state.participants)]
-        here = {card.node_rank for card in found if card}
+        here = {card.node_rank for card in self.seen}
         return [f"node_rank {n}" for n in range(high) if n not in here]
 
     def lost(self) -> list[Card]:

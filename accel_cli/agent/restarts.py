@@ -15,7 +15,9 @@ from accel_cli.agent.meeting import Meeting
 
 __all__ = ["Budget", "Reason", "of_failures"]
 
-_FOLLOWS = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out|DistNetworkError", re.IGNORECASE)
+_FOLLOWS = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out|DistNetworkError", re.IGNORECASE
+)
 """What processes say that only lost the one that failed."""
 
 
@@ -36,7 +38,9 @@ def of_failures(failures: Mapping[int, ProcessFailure]) -> Reason:
         how = _how(failure)
         # The agent ends the others by SIGTERM as soon as one has failed.
         follows = failure.exitcode == -signal.SIGTERM or _FOLLOWS.search(how) is not None
-        reasons.append(Reason(follows, float(failure.timestamp), f"rank {rank} on {socket.gethostname()} {how}"))
+        reasons.append(
+            Reason(follows, float(failure.timestamp), f"rank {rank} on {socket.gethostname()} {how}")
+        )
     return min(reasons)
 
 

@@ -24,6 +24,10 @@ class Single(Launcher):
 
     @override
     def plan(self, job: Job) -> Plan:
+        if job.nodes.node_rank:
+            raise UsageError(
+                f"--node-rank {job.nodes.node_rank} needs several machines: say --nnodes and --rdzv-endpoint"
+            )
         device = device_of(job, 1)
         start = {"script": (job.python,), "module": (job.python, "-m"), "program": ()}[job.kind]
         return Plan(

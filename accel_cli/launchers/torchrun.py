@@ -164,7 +164,9 @@ class Torchrun(Launcher):
             return
         low, high = self.range
         if high <= int(job.nodes.node_rank or 0):
-            raise UsageError(f"--node-rank {job.nodes.node_rank} does not fit nnodes {high}: numbers count from 0")
+            raise UsageError(
+                f"--node-rank {job.nodes.node_rank} does not fit nnodes {high}: numbers count from 0"
+            )
         if low != high or self.max_restarts:
             asked = f"nnodes {self.nnodes}" if low != high else f"max_restarts {self.max_restarts}"
             raise UsageError(

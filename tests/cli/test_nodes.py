@@ -28,9 +28,9 @@ RANK = {
 }  # fmt: skip
 
 
-def place(rank, local, size, here, host, port):
+def place(*said):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, map(str, (rank, local, size, here, host, port)), strict=True))
+    return dict(zip(names, map(str, said), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,13 @@ def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
 
 @pytest.mark.parametrize(
     ("nodelist", "head"),
-    [("a", "a"), ("a,b", "a"), ("gpu[03-07,9],big1", "gpu03"), ("r[1-2]n[4-5]", "r1n4"), ("n[1]-ib,n2", "n1-ib")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[03-07,9],big1", "gpu03"),
+        ("r[1-2]n[4-5]", "r1n4"),
+        ("n[1]-ib,n2", "n1-ib"),
+    ],
 )
 def test_the_first_host_of_a_list_of_slurm_is_the_meeting_place(nodelist, head):
     found = facts(Typed(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
