@@ -164,9 +164,8 @@ def _machines(plan: Plan) -> str:
 
 def _processes(plan: Plan) -> str:
     if plan.nnodes > 1 and plan.agent.get("min_nodes", plan.nnodes) != plan.nnodes:
-        return (
-            f"{plan.nproc_per_node} processes on each of {plan.agent['min_nodes']} to {plan.nnodes} machines"
-        )
+        each = "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
+        return f"{each} on each of {plan.agent['min_nodes']} to {plan.nnodes} machines"
     if plan.nnodes > 1:
         return f"{plan.nnodes * plan.nproc_per_node} processes ({plan.nproc_per_node} on each of {plan.nnodes} machines)"
     return "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
