@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_cli import launchers, machine
+from accel_cli import launchers, machine, nodes
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.base import Job, Plan
 from accel_cli.machine import Machine
@@ -23,8 +24,12 @@ from accel_runtime.env import nearest
 __all__ = ["Request", "check_target", "look", "make", "prepare", "resolve", "run"]
 
 Kind = Literal["script", "module", "program"]
-_COUNTS = frozenset({"launcher.nproc_per_node", "launcher.nnodes"})
+_COUNTS = frozenset(
+    f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
+)
 """What only a launcher of several processes can be told."""
+_HERE = frozenset({None, "single", "torchrun"})
+"""Launchers that start processes on this machine: what a scheduler says of it concerns them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,11 @@ class Request:
     profile: str | None = None
     assignments: tuple[str, ...] = ()
     nproc_per_node: str | None = None
-    nnodes: int | None = None
+    nnodes: str | None = None
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    max_restarts: int | None = None
     mixed_precision: str | None = None
     cpu: bool = False
     no_profile: bool = False
@@ -67,6 +76,13 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     assigned = layers.assigned(request.assignments)
     alone = _kind([*said, assigned]) == "single"
     options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
+    around = place(request, environ) if _kind([*said, assigned]) in _HERE else nodes.Facts()
+    if around.ranks:
+        one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
+        return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
+    if values := _derived(around, options):
+        said.append(Layer(around.source, {"launcher.kind": "torchrun", **values}, {"": around.source}))
+        alone = False
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
     if alone and counts:
         said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
@@ -88,8 +104,25 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
         environ=environ,
         machine=found,
         python=sys.executable,
+        nodes=place(request, environ) if resolved.profile.launcher.kind in _HERE else nodes.Facts(),
     )
     return resolved.profile.start.plan(job)
+
+
+def place(request: Request, environ: Mapping[str, str]) -> nodes.Facts:
+    """What options and schedulers say of the machines.
+
+    Raises:
+        UsageError: They contradict each other.
+    """
+    typed = nodes.Typed(
+        nnodes=_scalar(request.nnodes, "--nnodes"),
+        nproc_per_node=_scalar(request.nproc_per_node, "--nproc-per-node"),
+        node_rank=request.node_rank,
+        rdzv_endpoint=request.rdzv_endpoint,
+        max_restarts=request.max_restarts,
+    )
+    return nodes.facts(typed, environ, parent=os.getppid())
 
 
 def run(plan: Plan) -> int:
@@ -177,18 +210,36 @@ def _kind(said: Iterable[Layer]) -> Any:
 
 def _asks_for_one(layer: Layer) -> bool:
     """Whether a layer only asks for the one process, or the one machine, that `single` gives anyway."""
-    return _COUNTS.issuperset(layer.values) and set(layer.values.values()) == {1}
+    return any(layer.values == {f"launcher.{key}": 1} for key in ("nproc_per_node", "nnodes"))
+
+
+def _derived(around: nodes.Facts, options: Iterable[Layer]) -> dict[str, Any]:
+    """What a scheduler says of the launcher's section, less what an option says itself."""
+    typed = {key for layer in options for key in layer.values}
+    keys = {f"launcher.{key}": value for key, value in around.values.items()} if around.source else {}
+    return {key: value for key, value in keys.items() if key not in typed}
+
+
+def _not_a_count(layer: Layer) -> Layer:
+    """An option's layer, empty where `nodes.facts` has read the option already."""
+    return Layer(layer.name, {}) if not _COUNTS.isdisjoint(layer.values) else layer
+
+
+def _scalar(text: str | None, option: str) -> Any:
+    # Empty is what an unset shell variable leaves: it is no number, and not the same as no option.
+    return text and document.scalar(text, option)
 
 
 def _options(request: Request) -> list[Layer]:
     """The options that stand for values of the profile, each a layer of its own."""
-    # Empty is what an unset shell variable leaves: it is no number, and not the same as no option.
-    count = request.nproc_per_node and document.scalar(request.nproc_per_node, "--nproc-per-node")
     said: dict[str, tuple[str, Any]] = {
         "--cpu": ("device", "cpu" if request.cpu else None),
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
-        "--nproc-per-node": ("launcher.nproc_per_node", count),
-        "--nnodes": ("launcher.nnodes", request.nnodes),
+        "--nproc-per-node": ("launcher.nproc_per_node", _scalar(request.nproc_per_node, "--nproc-per-node")),
+        "--nnodes": ("launcher.nnodes", _scalar(request.nnodes, "--nnodes")),
+        "--rdzv-endpoint": ("launcher.rdzv_endpoint", request.rdzv_endpoint),
+        "--rdzv-id": ("launcher.rdzv_id", request.rdzv_id),
+        "--max-restarts": ("launcher.max_restarts", request.max_restarts),
     }
     return [
         Layer(option, {key: value}, {"": option})

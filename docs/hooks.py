@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup
 
+from accel_cli import nodes
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
@@ -121,6 +122,7 @@ def profile_page() -> str:
     for kind, launcher in LAUNCHERS.items():
         parts += [f"### `kind: {kind}`", f"{launcher.title}.", _keys(launcher, "launcher.")]
     parts += ["## Environment variables", _VARIABLES, _table(("Variable", "Values", "Meaning"), _variables())]
+    parts += ["## Variables of schedulers", _SCHEDULERS, _table(("Source", "Variables"), _schedulers())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -134,6 +136,15 @@ _VARIABLES = """\
 Set one by hand to override the files for one run; `--set` and the other options of `accel launch` are stronger
 still. The launcher passes the same variables on to the processes it starts. A value accel cannot use is an error
 that names the variable, and so is a near miss of a name."""
+
+
+_SCHEDULERS = """\
+Read by `accel launch` to know the machines of a job, and this one among them; see
+[several machines](../several-machines.md#inside-a-scheduler-nothing-is-typed-twice)."""
+
+
+def _schedulers() -> list[tuple[str, str]]:
+    return [(source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.READ.items()]
 
 
 def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) -> str:

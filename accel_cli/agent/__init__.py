@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
-from accel_cli import runs
+from accel_cli import network, runs
 from accel_cli.agent.elastic import Agent
+from accel_cli.agent.meeting import Meeting
+from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.report import first_failure
 from accel_cli.errors import AccelError
 from accel_cli.launchers.base import Plan
 
 __all__ = ["run"]
+
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def run(plan: Plan) -> int:
@@ -31,9 +40,6 @@ def run(plan: Plan) -> int:
     # What the agent logs about a failure is said by us, once, at the end.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.update(plan.env)
-    if plan.agent["max_restarts"]:
-        # Without it a restart meets the stale keys of the attempt before (torch 2.13; pytorch#167288).
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
     code = 1
     try:
@@ -44,38 +50,77 @@ def run(plan: Plan) -> int:
 
 
 def _run(plan: Plan, folder: runs.RunFolder) -> int:
-    agent = Agent(_spec(plan), folder)
+    said = dict(plan.agent)
+    meeting = _meet(said, plan)
+    handler = Handler.of(meeting, said)
+    agent = Agent(_spec(plan, handler), folder)
     try:
         result = agent.run()
     except SignalException as error:
         # The rendezvous stays open, so that the other machines can go on without this one.
         return 128 + int(error.sigval)
-    except RendezvousError as error:
-        raise AccelError(f"the machines did not meet at {plan.agent['rdzv_endpoint']}: {error}") from None
+    except RendezvousTimeoutError:
+        raise AccelError(_too_few(handler)) from None
+    except RendezvousClosedError:
+        why = agent.ended()
+        raise AccelError(
+            f"the run ended on another machine: {why}"
+            if why
+            else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
+        ) from None
+    except (RendezvousError, DistError):
+        raise AccelError(
+            f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
+            "is down, or the link is cut"
+        ) from None
     agent.leave()
     return first_failure(result.failures, processes=agent.world_size) if result.failures else 0
 
 
-def _spec(plan: Plan) -> WorkerSpec:
-    """What torch's agent is told: the command of a process, how many, and where the machines meet."""
-    said = plan.agent
-    meeting = RendezvousParameters(
-        backend=said["rdzv_backend"],
-        endpoint=said["rdzv_endpoint"],
-        run_id=said["run_id"],
-        min_nodes=plan.nnodes,
-        max_nodes=plan.nnodes,
-        local_addr=said["local_addr"],
-        timeout=900,
+def _meet(said: dict[str, Any], plan: Plan) -> Meeting:
+    """The meeting place, without what torch's sockets say of reverse names and of tries that are made again."""
+    level = os.environ.get(_CPP_LOG_LEVEL)
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    try:
+        meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
+    finally:
+        if level is None:
+            del os.environ[_CPP_LOG_LEVEL]
+    if not meeting.alone:
+        _name_interface(meeting)
+    return meeting
+
+
+def _name_interface(meeting: Meeting) -> None:
+    """Tell gloo the interface, where it would tell the others an address that only this machine reaches."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not network.named_wrongly():
+        return
+    if name := network.interface(meeting.address):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _too_few(handler: Handler) -> str:
+    low, _ = handler.meeting.wanted
+    # Whoever gives up first has left by now.
+    came = [card.name for card in handler.seen] or [handler.meeting.card.name]
+    missing = handler.missing()
+    return (
+        f"{len(came)} of {low} machines came ({', '.join(came)}) within rdzv_timeout; {low - len(came)} missing"
+        f"{': ' + ', '.join(missing) if missing else ''}. Start the same command there, with the same --rdzv-endpoint "
+        f"{handler.meeting.endpoint} and --rdzv-id."
     )
+
+
+def _spec(plan: Plan, handler: Handler) -> WorkerSpec:
+    """What torch's agent is told: the command of a process, how many, and where the machines meet."""
     program, *args = plan.argv
     return WorkerSpec(
         role="default_role",
         local_world_size=plan.nproc_per_node,
         entrypoint=program,
         args=tuple(args),
-        rdzv_handler=get_rendezvous_handler(meeting),
-        max_restarts=said["max_restarts"],
-        monitor_interval=said["monitor_interval"],
-        local_addr=said["local_addr"],
+        rdzv_handler=handler,
+        max_restarts=plan.agent["max_restarts"],
+        monitor_interval=plan.agent["monitor_interval"],
+        local_addr=handler.meeting.address,
     )

@@ -71,7 +71,30 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     nnodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of machines.", rich_help_panel=_OVER)
+        str | None,
+        typer.Option(metavar="N", help="Number of machines, or a range MIN:MAX.", rich_help_panel=_OVER),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where machines meet: one of them, by an address all reach.",
+            rich_help_panel=_OVER,
+        ),
+    ] = None,
+    rdzv_id: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the job at that endpoint.", rich_help_panel=_OVER),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="This machine's number, where numbers must hold.", rich_help_panel=_OVER
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Restarts of all processes after a failure.", rich_help_panel=_OVER),
     ] = None,
     mixed_precision: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="no, bf16 or fp16.", rich_help_panel=_OVER)
@@ -112,6 +135,10 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         assignments=tuple(assignments or ()),
         nproc_per_node=nproc_per_node,
         nnodes=nnodes,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        node_rank=node_rank,
+        max_restarts=max_restarts,
         mixed_precision=mixed_precision,
         cpu=cpu,
         no_profile=no_profile,
@@ -141,10 +168,21 @@ def headline(plan: Plan, resolved: Resolved) -> str:
     return (
         f"{plan.launcher}, {_processes(plan)}, {plan.device}, mixed precision {resolved.profile.mixed_precision}; "
         f"profile: {said or 'none, detected defaults (accel config writes one)'}"
+        f"{_machines(plan)}"
     )
 
 
+def _machines(plan: Plan) -> str:
+    """Where the machines meet, and who said so."""
+    if plan.derived:
+        return f"; {plan.derived}"
+    return f"; meeting at {plan.agent['rdzv_endpoint']}" if plan.nnodes > 1 else ""
+
+
 def _processes(plan: Plan) -> str:
+    if plan.nnodes > 1 and plan.agent.get("min_nodes", plan.nnodes) != plan.nnodes:
+        each = "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
+        return f"{each} on each of {plan.agent['min_nodes']} to {plan.nnodes} machines"
     if plan.nnodes > 1:
         return f"{plan.nnodes * plan.nproc_per_node} processes ({plan.nproc_per_node} on each of {plan.nnodes} machines)"
     return "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"

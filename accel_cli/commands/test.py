@@ -21,6 +21,13 @@ def test(
     nproc_per_node: Annotated[
         str | None, typer.Option(metavar="N", help="Processes on each machine: a number, or auto.")
     ] = None,
+    nnodes: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of machines, or a range MIN:MAX.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where machines meet: one of them, by an address all reach."),
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Compute on the CPU, whatever else is there.")] = False,
 ) -> None:
     """Check that processes, collectives, gradients, gathering and precision work here."""
@@ -30,7 +37,13 @@ def test(
     from accel_cli.commands.launch import headline
 
     request = planning.Request(
-        "accel_runtime.selfcheck", kind="module", profile=profile, nproc_per_node=nproc_per_node, cpu=cpu
+        "accel_runtime.selfcheck",
+        kind="module",
+        profile=profile,
+        nproc_per_node=nproc_per_node,
+        nnodes=nnodes,
+        rdzv_endpoint=rdzv_endpoint,
+        cpu=cpu,
     )
     resolved, plan = planning.prepare(request, os.environ)
     console.note(headline(plan, resolved))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
+from accel_cli.nodes import Facts
 from accel_runtime.env import Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
@@ -33,6 +34,8 @@ class Job:
     machine: Machine
     python: str
     """The interpreter that runs scripts and modules."""
+    nodes: Facts = field(default_factory=Facts)
+    """What is known of the machines, and of this one among them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Plan:
     """The script, module or program, as it was typed."""
     nnodes: int = 1
     nproc_per_node: int = 1
+    derived: str = ""
+    """What a scheduler's variables said of the machines, and all that follows; empty where none did."""
     agent: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of torch's elastic agent, where one starts the processes."""
     script: str = ""

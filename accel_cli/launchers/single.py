@@ -24,16 +24,30 @@ class Single(Launcher):
 
     @override
     def plan(self, job: Job) -> Plan:
+        if job.nodes.node_rank:
+            raise UsageError(
+                f"--node-rank {job.nodes.node_rank} needs several machines: say --nnodes and --rdzv-endpoint"
+            )
         device = device_of(job, 1)
         start = {"script": (job.python,), "module": (job.python, "-m"), "program": ()}[job.kind]
         return Plan(
             launcher=self.kind,
             runner="accel_cli.launchers.single:become",
             argv=(*start, job.target, *job.args),
-            env=environment(job, {}),
+            env={**environment(job, _threads(job)), **({} if job.nodes.inherited else job.nodes.ranks)},
             device=device,
             target=job.target,
+            derived=job.nodes.line if job.nodes.ranks else "",
         )
+
+
+def _threads(job: Job) -> dict[str, str]:
+    """The cores of the machine divided among the ranks something else started here, unless it has done so."""
+    beside = int(job.nodes.ranks.get("LOCAL_WORLD_SIZE", 1))
+    bound = job.machine.cpus < (os.cpu_count() or 1)
+    if job.nodes.inherited or beside == 1 or bound:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, job.machine.cpus // beside))}
 
 
 def become(plan: Plan) -> int:

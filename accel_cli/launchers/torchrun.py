@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 import accel_cli
+from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
 from accel_cli.machine import Machine
@@ -19,6 +20,9 @@ __all__ = ["Torchrun"]
 _LOOPBACK = "127.0.0.1"
 _ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):(\d{1,5})")
 _TOO_BIG_PORT = 65536
+_RANGE = re.compile(r"([1-9]\d*):([1-9]\d*)")
+_HEARD_S = (6, 30)
+"""The least and the most seconds without a word from a machine before it counts as lost."""
 
 
 def _endpoint(text: str | None) -> str | None:
@@ -36,6 +40,17 @@ def _positive(value: int | str) -> int | str:
     return value
 
 
+def _machines(value: int | str) -> int | str:
+    if isinstance(value, str):
+        found = _RANGE.fullmatch(value)
+        if not found or int(found[1]) > int(found[2]):
+            raise ValueError("expected a whole number of at least 1, or a range MIN:MAX such as 1:4")
+        return int(found[1]) if found[1] == found[2] else value
+    if value < 1:
+        raise ValueError("expected at least 1")
+    return value
+
+
 def _processes(machine: Machine, _: Answers) -> int | str:
     return "auto" if machine.devices else min(2, machine.cpus)
 
@@ -49,10 +64,14 @@ class Torchrun(Launcher):
         "torchrun", description="Several processes, through torch's elastic agent (torch.distributed.run)."
     )
     nnodes: Annotated[
-        int,
+        int | str,
         Field(
-            ge=1, description="Number of machines. The same `accel launch` is started on every one of them."
+            union_mode="left_to_right",
+            description="Number of machines, or a range `MIN:MAX` within which machines may come and go. "
+            "The same `accel launch` is started on every one of them.",
         ),
+        Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
+        AfterValidator(_machines),
         Question("How many machines?", suggest=lambda *_: 1),
     ] = 1
     nproc_per_node: Annotated[
@@ -89,6 +108,16 @@ class Torchrun(Launcher):
     max_restarts: Annotated[
         int, Field(ge=0, description="How often all processes are started again after one of them failed.")
     ] = 0
+    rdzv_timeout: Annotated[
+        int, Field(ge=1, description="Seconds to wait for the other machines before it is an error.")
+    ] = 600
+    last_call_timeout: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Seconds a range of machines waits for more of them once the fewest are there, at each start.",
+        ),
+    ] = 5
     monitor_interval: Annotated[
         float, Field(gt=0, description="Seconds between two looks at whether the processes are alive.")
     ] = 0.1
@@ -101,12 +130,19 @@ class Torchrun(Launcher):
 
     @model_validator(mode="after")
     def _machines_need_a_meeting_place(self) -> Self:
-        if self.nnodes > 1 and self.rdzv_endpoint is None:
+        if self.range[1] > 1 and self.rdzv_endpoint is None:
             raise ValueError("rdzv_endpoint (host:port) is needed if nnodes is above 1")
         return self
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """The fewest and the most machines."""
+        low, _, high = str(self.nnodes).partition(":")
+        return int(low), int(high or low)
+
     @override
     def plan(self, job: Job) -> Plan:
+        self._check_static(job)
         count = self._count(job)
         device = device_of(job, count)
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
@@ -117,19 +153,37 @@ class Torchrun(Launcher):
             env=environment(job, {"OMP_NUM_THREADS": threads}),
             device=device,
             target=job.target,
-            nnodes=self.nnodes,
+            nnodes=self.range[1],
             nproc_per_node=count,
-            agent=self._agent(),
+            derived=job.nodes.line,
+            agent=self._agent(job),
         )
+
+    def _check_static(self, job: Job) -> None:
+        if not job.nodes.static:
+            return
+        low, high = self.range
+        if high <= int(job.nodes.node_rank or 0):
+            raise UsageError(
+                f"--node-rank {job.nodes.node_rank} does not fit nnodes {high}: numbers count from 0"
+            )
+        if low != high or self.max_restarts:
+            asked = f"nnodes {self.nnodes}" if low != high else f"max_restarts {self.max_restarts}"
+            raise UsageError(
+                f"--node-rank gives every machine a fixed number, and {asked} lets machines come anew: "
+                "leave out --node-rank (machines number themselves), or max_restarts and the range"
+            )
 
     def _count(self, job: Job) -> int:
         if isinstance(self.nproc_per_node, int):
             return self.nproc_per_node
         return 1 if job.settings.device == "cpu" else max(1, len(job.machine.devices))
 
-    def _agent(self) -> dict[str, Any]:
-        """Arguments of `torch.distributed.launcher.api.LaunchConfig`."""
-        alone = self.nnodes == 1
+    def _agent(self, job: Job) -> dict[str, Any]:
+        """What the elastic agent is told, in torch's words where it has one."""
+        low, high = self.range
+        alone = high == 1
+        least, most = _HEARD_S
         return {
             "run_id": self.rdzv_id,
             "rdzv_backend": "c10d",
@@ -138,6 +192,13 @@ class Torchrun(Launcher):
             "max_restarts": self.max_restarts,
             "monitor_interval": self.monitor_interval,
             "local_addr": _LOOPBACK if alone else None,
+            "min_nodes": low,
+            "max_nodes": high,
+            "node_rank": None if alone else job.nodes.node_rank,
+            "static": job.nodes.static or None,
+            "rdzv_timeout": self.rdzv_timeout,
+            "last_call_timeout": self.last_call_timeout,
+            "lost_after": max(least, min(most, job.settings.process_group_timeout)),
         }
 
 

@@ -1,0 +1,288 @@
+"""How machines come together before torch's rendezvous: the store they share, and what each says of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from accel_cli import waiting
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.network import Endpoint
+
+__all__ = ["Card", "Meeting", "listening", "serve"]
+
+_STORE_S = 60
+"""Seconds a value may be waited for that another machine is about to set."""
+_NAME_S = 10
+"""Seconds a name that was typed may take to resolve."""
+_ANSWER_S = 15
+"""Seconds a store that listens may take to answer."""
+_TICK_S = 1.0
+_TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a machine says of itself when it comes."""
+
+    host: str
+    address: str
+    pid: int
+    nproc: int
+    nnodes: str
+    node_rank: int | None
+    torch: str
+    accel: str
+
+    @property
+    def name(self) -> str:
+        """The machine for a person."""
+        return self.host if self.host == self.address else f"{self.host} ({self.address})"
+
+    def text(self) -> str:
+        """The card as a value of the store."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def read(cls, said: bytes | str) -> Card:
+        """The reverse of `text`."""
+        return cls(**json.loads(said))
+
+
+class Meeting:
+    """The store that all machines of a run share, and the place of this one in it."""
+
+    def __init__(self, said: dict[str, Any], nproc: int, *, derived: bool) -> None:
+        self._said = said
+        self._derived = derived
+        self.alone = bool(said["local_addr"])
+        self.endpoint = Endpoint.parse(said["rdzv_endpoint"])
+        self.deadline = time.monotonic() + said["rdzv_timeout"]
+        self.wanted: tuple[int, int] = (said["min_nodes"], said["max_nodes"])
+        self.store = self._alone() if self.alone else self._with_others()
+        low, high = self.wanted
+        self.card = Card(
+            host=socket.gethostname(),
+            address=self.address,
+            pid=os.getpid(),
+            nproc=nproc,
+            nnodes=str(high) if low == high else f"{low}:{high}",
+            node_rank=said["node_rank"],
+            torch=torch.__version__,
+            accel=version("accel"),
+        )
+        if not self.alone:
+            self._introduce()
+
+    @property
+    def left(self) -> int:
+        """Whole seconds left to wait for the others."""
+        return max(1, int(self.deadline - time.monotonic()))
+
+    def again(self) -> None:
+        """Begin to wait anew, for the machines of the next round."""
+        self.deadline = time.monotonic() + self._said["rdzv_timeout"]
+
+    def key(self, name: str) -> str:
+        """A key of this run: several runs may meet in one store."""
+        return f"accel/{self._said['run_id']}/{name}"
+
+    def card_of(self, address: str, pid: int) -> Card | None:
+        """The card of a machine that has come."""
+        key = self.key(f"card/{address}/{pid}")
+        return Card.read(self.store.get(key)) if self.store.check([key]) else None
+
+    def _alone(self) -> TCPStore:
+        self.address, self._hosts = self._said["local_addr"], True
+        return serve(listening(self.address), self.address)
+
+    def _with_others(self) -> TCPStore:
+        self._resolve()
+        self.address = self.endpoint.local_address()
+        # An address that no machine has itself leads to a scheduler's first machine by a translation.
+        first = self._said["node_rank"] == 0 and not self._said["static"]
+        self._hosts = first or self.endpoint.is_here()
+        if self._hosts:
+            try:
+                opened = listening("", self.endpoint.port)
+            except OSError:
+                # The other launcher of this machine has it, or another program: connecting tells which.
+                self._hosts = False
+            else:
+                return serve(opened, "127.0.0.1" if opened.family == socket.AF_INET else "::1")
+        return self._connect()
+
+    def _resolve(self) -> None:
+        """Wait for the endpoint's name: in a cluster that is starting, names come with the machines."""
+        until = self.deadline if self._derived else min(self.deadline, time.monotonic() + _NAME_S)
+        with waiting.Waiting(
+            lambda: f"the name {self.endpoint.host!r} does not resolve yet; {self.left} s left"
+        ):
+            while True:
+                try:
+                    self.endpoint.address()
+                except UsageError:
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.5)
+                else:
+                    return
+
+    def _connect(self) -> TCPStore:
+        self._reason = "not tried yet"
+        with waiting.Waiting(self._unanswered):
+            while not self._open():
+                if time.monotonic() > self.deadline:
+                    raise AccelError(
+                        f"nobody answered at rdzv_endpoint {self.endpoint} for {self._said['rdzv_timeout']} s "
+                        f"({self._reason}). Is `accel launch` running on that machine, and is the port open between them?"
+                    )
+                time.sleep(0.5)
+        store = _client(self.endpoint)
+        if not store:
+            raise AccelError(
+                f"something answers at rdzv_endpoint {self.endpoint} that is no meeting place of torch: "
+                "another program has that port, choose another one"
+            )
+        limit(self.endpoint, self._said["lost_after"])
+        return store
+
+    def _open(self) -> bool:
+        try:
+            with socket.create_connection((self.endpoint.host, self.endpoint.port), timeout=2):
+                return True
+        except OSError as error:
+            self._reason = error.strerror or str(error) or "no answer"
+            return False
+
+    def _unanswered(self) -> str:
+        low, high = self.wanted
+        hint = (
+            "; this machine alone reaches it, so give an address all of them reach" * self.endpoint.loopback
+        )
+        return (
+            f"waiting: nobody at the meeting place {self.endpoint} yet ({self._reason}){hint}, {low - 1 or high - 1} "
+            f"missing; {self.left} s left"
+        )
+
+    def _introduce(self) -> None:
+        """Say who this is, once it is clear that this machine and the meeting place can work together."""
+        if self._hosts:
+            self.store.set(self.key("reference"), self.card.text())
+            threading.Thread(target=self._tick, name="clock", daemon=True).start()
+        else:
+            self._compare(Card.read(self.store.get(self.key("reference"))))
+            self._check_clock()
+        self.store.set(self.key(f"card/{self.card.address}/{self.card.pid}"), self.card.text())
+
+    def _compare(self, other: Card) -> None:
+        for what in ("torch", "accel", "nnodes"):
+            mine, theirs = getattr(self.card, what), getattr(other, what)
+            if mine != theirs:
+                verb = "is told" if what == "nnodes" else "has"
+                problem = f"{self.card.name} {verb} {what} {mine}, and {other.name} {verb} {what} {theirs}"
+                self.store.set(self.key("refused"), problem)
+                raise UsageError(
+                    f"the machines do not fit together: {problem}. Make them the same on all machines."
+                )
+
+    def _check_clock(self) -> None:
+        """Torch's rendezvous compares times of several machines: one whose clock is off counts as dead."""
+        skew = time.time() - float(self.store.get(self.key("clock")))
+        if abs(skew) > max(3.0, self._said["lost_after"] / 2):
+            problem = f"the clock of {self.card.host} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the others'"
+            self.store.set(self.key("refused"), problem)
+            raise UsageError(
+                f"{problem}. Machines that meet need the same time: set up NTP (timedatectl, chrony)."
+            )
+
+    def refused(self) -> str | None:
+        """Why a machine that came was not let in."""
+        key = self.key("refused")
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _tick(self) -> None:
+        """Keep the time of the meeting place in its store, for machines that come later too."""
+        own = TCPStore("127.0.0.1", self.endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+        with suppress(DistError, RuntimeError):
+            while True:
+                own.set(self.key("clock"), str(time.time()))
+                time.sleep(_TICK_S)
+
+
+def listening(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens on an address; none means all of this machine's.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    if not address:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
+
+
+def serve(opened: socket.socket, address: str) -> TCPStore:
+    """A store on a port that is already ours, so that nobody else can take it in between."""
+    port = opened.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_STORE_S),
+        master_listen_fd=opened.detach(),
+    )
+
+
+def _client(endpoint: Endpoint) -> TCPStore | None:
+    """A connection to the store; None where something else answers, at which torch would wait for ever."""
+    made: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(DistError, RuntimeError, ValueError):
+            made.append(
+                TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+            )
+
+    attempt = threading.Thread(target=connect, name="meeting", daemon=True)
+    attempt.start()
+    attempt.join(_ANSWER_S)
+    return made[0] if made else None
+
+
+def limit(endpoint: Endpoint, seconds: int) -> None:
+    """Let connections to the meeting place fail after so many silent seconds; the kernel's own limit is 15 minutes.
+
+    PyTorch has no limit for most calls of its store, so that an agent on a machine whose link is cut would wait for
+    the kernel. The connections are found among this process's own, as torch does not give them out.
+    """
+    address = endpoint.address()
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # noqa: PTH112, PTH208
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            peer = connection.getpeername()
+            if isinstance(peer, tuple) and peer[1] == endpoint.port and address in str(peer[0]):
+                _limit(connection, seconds)
+
+
+def _limit(connection: socket.socket, seconds: int) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, seconds * 1000)
+    every = max(1, seconds // 3)
+    for option, value in (("TCP_KEEPIDLE", every), ("TCP_KEEPINTVL", every), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,0 +1,171 @@
+"""What a restart is given: torch's bug as it is, and what accel does instead; one count, and machines that fit."""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from accel_cli.agent import meeting as meetings
+from accel_cli.agent.meeting import Meeting
+from accel_cli.agent.rendezvous import SHARED_STORE_OFF, Handler
+from accel_cli.agent.restarts import Budget, Reason, of_failures
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.launchers.torchrun import Torchrun
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """`Handler` sets a variable for good; a launch is a process of its own."""
+    monkeypatch.setenv(SHARED_STORE_OFF, "0")
+
+
+def said(**fields):
+    """What a plan tells the agent."""
+    launcher = Torchrun(**fields)
+    job = SimpleNamespace(
+        nodes=SimpleNamespace(node_rank=None, static=False),
+        settings=SimpleNamespace(process_group_timeout=1800),
+    )
+    return launcher._agent(job)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def pair(**fields):
+    """What two launchers on this machine are told."""
+    return said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{free_port()}", **fields)
+
+
+def left_behind(handler):
+    """Two attempts of a handler: the ports of their stores, and whether the second knows a key of the first."""
+    infos, stores = [], []
+    for _ in range(2):
+        infos.append(handler.next_rendezvous().bootstrap_store_info)
+        info = infos[-1]
+        stores.append(
+            TCPStore(info.master_addr, info.master_port, is_master=False, timeout=timedelta(seconds=9))
+        )
+        if len(stores) == 1:
+            stores[0].set("of the dead attempt", "1")
+    return infos[0].master_port == infos[1].master_port, stores[1].check(["of the dead attempt"])
+
+
+def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
+    """The bug that `Handler` is there for (torch 2.13, pytorch#167288).
+
+    If this fails, torch has mended it: read docs/design/restarts.md for what can go.
+    """
+    parameters = RendezvousParameters(
+        "c10d", "127.0.0.1:0", "bug", 1, 1, local_addr="127.0.0.1", is_host=True
+    )
+    backend, store = create_backend(parameters)
+    handler = create_handler(store, backend, parameters)
+    assert left_behind(handler) == (True, True)
+    handler.shutdown()
+
+
+def test_every_attempt_has_a_store_of_its_own_on_loopback_only():
+    handler = Handler.of(Meeting(said(), 1, derived=False), said())
+    assert left_behind(handler) == (False, False)
+    assert handler._served is not None
+    assert not reachable(outward(), handler._served.port)
+    assert not reachable(outward(), handler.meeting.store.port)
+    handler.shutdown()
+
+
+def outward():
+    """An address of this machine other than loopback's usual one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.2"
+        return probe.getsockname()[0]
+
+
+def reachable(address, port):
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_machines_use_one_restart_for_what_several_of_them_saw():
+    meeting = Meeting(said(), 1, derived=False)
+    machines = [Budget(meeting, 3), Budget(meeting, 3)]
+    machines[1].spend(0, Reason(follows=True, time=1.0, text="rank 1 lost a connection"))
+    machines[0].spend(0, Reason(follows=False, time=2.0, text="rank 0 ran out of memory"))
+    assert [(budget.spent, budget.left) for budget in machines] == [(1, 2), (1, 2)]
+    assert [budget.reason(0).text for budget in machines] == ["rank 0 ran out of memory"] * 2
+    assert machines[0].reason(1) is None
+
+
+def failure(code, message=None, at=5):
+    return SimpleNamespace(
+        exitcode=code, timestamp=at, error_file_data={"message": {"message": message}} if message else {}
+    )
+
+
+def test_the_reason_is_the_failure_that_the_others_follow():
+    host = socket.gethostname()
+    found = of_failures({
+        0: failure(-15, at=1), 1: failure(1, "DistBackendError: Connection closed by peer", at=2), 2: failure(-11),
+    })  # fmt: skip
+    assert found.text == f"rank 2 on {host} was ended by SIGSEGV"
+    assert (
+        of_failures({3: failure(1, "ValueError: bad\nmore")}).text
+        == f"rank 3 on {host} failed: ValueError: bad"
+    )
+    assert of_failures({3: failure(-15)}).text == f"rank 3 on {host} was ended by SIGTERM"
+
+
+def come(told):
+    """The first launcher at the meeting place, in a thread of this process."""
+    first = []
+    thread = threading.Thread(target=lambda: first.append(Meeting(dict(told), 1, derived=False)))
+    thread.start()
+    thread.join(20)
+    return first[0]
+
+
+def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(monkeypatch):
+    told = pair()
+    first = come(told)
+    monkeypatch.setattr(meetings.torch, "__version__", "1.0")
+    with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
+        Meeting(dict(told), 1, derived=False)
+    assert "has torch 1.0" in first.refused()
+
+
+def test_a_machine_whose_clock_is_off_is_refused(monkeypatch):
+    told = pair()
+    first = come(told)
+    other = SimpleNamespace(
+        time=lambda: time.time() + (100 if threading.current_thread() is threading.main_thread() else 0),
+        monotonic=time.monotonic,
+        sleep=time.sleep,
+    )
+    monkeypatch.setattr(meetings, "time", other)
+    with pytest.raises(UsageError, match=r"the clock of .* is (99|100|101) s ahead of the others'"):
+        Meeting(dict(told), 1, derived=False)
+    assert "clock" in first.refused()
+
+
+def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkeypatch):
+    monkeypatch.setattr(meetings, "_ANSWER_S", 1)
+    monkeypatch.setattr(meetings, "_STORE_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        told = said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(AccelError, match=r"something answers at .* that is no meeting place of torch"):
+            Meeting(told, 1, derived=False)

@@ -1,0 +1,297 @@
+"""Several machines for real: namespaces with names and addresses, launched by the same command, and broken."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import Hosts, hosts, needs_hosts
+
+pytestmark = needs_hosts
+MEET = ("-q", "--cpu", "--rdzv-endpoint", "h0:29400")
+TOLD = """
+import os
+print(*(f"{n}={os.environ.get(n)}" for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+      "GLOO_SOCKET_IFNAME")))
+"""
+FAILS = """
+import os, sys, time
+from pathlib import Path
+tries, most = Path("tries"), int(sys.argv[1])
+def count():
+    return tries.stat().st_size if tries.exists() else 0
+if os.environ["RANK"] == "1":
+    before = count()
+    with tries.open("a") as file:
+        file.write("x")
+    if before < most:
+        sys.exit(5)
+    print("finished after", before)
+while count() <= most:
+    time.sleep(0.02)
+"""
+LIVES = """
+import os, time
+from pathlib import Path
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+mine = Path(f"{rank}of{world}.{os.getpid()}")
+mine.write_text(str(os.getpid()))
+while not Path("enough").exists():
+    time.sleep(0.05)
+print("finished as", rank, "of", world)
+"""
+
+
+def said(process, timeout=150):
+    """What it printed, once it has ended."""
+    return process.communicate(timeout=timeout)[0]
+
+
+def numbered(host, number):
+    """A launch of one of two machines that is told its number."""
+    return Hosts([host]).launch(*MEET, "--nnodes", "2", "--node-rank", number, "train.py")[0]
+
+
+def until(happens, seconds=120):
+    """Wait for something that must happen; the bar is for hangs."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def running(cwd, pattern):
+    """The processes of `LIVES` that have started and are alive."""
+    found = [int(path.read_text() or 0) for path in cwd.glob(pattern)]
+    return [pid for pid in found if Path("/proc", str(pid)).exists()]
+
+
+def test_machines_with_different_numbers_of_processes_meet_though_a_name_leads_to_loopback(script, cwd):
+    """Debian gives a machine's own name 127.0.1.1, where no other machine finds it."""
+    script(TOLD)
+    with hosts(2) as two:
+        two[0].call_itself("127.0.1.1")
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", "2", "--nproc-per-node", count, "train.py")[0]
+                    for host, count in zip(two, "12", strict=True)]  # fmt: skip
+        lines = [line for process in launched for line in said(process).splitlines() if "RANK=" in line]
+    assert [process.returncode for process in launched] == [0, 0]
+    seen = [dict(part.split("=") for part in line.split()) for line in lines]
+    assert sorted(told["RANK"] for told in seen) == ["0", "1", "2"]
+    assert {told["WORLD_SIZE"] for told in seen} == {"3"}
+    assert sorted(told["LOCAL_WORLD_SIZE"] for told in seen) == ["1", "2", "2"]
+    assert {told["MASTER_ADDR"] for told in seen} == {"10.77.0.10"}
+    assert {told["LOCAL_WORLD_SIZE"]: told["GLOO_SOCKET_IFNAME"] for told in seen} == {
+        "1": "eth0",
+        "2": "None",
+    }
+
+
+@pytest.mark.slow
+def test_five_restarts_of_five_on_two_machines_have_one_count_and_one_reason(script):
+    script(FAILS)
+    with hosts(2) as two:
+        launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "5", "train.py", "5")
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [0, 0], outputs
+    restarts = [[line for line in output.splitlines() if "restart " in line] for output in outputs]
+    assert restarts[0] == restarts[1]
+    assert [line.partition(": rank")[0] for line in restarts[0]] == [
+        f"accel: restart {n} of 5" for n in range(1, 6)
+    ]
+    assert all(re.search(r"rank 1 on h[01] exited with code 5", line) for line in restarts[0])
+    assert "finished after 5" in "".join(outputs)
+
+
+def test_when_the_restarts_are_used_up_all_machines_end(script):
+    script(FAILS)
+    with hosts(2) as two:
+        launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "1", "train.py", "9")
+        outputs = [said(process) for process in launched]
+    assert sorted(process.returncode for process in launched) == [1, 5], outputs
+    assert any("restart 1 of 1" in output for output in outputs)
+    assert not any("restart 2" in output for output in outputs)
+    assert any(
+        re.search(r"the run ended on another machine: rank 1 on h[01] exited with code 5", o) for o in outputs
+    )
+
+
+@pytest.mark.slow
+def test_a_lost_machine_leaves_the_rest_at_work_and_its_replacement_is_taken_in(script, cwd):
+    script(LIVES)
+    options = (*MEET, "--nnodes", "1:2", "--max-restarts", "3", "--set", "launcher.last_call_timeout=2",
+               "--set", "process_group_timeout=6", "train.py")  # fmt: skip
+    with hosts(2) as two:
+        first, _ = two.launch(*options)
+        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        two[1].kill()
+        until(lambda: running(cwd, "0of1.*"))
+        (again,) = Hosts([two[1]]).launch(*options)
+        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        (cwd / "enough").touch()
+        outputs = [said(first), said(again)]
+    assert (first.returncode, again.returncode) == (0, 0), outputs
+    assert "restart 1 of 3: h1 (10.77.0.11) has not been heard of" in outputs[0]
+    assert "2 machines changed, and all processes start again at h0:29400: " in outputs[0]
+    assert outputs[0].count("restart ") == 1
+    assert "finished as" in outputs[0]
+    assert "finished as" in outputs[1]
+
+
+@pytest.mark.slow
+def test_a_killed_process_starts_all_again_on_three_machines(script, cwd):
+    script(LIVES)
+    with hosts(3) as three:
+        launched = three.launch(*MEET, "--nnodes", "3", "--max-restarts", "1", "train.py")
+        until(lambda: len(running(cwd, "?of3.*")) == 3)
+        victim = running(cwd, "2of3.*")[0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(running(cwd, "?of3.*")) == 3 and victim not in running(cwd, "2of3.*"))
+        (cwd / "enough").touch()
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [0, 0, 0], outputs
+    for output in outputs:
+        assert re.search(r"restart 1 of 1: rank 2 on h\d was ended by SIGKILL", output)
+
+
+@pytest.mark.slow
+def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
+    script(LIVES)
+    with hosts(2) as two:
+        launched = two.launch(*MEET, "--nnodes", "2", "--set", "process_group_timeout=6", "train.py")
+        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        two[1].cut()
+        cut = time.monotonic()
+        outputs = [said(process) for process in launched]
+        took = time.monotonic() - cut
+    assert [process.returncode for process in launched] == [1, 1], outputs
+    assert "h1 (10.77.0.11) has not been heard of" in outputs[0]
+    assert "h1 (10.77.0.11) has lost the meeting place h0:29400" in outputs[1]
+    assert took < 30
+    assert not running(cwd, "?of2.*")
+
+
+def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
+    script(TOLD)
+    with hosts(3) as three:
+        launched = Hosts(three[:2]).launch(
+            *MEET, "--nnodes", "3", "--set", "launcher.rdzv_timeout=7", "train.py", env={"PET_NNODES": ""}
+        )
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [1, 1]
+    for output in outputs:
+        assert "waiting: 2 of 3 machines here (h0 (10.77.0.10), h1 (10.77.0.11)), 1 missing" in output
+        assert (
+            "2 of 3 machines came (h0 (10.77.0.10), h1 (10.77.0.11)) within rdzv_timeout; 1 missing" in output
+        )
+
+
+@pytest.mark.slow
+def test_machines_that_a_scheduler_numbers_keep_their_order_and_are_missed_by_number(script):
+    script(TOLD)
+    numbers = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.77.0.11\n10.77.0.10"}
+    with hosts(2) as two:
+        launched = [Hosts([host]).launch("--cpu", "train.py", env={**numbers, "SKYPILOT_NODE_RANK": str(1 - n)})[0]
+                    for n, host in enumerate(two)]  # fmt: skip
+        outputs = [said(process) for process in launched]
+        (alone,) = Hosts([two[1]]).launch(
+            "-q",
+            "--cpu",
+            "--set",
+            "launcher.rdzv_timeout=3",
+            "train.py",
+            env={**numbers, "SKYPILOT_NODE_RANK": "0"},
+        )
+        missed = said(alone)
+    assert "RANK=1 WORLD_SIZE=2" in outputs[0]
+    assert "RANK=0 WORLD_SIZE=2" in outputs[1]
+    assert "SKYPILOT_*: nnodes 2, rdzv_endpoint 10.77.0.11:20000, node_rank 1" in outputs[0]
+    assert "1 missing: node_rank 1." in missed
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reason"),
+    [
+        ("nowhere:29400", "the name 'nowhere' of rdzv_endpoint nowhere:29400 does not resolve on h1"),
+        ("h0:29401", "nobody answered at rdzv_endpoint h0:29401 for 3 s (Connection refused)"),
+        ("10.99.0.1:29400", "h1 has no route to 10.99.0.1"),
+    ],
+)
+def test_a_wrong_endpoint_is_named(script, endpoint, reason):
+    script(TOLD)
+    with hosts(2) as two:
+        (launched,) = Hosts([two[1]]).launch(
+            "-q",
+            "--cpu",
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            endpoint,
+            "--set",
+            "launcher.rdzv_timeout=3",
+            "train.py",
+        )
+        assert reason in said(launched)
+    assert launched.returncode in {1, 2}
+
+
+def test_machines_that_are_told_different_things_are_refused_by_name(script):
+    script(TOLD)
+    with hosts(2) as two:
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=12", "train.py")[0]
+                    for host, count in zip(two, "23", strict=True)]  # fmt: skip
+        outputs = [said(process) for process in launched]
+    told = "h1 (10.77.0.11) is told nnodes 3, and h0 (10.77.0.10) is told nnodes 2"
+    assert launched[1].returncode == 2
+    assert f"the machines do not fit together: {told}" in outputs[1]
+    assert f"refused: {told}" in outputs[0]
+
+
+def test_typed_numbers_of_machines_are_their_order(script):
+    script(TOLD)
+    with hosts(2) as two:
+        launched = [numbered(host, number) for host, number in zip(two, "10", strict=True)]
+        outputs = [said(process) for process in launched]
+    assert "RANK=1 WORLD_SIZE=2" in outputs[0]
+    assert "RANK=0 WORLD_SIZE=2" in outputs[1]
+
+
+def test_a_number_that_two_machines_have_is_refused_on_both(script):
+    script(TOLD)
+    with hosts(2) as two:
+        launched = [numbered(host, "1") for host in two]
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [2, 2]
+    assert all(
+        "--node-rank has to number the machines from 0 to 1, each once; here h" in text for text in outputs
+    )
+
+
+@pytest.mark.slow
+def test_the_self_check_trains_on_two_machines(cwd):
+    with hosts(2) as two:
+        two[0].call_itself("127.0.1.1")
+        command = (
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "test",
+            "--cpu",
+            "--nnodes",
+            "2",
+            "--rdzv-endpoint",
+            "h0:29400",
+        )
+        checked = [host.start(*command) for host in two]
+        outputs = [said(process) for process in checked]
+    assert [process.returncode for process in checked] == [0, 0], outputs
+    assert "2 machines met at h0:29400" in outputs[0]
+
+
+def test_nothing_of_the_hosts_is_left():
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"accel{os.getpid()}" not in left

@@ -1,0 +1,80 @@
+"""`accel launch` where something else has started a process for every rank: mpirun, srun, torchrun."""
+
+import os
+import subprocess
+import sys
+
+TELL = (
+    'import os\nprint(*(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))\n'
+)
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", int(total), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def ranks(variables, count, *options):
+    """What mpirun does: so many processes, each told its rank by these variables."""
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", *options, "train.py"]
+    started = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **{name: value.format(rank=rank, size=count) for name, value in variables.items()},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    return [(*process.communicate(timeout=60), process.returncode) for process in started]
+
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "{size}",
+}  # fmt: skip
+
+
+def test_under_mpirun_each_process_becomes_its_rank_and_they_meet(script):
+    script(SUM)
+    for out, err, code in ranks(OMPI, 2):
+        assert (out, code) == ("sum 2\n", 0), err
+        assert "single, 1 process" in err
+        assert "OMPI_* (mpirun): RANK" in err
+
+
+def test_under_mpirun_a_number_of_processes_is_refused(script):
+    script(TELL)
+    ((_, err, code),) = ranks({**OMPI, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, "--nproc-per-node", "2")
+    assert code == 2
+    assert (
+        "--nproc-per-node 2 cannot be honoured: OMPI_* (mpirun) says that this process is already rank 0 of 2"
+        in err
+    )
+
+
+def test_under_torchrun_it_runs_the_script_as_that_rank(script):
+    script(TELL)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
+               sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "train.py"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
+
+
+def test_a_profile_of_many_processes_starts_one_for_each_rank_that_is_there(script, accel):
+    script(TELL)
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # fmt: skip
+    done = accel(
+        "launch", "--cpu", "--set", "launcher.kind=torchrun", "--set", "launcher.nproc_per_node=4", "train.py",
+        env={**os.environ, **variables},
+    )  # fmt: skip
+    assert done.stdout == "1 1 2 2\n", done.stderr
+    assert "RANK and WORLD_SIZE: RANK 1, LOCAL_RANK 1, WORLD_SIZE 2" in done.stderr
