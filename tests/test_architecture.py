@@ -71,6 +71,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/wizard/session.py",
         "accel_cli/launchers/single.py",
         "accel_cli/agent/",
+        "accel_cli/forkserver/",
     )
     edges += ("accel_cli/worker.py", "accel_runtime/accelerator.py", "accel_runtime/topology.py")
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables win over arguments.

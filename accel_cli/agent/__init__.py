@@ -14,13 +14,18 @@ from accel_cli import runs
 from accel_cli.agent.elastic import Agent
 from accel_cli.agent.report import first_failure
 from accel_cli.errors import AccelError
-from accel_cli.launchers.base import Plan
+from accel_cli.forkserver.server import Server
+from accel_cli.plan import Plan
 
 __all__ = ["run"]
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, server: Server | None = None) -> int:
     """Start the plan's processes on this machine, wait for them, and say what their exit code comes to.
+
+    Args:
+        plan: What is to run.
+        server: What forks the processes; without one each is a command of its own.
 
     Returns:
         0, the code of the first process that failed, or 128 + n where signal n ended it or the launcher.
@@ -37,14 +42,14 @@ def run(plan: Plan) -> int:
     folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
     code = 1
     try:
-        code = _run(plan, folder)
+        code = _run(plan, folder, server)
     finally:
         folder.record({"exit_code": code})
     return code
 
 
-def _run(plan: Plan, folder: runs.RunFolder) -> int:
-    agent = Agent(_spec(plan), folder)
+def _run(plan: Plan, folder: runs.RunFolder, server: Server | None) -> int:
+    agent = Agent(_spec(plan), folder, server=server)
     try:
         result = agent.run()
     except SignalException as error:

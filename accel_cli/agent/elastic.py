@@ -11,7 +11,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from typing_extensions import override
 
-from accel_cli.agent.processes import Processes
+from accel_cli.agent.processes import Forked, Processes
+from accel_cli.forkserver.server import Server
 from accel_cli.runs import RunFolder
 from accel_runtime import env
 
@@ -21,9 +22,17 @@ __all__ = ["Agent"]
 class Agent(LocalElasticAgent):
     """The agent of one machine: it meets the others, starts the processes, watches them, starts them again."""
 
-    def __init__(self, spec: WorkerSpec, folder: RunFolder, *, shutdown_timeout: int = 30) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        folder: RunFolder,
+        *,
+        server: Server | None = None,
+        shutdown_timeout: int = 30,
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
         self._folder = folder
+        self._server = server
         self._attempt = -1
 
     @property
@@ -40,9 +49,14 @@ class Agent(LocalElasticAgent):
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
         self._attempt += 1
         envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
-        self._pcontext = Processes(worker_group.spec, envs, shutdown_timeout=self._shutdown_timeout)
+        self._pcontext = self._processes(worker_group.spec, envs)
         self._pcontext.start()
         return self._pcontext.pids()
+
+    def _processes(self, spec: WorkerSpec, envs: dict[int, dict[str, str]]) -> Processes:
+        if self._server:
+            return Forked(spec, envs, server=self._server, shutdown_timeout=self._shutdown_timeout)
+        return Processes(spec, envs, shutdown_timeout=self._shutdown_timeout)
 
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""

@@ -144,6 +144,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         f"launcher: {plan.launcher}",
         f"start: {_processes(plan)}",
         f"device: {plan.device}",
+        *([f"start method: {plan.start_method}"] if plan.start_method else []),
         f"command: {shlex.join(plan.argv)}",
         "environment:",
         *(f"  {name}={masked(name, value)}" for name, value in sorted(plan.env.items())),

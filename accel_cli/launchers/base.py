@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
+from accel_cli.plan import Plan
 from accel_runtime.env import Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
@@ -33,27 +34,6 @@ class Job:
     machine: Machine
     python: str
     """The interpreter that runs scripts and modules."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will happen: pure data."""
-
-    launcher: str
-    runner: str
-    """Where the function lives that carries this out, as `module:function`."""
-    argv: tuple[str, ...]
-    """The command of every process."""
-    env: Mapping[str, str]
-    """What is added to the environment the processes inherit."""
-    device: str
-    """What a process computes on, in words."""
-    target: str = ""
-    """The script, module or program, as it was typed."""
-    nnodes: int = 1
-    nproc_per_node: int = 1
-    agent: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of torch's elastic agent, where one starts the processes."""
 
 
 class Launcher(Section):

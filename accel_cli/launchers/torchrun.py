@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 import accel_cli
+from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
 from accel_cli.machine import Machine
@@ -92,6 +94,11 @@ class Torchrun(Launcher):
     monitor_interval: Annotated[
         float, Field(gt=0, description="Seconds between two looks at whether the processes are alive.")
     ] = 0.1
+    start_method: Literal["auto", "forkserver", "exec"] = Field(
+        "auto",
+        description="How processes start: `forkserver` imports torch once and forks them, `exec` is a command "
+        "each; `auto` is forkserver for Python on Linux.",
+    )
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -109,10 +116,11 @@ class Torchrun(Launcher):
     def plan(self, job: Job) -> Plan:
         count = self._count(job)
         device = device_of(job, count)
+        method, reason = self._started_by(job)
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.agent:run",
+            runner="accel_cli.agent:run" if method == "exec" else "accel_cli.forkserver:become",
             argv=_worker(job),
             env=environment(job, {"OMP_NUM_THREADS": threads}),
             device=device,
@@ -120,7 +128,21 @@ class Torchrun(Launcher):
             nnodes=self.nnodes,
             nproc_per_node=count,
             agent=self._agent(),
+            start_method=f"{method} ({reason})",
         )
+
+    def _started_by(self, job: Job) -> tuple[str, str]:
+        """The start method, and why."""
+        unable = ""
+        if job.kind == "program":
+            unable = "a program is not known to be Python"
+        elif sys.platform != "linux":
+            unable = f"the fork server needs Linux, and this is {sys.platform}"
+        if unable and self.start_method == "forkserver":
+            raise UsageError(f"start_method: forkserver was asked for, but {unable}; use exec or auto")
+        if self.start_method != "auto":
+            return self.start_method, "launcher.start_method"
+        return ("exec", unable) if unable else ("forkserver", "torch is imported once for all processes")
 
     def _count(self, job: Job) -> int:
         if isinstance(self.nproc_per_node, int):
