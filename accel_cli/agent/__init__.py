@@ -7,10 +7,11 @@ import os
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_cli import runs
+from accel_cli.agent.alone import Alone
 from accel_cli.agent.elastic import Agent
 from accel_cli.agent.report import first_failure
 from accel_cli.errors import AccelError
@@ -64,6 +65,23 @@ def _run(plan: Plan, folder: runs.RunFolder, server: Server | None) -> int:
 def _spec(plan: Plan) -> WorkerSpec:
     """What torch's agent is told: the command of a process, how many, and where the machines meet."""
     said = plan.agent
+    program, *args = plan.argv
+    return WorkerSpec(
+        role="default_role",
+        local_world_size=plan.nproc_per_node,
+        entrypoint=program,
+        args=tuple(args),
+        rdzv_handler=_meeting(plan),
+        max_restarts=said["max_restarts"],
+        monitor_interval=said["monitor_interval"],
+        local_addr=said["local_addr"],
+    )
+
+
+def _meeting(plan: Plan) -> RendezvousHandler:
+    said = plan.agent
+    if plan.nnodes == 1:
+        return Alone(said["run_id"], said["local_addr"])
     meeting = RendezvousParameters(
         backend=said["rdzv_backend"],
         endpoint=said["rdzv_endpoint"],
@@ -73,14 +91,4 @@ def _spec(plan: Plan) -> WorkerSpec:
         local_addr=said["local_addr"],
         timeout=900,
     )
-    program, *args = plan.argv
-    return WorkerSpec(
-        role="default_role",
-        local_world_size=plan.nproc_per_node,
-        entrypoint=program,
-        args=tuple(args),
-        rdzv_handler=get_rendezvous_handler(meeting),
-        max_restarts=said["max_restarts"],
-        monitor_interval=said["monitor_interval"],
-        local_addr=said["local_addr"],
-    )
+    return get_rendezvous_handler(meeting)

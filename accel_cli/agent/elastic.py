@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from typing import Any
 
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -17,6 +19,11 @@ from accel_cli.runs import RunFolder
 from accel_runtime import env
 
 __all__ = ["Agent"]
+
+
+# torch asks the name servers for this machine's full name with each event it records, and keeps no record:
+# where none answers, every step of the agent would wait for them.
+api._get_fq_hostname = socket.gethostname  # noqa: SLF001
 
 
 class Agent(LocalElasticAgent):

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.forkserver.server import ServerError, Server
+from accel_cli.forkserver.server import Server, ServerError
 
 __all__ = ["Forked", "Processes"]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from accel_cli.forkserver import process
 
-__all__ = ["ServerError", "Request", "Server", "start"]
+__all__ = ["Request", "Server", "ServerError", "start"]
 
 _LENGTH = struct.Struct("!Q")
 _BORN = struct.Struct("=ii")

@@ -122,7 +122,7 @@ class Torchrun(Launcher):
             launcher=self.kind,
             runner="accel_cli.agent:run" if method == "exec" else "accel_cli.forkserver:become",
             argv=_worker(job),
-            env=environment(job, {"OMP_NUM_THREADS": threads}),
+            env=environment(job, {"OMP_NUM_THREADS": threads, **self._interfaces()}),
             device=device,
             target=job.target,
             nnodes=self.nnodes,
@@ -130,6 +130,12 @@ class Torchrun(Launcher):
             agent=self._agent(),
             start_method=f"{method} ({reason})",
         )
+
+    def _interfaces(self) -> dict[str, str]:
+        """Where collectives listen: left alone, on an address that other machines reach."""
+        if self.nnodes > 1 or sys.platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
     def _started_by(self, job: Job) -> tuple[str, str]:
         """The start method, and why."""
