@@ -37,12 +37,18 @@ def detach(mask: set[int | signal.Signals]) -> None:
 def settle(environ: Mapping[str, str]) -> None:
     """The environment, what every process draws for itself, and torch as good as not imported."""
     _set(environ)
-    # Python's own generator is seeded anew at every fork; numpy's is not, and the key is per process.
+    _draw_afresh()
+    loaded.hide("torch", environ)
+
+
+def _draw_afresh() -> None:
+    """What every process draws for itself when it starts; Python's own generator does at a fork too."""
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
-    # A process talks with its own children only.
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+    # With it a process knows its own children.
     current_process().authkey = os.urandom(32)
-    loaded.hide("torch", environ)
 
 
 def _set(environ: Mapping[str, str]) -> None:
