@@ -4,8 +4,8 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -40,7 +40,7 @@ def ends(tmp_path, cwd):
     """How a script ends under a start method: its exit status, and what it wrote. No torch, so it is quick."""
 
     def run(method, source, *args, **options):
-        (cwd / "end.py").write_text(textwrap.dedent(source))
+        (cwd / "end.py").write_text(dedent(source))
         (tmp_path / "driver.py").write_text(DRIVER)
         report = tmp_path / "code"
         begin = [sys.executable]
@@ -220,13 +220,15 @@ def main():
     out["group"] = [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)]
     out["own"] = [random.random(), float(numpy.random.rand()), multiprocessing.current_process().authkey.hex(), torch.rand(4).tolist()]
     out["ours"] = [m for m in sys.modules if m.split(".")[0] in {"pydantic", "rich", "typer", "yaml", "platformdirs"}]
-    for method in ("fork", "spawn", "forkserver"):
+    # Each of these imports torch again: one process asks for all.
+    for method in ("fork", *sys.argv[1:]) if rank == "0" else ():
         loader = DataLoader(Rows(), batch_size=3, num_workers=1, multiprocessing_context=method, collate_fn=collate)
         out[method] = [(batch.sum().item(), away) for batch, away in loader]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        out["pool"] = pool.map(double, [1, 2])
-    torch.multiprocessing.spawn(seen, args=(f"seen{rank}",))
-    out["seen"] = Path(os.environ["OUT"], f"seen{rank}").read_text()
+    if rank == "0":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            out["pool"] = pool.map(double, [1, 2])
+        torch.multiprocessing.spawn(seen, args=("seen",))
+        out["seen"] = Path(os.environ["OUT"], "seen").read_text()
     out["source"] = inspect.getsource(double)
     dist.init_process_group("gloo")
     total = torch.ones(1)
@@ -267,10 +269,10 @@ def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script
         script("", "package/__init__.py")
         script("from .ask import main, Rows\n" + "if __name__ == '__main__': main()\n", "package/run.py")
         script(ASK, "package/ask.py")
-        args = ("-m", "package.run", "--lr", "1")
+        args = ("-m", "package.run", "spawn")
     else:
         script(ASK)
-        args = ("train.py", "--lr", "1")
+        args = ("train.py", "spawn", "forkserver")
     executed = asked("exec", *args)
     forked = asked("forkserver", *args)
     for each in (executed, forked):
@@ -284,7 +286,7 @@ def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script
     assert not said["torch before"]
     assert said["ours"] == []
     assert said["listens"] == ["0100007F"]
-    assert said["fork"] == said["spawn"] == said["forkserver"] == [[3.0, True], [12.0, True]]
+    assert said["fork"] == said["spawn"] == [[3.0, True], [12.0, True]]
 
 
 def launched(accel, *args, nproc=2):
@@ -301,9 +303,9 @@ def test_a_module_of_the_script_that_torch_has_loaded_by_another_name_is_the_scr
 
 
 def test_a_variable_that_the_script_sets_before_torch_has_its_effect(accel, script):
-    script("import os; os.environ['OMP_NUM_THREADS'] = '3'; import torch; print(torch.get_num_threads())")
+    script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
     done = launched(accel, "train.py")
-    assert done.stdout == "3\n" * 2
+    assert done.stdout == "2\n" * 2
     assert "sets OMP_NUM_THREADS" in done.stderr
 
 
@@ -317,14 +319,14 @@ def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(ac
 
 def test_the_profiles_variables_are_there_when_torch_is_loaded(accel, script):
     script("import torch; print(torch.get_num_threads())")
-    done = launched(accel, "--set", "env.OMP_NUM_THREADS=5", "train.py")
-    assert done.stdout == "5\n" * 2
+    done = launched(accel, "--set", "env.OMP_NUM_THREADS=2", "train.py")
+    assert done.stdout == "2\n" * 2
     assert "by exec" not in done.stderr
 
 
 def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
     script(
-        """
+        dedent("""
         import os, sys, time
         from pathlib import Path
         again = Path("again").exists()
@@ -336,7 +338,7 @@ def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
         dist.init_process_group("gloo")
         dist.barrier()
         print("met")
-        """
+        """)
     )
     done = launched(accel, "--set", "launcher.max_restarts=1", "train.py")
     assert done.returncode == 0, done.stderr
@@ -345,7 +347,7 @@ def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
 
 def test_the_server_gone_a_restart_is_by_exec_and_says_so(accel, script):
     script(
-        """
+        dedent("""
         import os, signal
         from pathlib import Path
         if not Path("again").exists():
@@ -356,7 +358,7 @@ def test_the_server_gone_a_restart_is_by_exec_and_says_so(accel, script):
             os.kill(server, signal.SIGKILL)
             raise SystemExit(1)
         print("again")
-        """
+        """)
     )
     done = launched(
         accel, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
