@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from accel_cli.errors import UsageError
 from accel_cli.plan import Plan
@@ -23,11 +24,9 @@ def become(plan: Plan) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not on the command line, where everybody can read it, nor on a disk.
-    told = os.memfd_create("accel-plan", 0)
-    os.write(told, plan.to_json().encode())
-    os.lseek(told, 0, os.SEEK_SET)
+    told = _told(plan)
     start = str(Path(__file__).with_name("start.py"))
+    os.set_inheritable(told, True)
     try:
         os.execve(
             plan.argv[0],
@@ -37,3 +36,14 @@ def become(plan: Plan) -> int:
         )
     except OSError as error:
         raise UsageError(f"{plan.argv[0]} cannot be executed: {error.strerror}") from error
+
+
+def _told(plan: Plan) -> int:
+    """A descriptor the plan is read from: its values are no business of who can list command lines."""
+    # Pythons that are built for old systems, as conda's, have no memfd.
+    with (
+        os.fdopen(os.memfd_create("plan"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file
+    ):
+        file.write(plan.to_json().encode())
+        file.seek(0)
+        return os.dup(file.fileno())

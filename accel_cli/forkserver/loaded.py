@@ -26,6 +26,8 @@ def hide(package: str, environ: Mapping[str, str]) -> None:
     """
     names = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
     modules = {name: sys.modules.pop(name) for name in names}
+    if not modules:
+        return
     sys.meta_path.insert(0, _Loaded(modules, read_by_torch(environ)))
 
 
