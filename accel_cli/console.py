@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 __all__ = ["error", "note", "plain", "short", "show", "table"]
+
+_BOLD_RED = "\x1b[1;31m"
+_DIM = "\x1b[2m"
+_RESET = "\x1b[0m"
 
 
 def note(text: str) -> None:
     """A line about what happens, beside the script's own output."""
-    _err().print(f"[dim]accel:[/dim] {escape(text)}", highlight=False, soft_wrap=True)
+    _say("accel:", _DIM, text)
 
 
 def error(text: str) -> None:
     """What went wrong and what to do."""
-    _err().print(f"[bold red]accel: error:[/bold red] {escape(text)}", highlight=False, soft_wrap=True)
+    _say("accel: error:", _BOLD_RED, text)
 
 
 def plain(text: str) -> None:
@@ -30,6 +31,8 @@ def plain(text: str) -> None:
 
 def show(text: str) -> None:
     """Text for a person, with rich's markup."""
+    from rich.console import Console  # noqa: PLC0415 - not what a launch needs
+
     Console().print(text, highlight=False, soft_wrap=True)
 
 
@@ -44,6 +47,10 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         for row in rows:
             plain("\t".join(row))
         return
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.markup import escape  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         grid.add_column(column, overflow="fold")
@@ -52,5 +59,9 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     Console().print(grid)
 
 
-def _err() -> Console:
-    return Console(stderr=True)
+def _say(head: str, style: str, text: str) -> None:
+    """Write a message to stderr, its head in a style where a person looks at it."""
+    # By hand: a launch says one line, and rich takes as long to import as all else a launch does.
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    sys.stderr.write(f"{style}{head}{_RESET} {text}\n" if coloured else f"{head} {text}\n")
+    sys.stderr.flush()

@@ -19,11 +19,20 @@ from types import ModuleType, TracebackType
 
 __all__ = ["main"]
 
+_SAFE_PATH = getattr(sys.flags, "safe_path", False)
+"""Whether Python was told (`PYTHONSAFEPATH`, from 3.11) to put no script's folder in `sys.path`."""
 
-def main() -> None:
-    """Run the script or module that the command line names, as `__main__`."""
-    kind, target = sys.argv[1:3]
-    sys.argv = sys.argv[2:]
+
+def main(arguments: list[str]) -> None:
+    """Run a script or module as `__main__`; all that a started process does, however it was started.
+
+    Args:
+        arguments: `script` or `module`, its path or name, and its own arguments.
+    """
+    kind, *sys.argv = arguments
+    target = sys.argv[0]
+    # What `python` itself would have seen, for a script that starts itself again.
+    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
     _buffer(sys.stdout, lines=True)
     _buffer(sys.stderr, lines=True)
     try:
@@ -46,7 +55,7 @@ def _buffer(stream: object, *, lines: bool) -> None:
 
 def _script(path: str) -> None:
     """`python path`, in a fresh `__main__` that stays until the process ends."""
-    sys.path[0] = str(Path(path).resolve().parent)
+    _first_in_path(Path(path).resolve().parent)
     file = str(Path(path).absolute())
     loader = SourceFileLoader("__main__", file)
     module = ModuleType("__main__")
@@ -57,8 +66,13 @@ def _script(path: str) -> None:
 
 def _module(name: str) -> None:
     """`python -m name`."""
-    sys.path[0] = str(Path.cwd())
+    _first_in_path(Path.cwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _first_in_path(folder: Path) -> None:
+    if not _SAFE_PATH:
+        sys.path.insert(0, str(folder))
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:
@@ -81,4 +95,7 @@ def _record(error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if not _SAFE_PATH:
+        # This file's own folder.
+        del sys.path[0]
+    main(sys.argv[1:])

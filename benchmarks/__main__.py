@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import between, commands, gradients, imports, inside, skip, start
+from benchmarks import between, commands, forked, gradients, imports, inside, skip, start
 from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
 from benchmarks.report import Table
 
@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "commands": commands.measure,
     "start": start.measure,
+    "forked": forked.measure,
     "loop": inside.measure,
     "gather": between.measure_gather,
     "dispatch": between.measure_dispatch,

@@ -72,8 +72,15 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/launchers/single.py",
         "accel_cli/agent/",
         "accel_cli/launchers/slurm/submit.py",
+        "accel_cli/forkserver/",
     )
-    edges += ("accel_cli/worker.py", "accel_runtime/accelerator.py", "accel_runtime/topology.py")
+    # Whether a person wants colours is said by the terminal's own variables.
+    edges += (
+        "accel_cli/console.py",
+        "accel_cli/worker.py",
+        "accel_runtime/accelerator.py",
+        "accel_runtime/topology.py",
+    )
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables win over arguments.
     edges += (
         "accel_runtime/logging.py",

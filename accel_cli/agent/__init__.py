@@ -16,20 +16,26 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from accel_cli import network, runs
+from accel_cli.agent.alone import Alone
 from accel_cli.agent.elastic import Agent
 from accel_cli.agent.meeting import Meeting
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.report import first_failure
 from accel_cli.errors import AccelError
-from accel_cli.launchers.base import Plan
+from accel_cli.forkserver.server import Server
+from accel_cli.plan import Plan
 
 __all__ = ["run"]
 
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
-def run(plan: Plan) -> int:
+def run(plan: Plan, server: Server | None = None) -> int:
     """Start the plan's processes on this machine, wait for them, and say what their exit code comes to.
+
+    Args:
+        plan: What is to run.
+        server: What forks the processes; without one each is a command of its own.
 
     Returns:
         0, the code of the first process that failed, or 128 + n where signal n ended it or the launcher.
@@ -43,17 +49,17 @@ def run(plan: Plan) -> int:
     folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
     code = 1
     try:
-        code = _run(plan, folder)
+        code = _run(plan, folder, server)
     finally:
         folder.record({"exit_code": code})
     return code
 
 
-def _run(plan: Plan, folder: runs.RunFolder) -> int:
+def _run(plan: Plan, folder: runs.RunFolder, server: Server | None) -> int:
     said = dict(plan.agent)
     meeting = _meet(said, plan)
-    handler = Handler.of(meeting, said)
-    agent = Agent(_spec(plan, handler), folder)
+    handler = Alone(meeting, said["run_id"]) if meeting.alone else Handler.of(meeting, said)
+    agent = Agent(_spec(plan, handler), folder, server=server)
     try:
         result = agent.run()
     except SignalException as error:
@@ -99,7 +105,7 @@ def _name_interface(meeting: Meeting) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _too_few(handler: Handler) -> str:
+def _too_few(handler: Alone | Handler) -> str:
     low, _ = handler.meeting.wanted
     # Whoever gives up first has left by now.
     came = [card.name for card in handler.seen] or [handler.meeting.card.name]
@@ -111,7 +117,7 @@ def _too_few(handler: Handler) -> str:
     )
 
 
-def _spec(plan: Plan, handler: Handler) -> WorkerSpec:
+def _spec(plan: Plan, handler: Alone | Handler) -> WorkerSpec:
     """What torch's agent is told: the command of a process, how many, and where the machines meet."""
     program, *args = plan.argv
     return WorkerSpec(

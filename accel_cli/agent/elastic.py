@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from typing import Any
 
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -19,24 +21,39 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from typing_extensions import override
 
 from accel_cli import console, waiting
-from accel_cli.agent.processes import Processes
+from accel_cli.agent.alone import Alone
+from accel_cli.agent.processes import Forked, Processes
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.restarts import Budget, Reason, of_failures
 from accel_cli.errors import AccelError
+from accel_cli.forkserver.server import Server
 from accel_cli.runs import RunFolder
 from accel_runtime import env
 
 __all__ = ["Agent"]
 
 
+# torch asks the name servers for this machine's full name with each event it records, and keeps no record:
+# where none answers, every step of the agent would wait for them.
+api._get_fq_hostname = socket.gethostname  # noqa: SLF001
+
+
 class Agent(LocalElasticAgent):
     """The agent of one machine: it meets the others, starts the processes, watches them, starts them again."""
 
-    def __init__(self, spec: WorkerSpec, folder: RunFolder, *, shutdown_timeout: int = 30) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        folder: RunFolder,
+        *,
+        server: Server | None = None,
+        shutdown_timeout: int = 30,
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
         self._folder = folder
+        self._server = server
         self._attempt = -1
-        assert isinstance(spec.rdzv_handler, Handler)
+        assert isinstance(spec.rdzv_handler, Alone | Handler)
         self._handler = spec.rdzv_handler
         self._budget = Budget(self._handler.meeting, spec.max_restarts)
         self._reason: Reason | None = None
@@ -120,9 +137,14 @@ class Agent(LocalElasticAgent):
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
         self._attempt += 1
         envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
-        self._pcontext = Processes(worker_group.spec, envs, shutdown_timeout=self._shutdown_timeout)
+        self._pcontext = self._processes(worker_group.spec, envs)
         self._pcontext.start()
         return self._pcontext.pids()
+
+    def _processes(self, spec: WorkerSpec, envs: dict[int, dict[str, str]]) -> Processes:
+        if self._server:
+            return Forked(spec, envs, server=self._server, shutdown_timeout=self._shutdown_timeout)
+        return Processes(spec, envs, shutdown_timeout=self._shutdown_timeout)
 
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 
 from accel_cli import waiting
@@ -71,7 +71,7 @@ class Meeting:
         self.endpoint = Endpoint.parse(said["rdzv_endpoint"])
         self.deadline = time.monotonic() + said["rdzv_timeout"]
         self.wanted: tuple[int, int] = (said["min_nodes"], said["max_nodes"])
-        self.store = self._alone() if self.alone else self._with_others()
+        self.store: Store = self._alone() if self.alone else self._with_others()
         low, high = self.wanted
         self.card = Card(
             host=socket.gethostname(),
@@ -81,7 +81,8 @@ class Meeting:
             nnodes=str(high) if low == high else f"{low}:{high}",
             node_rank=said["node_rank"],
             torch=torch.__version__,
-            accel=version("accel"),
+            # Reading it takes a while, and nobody else would compare it.
+            accel="" if self.alone else version("accel"),
         )
         if not self.alone:
             self._introduce()
@@ -104,9 +105,9 @@ class Meeting:
         key = self.key(f"card/{address}/{pid}")
         return Card.read(self.store.get(key)) if self.store.check([key]) else None
 
-    def _alone(self) -> TCPStore:
+    def _alone(self) -> Store:
         self.address, self._hosts = self._said["local_addr"], True
-        return serve(listening(self.address), self.address)
+        return HashStore()
 
     def _with_others(self) -> TCPStore:
         self._resolve()

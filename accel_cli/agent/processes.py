@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
+from typing import cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from typing_extensions import override
 
-__all__ = ["Processes"]
+from accel_cli import console
+from accel_cli.forkserver.server import Server, ServerError
+
+__all__ = ["Forked", "Processes"]
+
+_LOOK_S = 0.02
+"""Seconds between two looks at a process that is to end."""
 
 
 class Processes(SubprocessContext):
@@ -34,3 +44,57 @@ class Processes(SubprocessContext):
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
         super().close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+
+
+class Forked(Processes):
+    """One process a local rank, forked from a server that has torch loaded (`start_method: forkserver`)."""
+
+    def __init__(
+        self, spec: WorkerSpec, envs: dict[int, dict[str, str]], *, server: Server, shutdown_timeout: int
+    ) -> None:
+        super().__init__(spec, envs, shutdown_timeout=shutdown_timeout)
+        self._server = server
+
+    @override
+    def _start(self) -> None:
+        environs = [{**os.environ, **self.envs[rank]} for rank in range(self.nprocs)]
+        try:
+            pids = self._server.fork((str(self.entrypoint), *self.args[0]), environs)
+        except ServerError as error:
+            console.note(f"processes are started by exec: {error}")
+            super()._start()  # type: ignore[no-untyped-call]
+        else:
+            self.subprocess_handlers = dict(enumerate(map(_Handler, pids)))
+
+
+class _Handler(SubprocessHandler):
+    """What torch's context asks of a process it has started, for one that it has not."""
+
+    def __init__(self, pid: int) -> None:  # no command, and no files of torch's
+        self.proc = cast("subprocess.Popen[bytes]", _Child(pid))
+
+    @override
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+
+
+class _Child:
+    """A child that somebody else started: waited for as `subprocess.Popen` would."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(_LOOK_S)
+        return code

@@ -9,7 +9,7 @@ import typer
 from accel_cli.commands.completion import profile_names
 
 if TYPE_CHECKING:
-    from accel_cli.launchers.base import Plan
+    from accel_cli.plan import Plan
     from accel_cli.profile.layers import Resolved
 
 __all__ = ["SETTINGS", "launch"]
@@ -199,6 +199,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         f"launcher: {plan.launcher}",
         f"start: {_processes(plan)}",
         f"device: {plan.device}",
+        *([f"start method: {plan.start_method}"] if plan.start_method else []),
         f"command: {shlex.join(plan.argv)}",
         "environment:",
         *(f"  {name}={masked(name, value)}" for name, value in sorted(plan.env.items())),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
 from accel_cli.nodes import Facts
+from accel_cli.plan import Plan
 from accel_runtime.env import Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
@@ -36,35 +37,6 @@ class Job:
     """The interpreter that runs scripts and modules."""
     nodes: Facts = field(default_factory=Facts)
     """What is known of the machines, and of this one among them."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will happen: pure data."""
-
-    launcher: str
-    runner: str
-    """Where the function lives that carries this out, as `module:function`."""
-    argv: tuple[str, ...]
-    """The command of every process."""
-    env: Mapping[str, str]
-    """What is added to the environment the processes inherit."""
-    device: str
-    """What a process computes on, in words."""
-    target: str = ""
-    """The script, module or program, as it was typed."""
-    nnodes: int = 1
-    nproc_per_node: int = 1
-    derived: str = ""
-    """What a scheduler's variables said of the machines, and all that follows; empty where none did."""
-    agent: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of torch's elastic agent, where one starts the processes."""
-    script: str = ""
-    """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
-    output_dir: str = "."
-    """Where the log of a job goes."""
-    detach: bool = False
-    """Whether a job is only submitted, and not followed."""
 
 
 class Launcher(Section):

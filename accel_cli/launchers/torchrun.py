@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -121,6 +122,11 @@ class Torchrun(Launcher):
     monitor_interval: Annotated[
         float, Field(gt=0, description="Seconds between two looks at whether the processes are alive.")
     ] = 0.1
+    start_method: Literal["auto", "forkserver", "exec"] = Field(
+        "auto",
+        description="How processes start: `forkserver` imports torch once and forks them, `exec` is a command "
+        "each; `auto` is forkserver for Python on Linux.",
+    )
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -145,18 +151,20 @@ class Torchrun(Launcher):
         self._check_static(job)
         count = self._count(job)
         device = device_of(job, count)
+        method, reason = self._started_by(job)
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.agent:run",
+            runner="accel_cli.agent:run" if method == "exec" else "accel_cli.forkserver:become",
             argv=_worker(job),
-            env=environment(job, {"OMP_NUM_THREADS": threads}),
+            env=environment(job, {"OMP_NUM_THREADS": threads, **self._interfaces()}),
             device=device,
             target=job.target,
             nnodes=self.range[1],
             nproc_per_node=count,
             derived=job.nodes.line,
             agent=self._agent(job),
+            start_method=f"{method} ({reason})",
         )
 
     def _check_static(self, job: Job) -> None:
@@ -173,6 +181,25 @@ class Torchrun(Launcher):
                 f"--node-rank gives every machine a fixed number, and {asked} lets machines come anew: "
                 "leave out --node-rank (machines number themselves), or max_restarts and the range"
             )
+
+    def _interfaces(self) -> dict[str, str]:
+        """Where collectives listen: left alone, on an address that other machines reach."""
+        if self.range[1] > 1 or sys.platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+    def _started_by(self, job: Job) -> tuple[str, str]:
+        """The start method, and why."""
+        unable = ""
+        if job.kind == "program":
+            unable = "a program is not known to be Python"
+        elif sys.platform != "linux":
+            unable = f"the fork server needs Linux, and this is {sys.platform}"
+        if unable and self.start_method == "forkserver":
+            raise UsageError(f"start_method: forkserver was asked for, but {unable}; use exec or auto")
+        if self.start_method != "auto":
+            return self.start_method, "launcher.start_method"
+        return ("exec", unable) if unable else ("forkserver", "torch is imported once for all processes")
 
     def _count(self, job: Job) -> int:
         if isinstance(self.nproc_per_node, int):

@@ -10,7 +10,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.jobs.follow import follow
 from accel_cli.jobs.slurm import SlurmJobs
-from accel_cli.launchers.base import Plan
+from accel_cli.plan import Plan
 
 __all__ = ["submit"]
 

@@ -1,5 +1,7 @@
 """Plans are pure data, so launchers are compared by what they would do: no process, no network."""
 
+import sys
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,6 +11,7 @@ from accel_cli.launchers.base import Job
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.machine import Machine
+from accel_cli.plan import Plan
 from accel_runtime.env import Settings
 
 CPU = Machine(cpus=8)
@@ -35,10 +38,13 @@ def test_single_runs_what_was_typed(kind, argv):
     assert plan.env == SAID
 
 
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+
 def test_torchrun_starts_as_many_processes_as_asked_and_divides_the_cores():
     plan = Torchrun(nproc_per_node=2).plan(job())
     assert plan.nproc_per_node == 2
-    assert plan.env == {**SAID, "OMP_NUM_THREADS": "4"}
+    assert plan.env == {**SAID, **LOOPBACK, "OMP_NUM_THREADS": "4"}
     assert plan.argv[0] == "py"
     assert plan.argv[1].endswith("worker.py")
     assert plan.argv[2:] == ("script", "train.py", "--lr", "-1", "a b")
@@ -55,6 +61,40 @@ def test_several_machines_meet_at_the_endpoint():
     assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["local_addr"]) == (3, "node0:29400", None)
 
 
+def test_collectives_of_several_machines_choose_their_interface_themselves():
+    plan = Torchrun(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0:29400").plan(job())
+    assert LOOPBACK.keys().isdisjoint(plan.env)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "wanted", "said"),
+    [
+        ("linux", "script", "auto", "forkserver (torch is imported once for all processes)"),
+        ("linux", "module", "forkserver", "forkserver (launcher.start_method)"),
+        ("linux", "script", "exec", "exec (launcher.start_method)"),
+        ("linux", "program", "auto", "exec (a program is not known to be Python)"),
+        ("darwin", "script", "auto", "exec (the fork server needs Linux, and this is darwin)"),
+    ],
+)
+def test_how_processes_start_and_why(monkeypatch, platform, kind, wanted, said):
+    monkeypatch.setattr(sys, "platform", platform)
+    plan = Torchrun(nproc_per_node=2, start_method=wanted).plan(job(kind))
+    assert plan.start_method == said
+    forked = said.startswith("forkserver")
+    assert plan.runner == ("accel_cli.forkserver:become" if forked else "accel_cli.agent:run")
+
+
+def test_forking_where_it_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(UsageError, match="start_method: forkserver was asked for, but the fork server needs"):
+        Torchrun(nproc_per_node=2, start_method="forkserver").plan(job())
+
+
+def test_a_plan_survives_being_written_down_even_with_bytes_that_are_no_text():
+    plan = Torchrun(nproc_per_node=2).plan(job(env={"A": "\udcff"}))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_auto_is_one_process_for_each_accelerator_or_one_on_the_cpu():
     assert Torchrun().plan(job(machine=GPUS)).nproc_per_node == 4
     assert Torchrun().plan(job(machine=GPUS, device="cpu")).nproc_per_node == 1
@@ -64,7 +104,7 @@ def test_auto_is_one_process_for_each_accelerator_or_one_on_the_cpu():
 def test_a_variable_the_user_set_is_left_alone():
     environ = {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "WARN"}
     plan = Torchrun(nproc_per_node=2).plan(job(env={"NCCL_DEBUG": "INFO", "A": "1"}, environ=environ))
-    assert plan.env == {**SAID, "A": "1"}
+    assert plan.env == {**SAID, **LOOPBACK, "A": "1"}
 
 
 def test_the_profile_says_the_threads_where_the_user_did_not():

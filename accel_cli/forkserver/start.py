@@ -1,0 +1,83 @@
+"""The fresh interpreter of a launch: it loads torch, forks the server off, and becomes the elastic agent.
+
+Run by path with the number of a file descriptor that holds the plan. A forked process returns to here as
+well, and runs the script from the same depth as a process that `exec` started.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # This folder; a script's own takes the place in the process that runs it.
+    del sys.path[0]
+
+from accel_cli import worker
+
+# What a process that `exec` starts has loaded when the script begins.
+_BARE = frozenset(sys.modules)
+
+from accel_cli.errors import AccelError  # noqa: E402 - after the line is drawn
+from accel_cli.forkserver import unfit  # noqa: E402
+from accel_cli.forkserver.server import Request, Server, start  # noqa: E402
+from accel_cli.plan import Plan  # noqa: E402
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Be the agent; or, in a process that was forked, run the script."""
+    try:
+        plan = _plan()
+        started = _started(plan)
+        if isinstance(started, Server | None):
+            sys.exit(_agent(plan, started))
+    except AccelError as error:
+        from accel_cli import console  # noqa: PLC0415 - rich must not be in the processes
+
+        console.error(str(error))
+        sys.exit(error.exit_code)
+    started.enter()
+    worker.main(started.arguments)
+
+
+def _plan() -> Plan:
+    with os.fdopen(int(sys.argv[1]), encoding="utf-8") as told:
+        return Plan.from_json(told.read())
+
+
+def _started(plan: Plan) -> Server | Request | None:
+    """The server, a process's request, or None where processes are better started by exec."""
+    # What is loaded now stays: not looking for garbage in it saves time here and memory pages in each process.
+    gc.disable()
+    try:
+        importlib.import_module("torch")
+    except ImportError as error:
+        raise AccelError(
+            f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
+        ) from error
+    reason = unfit.reason(plan, bare=_BARE)
+    gc.freeze()
+    started = None if reason else start()
+    gc.enable()
+    if isinstance(started, Server) and unfit.threads():
+        started.close()
+        started, reason = None, "a library started threads while torch was loaded"
+    if reason:
+        from accel_cli import console  # noqa: PLC0415 - as above
+
+        console.note(f"processes are started by exec: {reason}")
+    return started
+
+
+def _agent(plan: Plan, server: Server | None) -> int:
+    from accel_cli import agent  # noqa: PLC0415 - not in the processes
+
+    return agent.run(plan, server)
+
+
+if __name__ == "__main__":
+    main()

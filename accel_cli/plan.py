@@ -1,0 +1,51 @@
+"""What will happen: the pure data that every launcher makes of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will happen: pure data."""
+
+    launcher: str
+    runner: str
+    """Where the function lives that carries this out, as `module:function`."""
+    argv: tuple[str, ...]
+    """The command of every process."""
+    env: Mapping[str, str]
+    """What is added to the environment the processes inherit."""
+    device: str
+    """What a process computes on, in words."""
+    target: str = ""
+    """The script, module or program, as it was typed."""
+    nnodes: int = 1
+    nproc_per_node: int = 1
+    derived: str = ""
+    """What a scheduler's variables said of the machines, and all that follows; empty where none did."""
+    agent: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of torch's elastic agent, where one starts the processes."""
+    start_method: str = ""
+    """How the agent starts processes, `forkserver` or `exec`, and in brackets why; empty without an agent."""
+    script: str = ""
+    """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
+    output_dir: str = "."
+    """Where the log of a job goes."""
+    detach: bool = False
+    """Whether a job is only submitted, and not followed."""
+
+    def to_json(self) -> str:
+        """The plan as text, for a program that takes this one's place."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        known = json.loads(text)
+        return cls(**{**known, "argv": tuple(known["argv"])})

@@ -1,0 +1,387 @@
+"""A script notices nothing of the start method: the same scripts, executed and forked, compared."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from accel_cli import worker
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server needs Linux")
+
+DRIVER = """
+import os, sys
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+from pathlib import Path
+from accel_cli import worker
+from accel_cli.forkserver.server import Server, start
+
+started = start()
+if isinstance(started, Server):
+    (pid,) = started.fork((sys.executable, worker.__file__, "script", *sys.argv[2:]), [dict(os.environ)])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    started.close()
+    Path(sys.argv[1]).write_text(str(code))
+    os._exit(0)
+started.enter()
+worker.main(started.arguments)
+"""
+OURS = re.compile(r'  File "[^"]*(?:worker|driver)\.py", line .*\n(?:    .*\n)*')
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@pytest.fixture
+def ends(tmp_path, cwd):
+    """How a script ends under a start method: its exit status, and what it wrote. No torch, so it is quick."""
+
+    def run(method, source, *args, **options):
+        (cwd / "end.py").write_text(dedent(source))
+        (tmp_path / "driver.py").write_text(DRIVER)
+        report = tmp_path / "code"
+        begin = [sys.executable]
+        if method == "exec":
+            command = [*begin, worker.__file__, "script", "end.py", *args]
+        else:
+            command = [*begin, str(tmp_path / "driver.py"), str(report), "end.py", *args]
+        options = {"stdin": subprocess.DEVNULL, "cwd": cwd, "timeout": 60, "text": True} | options
+        # A session of its own is what the elastic agent gives each process.
+        done = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
+        code = done.returncode if method == "exec" else int(report.read_text())
+        return code, done.stdout, ADDRESS.sub("", OURS.sub("", done.stderr))
+
+    return run
+
+
+ENDINGS = {
+    "falls off its end": "print('whole')",
+    "an unfinished line": "import sys; sys.stdout.write('no newline')",
+    "exit without a word": "import sys; print('out'); sys.exit()",
+    "exit with a number": "import sys; sys.exit(3)",
+    "exit with a large number": "import sys; sys.exit(1000)",
+    "exit with a text": "import sys; sys.exit('no data')",
+    "exit with an object": "import sys; sys.exit([1, 2])",
+    "an exception": "def f(): raise ValueError('no data')\nf()",
+    "a group of exceptions": "try:\n  1/0\nexcept ZeroDivisionError as e:\n  raise KeyError('x') from e",
+    "a hook of its own": "import sys\nsys.excepthook = lambda *a: print('hook', a[0])\n1/0",
+    "no such module": "import no_such_module",
+    "not Python": "def f(:\n  pass",
+    "left at once": "import os; print('lost', end=''); os._exit(5)",
+    "interrupted": "raise KeyboardInterrupt",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "terminated": "import os; os.kill(os.getpid(), 15)",
+    "a broken pointer": "import ctypes; ctypes.string_at(0)",
+    "aborted": "import os; os.abort()",
+    "too deep": "import sys\nsys.tracebacklimit = 1\ndef f(): f()\nf()",
+    "atexit, in order": """
+        import atexit, logging, weakref
+        class Model: pass
+        model = Model()
+        weakref.finalize(model, print, 'finalised')
+        atexit.register(print, 'first registered')
+        atexit.register(lambda: 1 / 0)
+        atexit.register(print, 'last registered')
+    """,
+    "a thread that goes on": """
+        import threading, time
+        def go_on():
+            time.sleep(0.1)
+            print('thread done', threading.main_thread().name, threading.active_count())
+        threading.Thread(target=go_on).start()
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        print('main done', flush=True)
+    """,
+    "a thread that fails": """
+        import threading
+        thread = threading.Thread(target=lambda: 1 / 0, name='mine')
+        thread.start(); thread.join()
+    """,
+    "a file left open": "f = open('left', 'w'); f.write('text')\nimport sys; sys.exit(4)",
+    "an object that speaks last": """
+        class Last:
+            def __del__(self): print('deleted')
+        last = Last()
+    """,
+    "children of its own": """
+        import multiprocessing, os, time
+        print(multiprocessing.current_process(), multiprocessing.parent_process(), flush=True)
+        if os.fork() == 0:
+            os._exit(7)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        context = multiprocessing.get_context('fork')
+        context.Process(target=time.sleep, args=(60,), daemon=True).start()
+        process = context.Process(target=print, args=('child',))
+        process.start(); process.join()
+        print(process.exitcode, process.name)
+    """,
+    "signals as Python sets them": """
+        import signal
+        print({s.name: str(signal.getsignal(s)) for s in signal.Signals}, signal.pthread_sigmask(0, []))
+        signal.signal(signal.SIGUSR1, lambda *a: print('handled', a[0]))
+        signal.raise_signal(signal.SIGUSR1)
+        signal.signal(signal.SIGALRM, lambda *a: print('alarm'))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.pause()
+    """,
+    "a broken pipe": "import os\nr, w = os.pipe(); os.close(r)\nos.write(w, b'x')",
+    "where it stands": """
+        import gc, os, sys, threading, faulthandler
+        from pathlib import Path
+        print(__name__, __file__, __package__, __spec__, __cached__, sys.modules['__main__'].__name__, sys.argv, sys.path)
+        print(sys.orig_argv, sys.flags, sys.warnoptions, sys.getrecursionlimit(), gc.isenabled(), gc.get_threshold())
+        print(os.getcwd(), os.umask(0o22), os.getpgid(0) == os.getpid(), faulthandler.is_enabled())
+        print([t.name for t in threading.enumerate()], sorted(int(p.name) for p in Path('/proc/self/fd').iterdir()))
+        for stream in (sys.stdin, sys.stdout, sys.stderr):
+            print(stream.encoding, stream.errors, stream.fileno(), stream.line_buffering, stream.name, stream.mode)
+        print(sorted(set(globals()) - {'stream'}))
+        print(Path(f'/proc/{os.getpid()}/comm').read_text())
+    """,
+    "a script that starts itself again": """
+        import os, subprocess, sys
+        if 'again' not in sys.argv:
+            sys.exit(subprocess.call([*sys.orig_argv, 'again']))
+        print(sys.argv)
+        sys.exit(9)
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_script_ends_as_it_would_if_it_were_executed(ends, name):
+    executed = ends("exec", ENDINGS[name])
+    assert ends("forkserver", ENDINGS[name]) == executed
+
+
+def test_what_is_piped_in_reaches_the_script(ends):
+    source = "import sys\nprint(input(), sys.stdin.read().upper())\n"
+    assert ends("forkserver", source, stdin=None, input="one\ntwo\n") == (0, "one TWO\n\n", "")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTHONUNBUFFERED": "1"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"PYTHONSAFEPATH": "1"},
+        {"PYTHONWARNINGS": "error"},
+    ],
+    ids=lambda variables: next(iter(variables)),
+)
+def test_variables_that_python_reads_when_it_starts_have_their_effect(ends, variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    source = ENDINGS["where it stands"]
+    assert ends("forkserver", source) == ends("exec", source)
+
+
+def test_what_the_caller_left_open_is_open_in_neither(ends, tmp_path):
+    with (tmp_path / "open").open("w") as file:
+        source = f"import os\ntry:\n  print(os.fstat({file.fileno()}).st_ino)\nexcept OSError as e:\n  print(e.strerror)"
+        assert ends("forkserver", source, pass_fds=[file.fileno()])[1] == "Bad file descriptor\n"
+
+
+ASK = """
+import json, os, sys
+out = {"torch before": "torch" in sys.modules, "late": os.environ.get("LATE")}
+import inspect, multiprocessing, random, signal, socket
+from pathlib import Path
+import numpy, torch, torch.nn
+from torch.utils.data import DataLoader, Dataset
+import torch.distributed as dist
+
+HERE = __file__ if "__file__" in globals() else None
+
+class Rows(Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, i): return torch.tensor([float(i)]), multiprocessing.current_process().name != "MainProcess"
+
+def collate(rows): return torch.stack([row for row, _ in rows]), all(away for _, away in rows)
+
+def seen(_, name): Path(os.environ["OUT"], name).write_text(str(dist.is_available()))
+
+def double(x): return 2 * x
+
+def listens():
+    lines = [l.split() for f in ("tcp", "tcp6") for l in Path("/proc/net", f).read_text().splitlines()[1:]]
+    inodes = {os.readlink(f"/proc/{p}/fd/{f}") for p in (os.getpid(), os.getppid()) for f in os.listdir(f"/proc/{p}/fd")
+              if os.path.islink(f"/proc/{p}/fd/{f}")}
+    return sorted({l[1].split(":")[0] for l in lines if l[3] == "0A" and f"socket:[{l[9]}]" in inodes})
+
+def main():
+    rank = os.environ["RANK"]
+    out["name"], out["file"], out["argv"], out["path0"] = __name__, HERE, sys.argv, sys.path[0]
+    out["torch"] = [torch.__spec__.name, torch.__spec__.origin, torch.get_num_threads()]
+    out["process"] = [str(multiprocessing.current_process()), str(multiprocessing.parent_process())]
+    out["handlers"] = [str(signal.getsignal(s)) for s in signal.Signals]
+    out["group"] = [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)]
+    out["own"] = [random.random(), float(numpy.random.rand()), multiprocessing.current_process().authkey.hex(), torch.rand(4).tolist()]
+    out["ours"] = [m for m in sys.modules if m.split(".")[0] in {"pydantic", "rich", "typer", "yaml", "platformdirs"}]
+    # Each of these imports torch again: one process asks for all.
+    for method in ("fork", *sys.argv[1:]) if rank == "0" else ():
+        loader = DataLoader(Rows(), batch_size=3, num_workers=1, multiprocessing_context=method, collate_fn=collate)
+        out[method] = [(batch.sum().item(), away) for batch, away in loader]
+    if rank == "0":
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            out["pool"] = pool.map(double, [1, 2])
+        torch.multiprocessing.spawn(seen, args=("seen",))
+        out["seen"] = Path(os.environ["OUT"], "seen").read_text()
+    out["source"] = inspect.getsource(double)
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    out["total"], out["listens"] = total.item(), listens()
+    dist.destroy_process_group()
+    out["environ"] = dict(os.environ)
+    out["ppid"] = os.getppid()
+    Path(os.environ["OUT"], rank + ".json").write_text(json.dumps(out))
+
+if __name__ == "__main__":
+    main()
+"""
+ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ACCEL_RANK_FOLDER", "OUT"}
+
+
+@pytest.fixture
+def asked(accel, tmp_path, monkeypatch):
+    """What both ranks of a script say of themselves."""
+
+    def answers(method, *args):
+        out = tmp_path / f"out-{method}"
+        out.mkdir()
+        monkeypatch.setenv("OUT", str(out))
+        options = ("--cpu", "--nproc-per-node", "2", "--set", f"launcher.start_method={method}")
+        done = accel("launch", *options, "--set", "env.LATE=1", *args)
+        assert done.returncode == 0, done.stderr
+        assert "by exec" not in done.stderr
+        return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script, asked, module):
+    if module:
+        script("", "package/__init__.py")
+        script("from .ask import main, Rows\n" + "if __name__ == '__main__': main()\n", "package/run.py")
+        script(ASK, "package/ask.py")
+        args = ("-m", "package.run", "spawn")
+    else:
+        script(ASK)
+        args = ("train.py", "spawn", "forkserver")
+    executed = asked("exec", *args)
+    forked = asked("forkserver", *args)
+    for each in (executed, forked):
+        own = [said.pop("own") for said in each]
+        assert all(mine != theirs for mine, theirs in zip(*own, strict=True))
+        assert len({said.pop("ppid") for said in each}) == 1
+        for said in each:
+            said["environ"] = {k: v for k, v in said["environ"].items() if k not in ITS_OWN}
+    assert forked == executed
+    said = forked[0]
+    assert not said["torch before"]
+    assert said["ours"] == []
+    assert said["listens"] == ["0100007F"]
+    assert said["fork"] == said["spawn"] == [[3.0, True], [12.0, True]]
+
+
+def launched(accel, *args, nproc=2):
+    return accel("launch", "--cpu", "--nproc-per-node", nproc, *args)
+
+
+def test_a_module_of_the_script_that_torch_has_loaded_by_another_name_is_the_scripts_own(accel, script):
+    script("mine = True", "calendar.py")
+    script("import calendar; print('mine', calendar.mine)")
+    done = launched(accel, "train.py")
+    assert done.stdout == "mine True\n" * 2
+    assert "processes are started by exec:" in done.stderr
+    assert "calendar" in done.stderr
+
+
+def test_a_variable_that_the_script_sets_before_torch_has_its_effect(accel, script):
+    script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
+    done = launched(accel, "train.py")
+    assert done.stdout == "2\n" * 2
+    assert "sets OMP_NUM_THREADS" in done.stderr
+
+
+def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(accel, script):
+    script("import os; os.environ['OMP_NUM_THREADS'] = '3'", "settings.py")
+    script("import settings; import torch")
+    done = launched(accel, "train.py")
+    assert done.returncode == 0
+    assert "OMP_NUM_THREADS changed after torch was loaded for this process" in done.stderr
+
+
+def test_the_profiles_variables_are_there_when_torch_is_loaded(accel, script):
+    script("import torch; print(torch.get_num_threads())")
+    done = launched(accel, "--set", "env.OMP_NUM_THREADS=2", "train.py")
+    assert done.stdout == "2\n" * 2
+    assert "by exec" not in done.stderr
+
+
+def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
+    script(
+        dedent("""
+        import os, sys, time
+        from pathlib import Path
+        again = Path("again").exists()
+        print(os.environ["RANK"], again, os.environ["TORCHELASTIC_RESTART_COUNT"])
+        import torch.distributed as dist
+        if not again and os.environ["RANK"] == "1":
+            Path("again").touch()
+            os.kill(os.getpid(), 9)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        print("met")
+        """)
+    )
+    done = launched(accel, "--set", "launcher.max_restarts=1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines())[-2:] == ["met", "met"]
+
+
+def test_the_server_gone_a_restart_is_by_exec_and_says_so(accel, script):
+    script(
+        dedent("""
+        import os, signal
+        from pathlib import Path
+        if not Path("again").exists():
+            Path("again").touch()
+            launcher = os.getppid()
+            children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+            (server,) = [int(pid) for pid in children if int(pid) != os.getpid()]
+            os.kill(server, signal.SIGKILL)
+            raise SystemExit(1)
+        print("again")
+        """)
+    )
+    done = launched(
+        accel, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
+    )
+    assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
+    assert "the fork server has ended" in done.stderr
+
+
+def test_nothing_is_left_when_the_launcher_ends(accel, script):
+    script("import os; print(os.getppid(), os.getpid(), flush=True)")
+    done = launched(accel, "train.py")
+    pids = {int(pid) for pid in done.stdout.split()}
+    assert len(pids) == 3
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(accel, script):
+    script("")
+    refused = launched(accel, "--set", "launcher.start_method=forkserver", "--no-python", "true")
+    assert refused.returncode == 2
+    assert "start_method: forkserver was asked for, but a program is not known to be Python" in refused.stderr
+    said = launched(accel, "--explain", "--no-python", "true").stdout
+    assert "start method: exec (a program is not known to be Python)" in said
+    assert (
+        "start method: forkserver (torch is imported once" in launched(accel, "--explain", "train.py").stdout
+    )
