@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["error", "note", "plain", "short", "show", "table"]
+__all__ = ["coloured", "error", "failure", "note", "plain", "short", "show", "table"]
 
 
 def note(text: str) -> None:
@@ -21,6 +23,31 @@ def note(text: str) -> None:
 def error(text: str) -> None:
     """What went wrong and what to do."""
     _err().print(f"[bold red]accel: error:[/bold red] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def failure(where: str, body: Sequence[str], cause: str) -> None:
+    """How a process failed, cause last: a panel on a terminal, plain lines for other programs.
+
+    Args:
+        where: Which process.
+        body: Where it happened, as lines.
+        cause: What it raised, or how it ended.
+    """
+    screen = _err()
+    if body and screen.is_terminal:
+        text = Text("\n".join([*body, ""]), overflow="fold").append(cause, style="bold red")
+        screen.print(Panel(text, title=Text(f"{where} failed"), title_align="left", border_style="red"))
+        return
+    if body:
+        called = any(line.startswith('  File "') and ", in " in line for line in body)
+        head = ["Traceback (most recent call last):"] if called else []
+        screen.print(Text("\n".join([*head, *body])), soft_wrap=True)
+    error(f"{where}: {cause}")
+
+
+def coloured() -> bool:
+    """Whether there may be colours on a terminal."""
+    return not _err().no_color
 
 
 def plain(text: str) -> None:

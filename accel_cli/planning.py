@@ -39,6 +39,8 @@ class Request:
     nproc_per_node: str | None = None
     nnodes: int | None = None
     mixed_precision: str | None = None
+    ranks: str | None = None
+    log_dir: str | None = None
     cpu: bool = False
 
 
@@ -68,7 +70,18 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
     if alone and counts:
         said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
+    if alone and not counts:
+        _refuse_logs(request)
     return layers.resolve([*said, assigned, *options])
+
+
+def _refuse_logs(request: Request) -> None:
+    for option, value in (("--ranks", request.ranks), ("--log-dir", request.log_dir)):
+        if value is not None:
+            raise UsageError(
+                f"{option} is for the launcher torchrun (--set launcher.kind=torchrun): with single, accel launch "
+                "becomes the script, and what that writes goes to the screen only"
+            )
 
 
 def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found: Machine) -> Plan:
@@ -180,6 +193,8 @@ def _options(request: Request) -> list[Layer]:
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
         "--nproc-per-node": ("launcher.nproc_per_node", count),
         "--nnodes": ("launcher.nnodes", request.nnodes),
+        "--ranks": ("launcher.ranks", request.ranks),
+        "--log-dir": ("launcher.log_dir", request.log_dir),
     }
     return [
         Layer(option, {key: value}, {"": option})

@@ -12,8 +12,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_cli import runs
 from accel_cli.agent.elastic import Agent
-from accel_cli.agent.report import first_failure
-from accel_cli.errors import AccelError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.base import Plan
 
 __all__ = ["run"]
@@ -34,7 +33,7 @@ def run(plan: Plan) -> int:
     if plan.agent["max_restarts"]:
         # Without it a restart meets the stale keys of the attempt before (torch 2.13; pytorch#167288).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
+    folder = _folder(plan)
     code = 1
     try:
         code = _run(plan, folder)
@@ -44,7 +43,7 @@ def run(plan: Plan) -> int:
 
 
 def _run(plan: Plan, folder: runs.RunFolder) -> int:
-    agent = Agent(_spec(plan), folder)
+    agent = Agent(_spec(plan), folder, shown=plan.agent["ranks"])
     try:
         result = agent.run()
     except SignalException as error:
@@ -52,8 +51,19 @@ def _run(plan: Plan, folder: runs.RunFolder) -> int:
         return 128 + int(error.sigval)
     except RendezvousError as error:
         raise AccelError(f"the machines did not meet at {plan.agent['rdzv_endpoint']}: {error}") from None
+    code = agent.report(result.failures) if result.failures else 0
     agent.leave()
-    return first_failure(result.failures, processes=agent.world_size) if result.failures else 0
+    return code
+
+
+def _folder(plan: Plan) -> runs.RunFolder:
+    base = runs.home(os.environ, plan.agent["log_dir"])
+    try:
+        return runs.RunFolder.create(base, plan.target, {"argv": plan.argv})
+    except OSError as error:
+        raise UsageError(
+            f"logs cannot be written to {base}: {error.strerror}; --log-dir names another folder"
+        ) from None
 
 
 def _spec(plan: Plan) -> WorkerSpec:

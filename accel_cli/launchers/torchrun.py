@@ -10,9 +10,11 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 import accel_cli
+from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
 from accel_cli.machine import Machine
+from accel_cli.ranks import checked, highest
 
 __all__ = ["Torchrun"]
 
@@ -92,6 +94,18 @@ class Torchrun(Launcher):
     monitor_interval: Annotated[
         float, Field(gt=0, description="Seconds between two looks at whether the processes are alive.")
     ] = 0.1
+    ranks: Annotated[
+        int | str,
+        AfterValidator(checked),
+        Field(description="Whose output is on the screen: `all`, `none`, or ranks as in `0,2`."),
+    ] = 0
+    log_dir: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Folder for the logs of runs; unset keeps them where this system keeps a program's state.",
+        ),
+    ] = None
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -109,6 +123,10 @@ class Torchrun(Launcher):
     def plan(self, job: Job) -> Plan:
         count = self._count(job)
         device = device_of(job, count)
+        if highest(self.ranks) >= self.nnodes * count:
+            raise UsageError(
+                f"ranks: {self.ranks} was asked for, but the last rank is {self.nnodes * count - 1}"
+            )
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
             launcher=self.kind,
@@ -138,13 +156,13 @@ class Torchrun(Launcher):
             "max_restarts": self.max_restarts,
             "monitor_interval": self.monitor_interval,
             "local_addr": _LOOPBACK if alone else None,
+            "ranks": self.ranks,
+            "log_dir": self.log_dir,
         }
 
 
 def _worker(job: Job) -> tuple[str, ...]:
-    """The command of one process; scripts and modules run under `worker`, which records a failure."""
-    if job.kind == "program":
-        return (job.target, *job.args)
+    """The command of one process, under `worker`: it keeps what is written, and records a failure."""
     # By path: `-m` would put the current folder before the standard library while the worker loads.
     worker = str(Path(accel_cli.__file__).with_name("worker.py"))
     return (job.python, worker, job.kind, job.target, *job.args)
