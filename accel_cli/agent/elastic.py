@@ -137,9 +137,8 @@ class Agent(LocalElasticAgent):
         self._stop_workers(worker_group)
         if isinstance(self._pcontext, Processes) and (failed := self._pcontext.failed):
             first = failures.first(self._failures(failed))
-            console.note(
-                f"{in_a_line(first)}; all start again, {self._remaining_restarts} more times at most"
-            )
+            left = f"at most {self._remaining_restarts} more times after this"
+            console.note(f"{in_a_line(first)}; all start again, {left}")
         super()._restart_workers(worker_group)
 
     @override

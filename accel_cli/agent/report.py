@@ -15,8 +15,10 @@ __all__ = ["in_a_line", "report"]
 _HINTS = (
     (
         re.compile(r"connectFullMesh.*127\.0\.1\.1|127\.0\.1\.1.*[Cc]onnection refused", re.DOTALL),
-        "this machine's name resolves to 127.0.1.1, where others cannot reach it: give it its own address in "
-        "/etc/hosts, or name the network interface: --set env.GLOO_SOCKET_IFNAME=eth0",
+        (
+            "this machine's name resolves to 127.0.1.1, where others cannot reach it: give it its own address in "
+            "/etc/hosts, or name the network interface: --set env.GLOO_SOCKET_IFNAME=eth0"
+        ),
     ),
     (
         re.compile(r"OutOfMemoryError.*reserved by PyTorch but unallocated memory is large", re.DOTALL),
