@@ -128,9 +128,7 @@ def test_a_long_message_and_what_the_exception_came_from_are_cut_with_a_pointer_
 
 
 def test_a_deep_stack_keeps_its_first_and_last_calls(fails):
-    lines, _ = fails(
-        f"def down(n):\n    down(n - 1) if n else int('x')\n{IF_2}    down(100)\n{OTHERS_WAIT}"
-    )
+    lines, _ = fails(f"def down(n):\n    down(n - 1) if n else int('x')\n{IF_2}    down(100)\n{OTHERS_WAIT}")
     assert "    down(100)" in lines
     assert lines[-1].endswith("ValueError: invalid literal for int() with base 10: 'x'")
 
