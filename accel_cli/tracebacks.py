@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from accel_cli.failures import Failure, Frame, Link
@@ -27,7 +28,8 @@ _OURS = str(Path(env.__file__).parent)
 def stack(failure: Failure) -> list[str]:
     """Where it happened: the traceback without its last line, or where a crash found the Python code."""
     if failure.exit is not None or not failure.chain:
-        return _folded(failure.crash, _LINES)
+        # The first calls are those that led to the script.
+        return _folded([*itertools.dropwhile(_folds, failure.crash)], _LINES)
     raised, *origins = failure.chain
     said = _said(raised)
     lines = [_after(origin) for origin in origins[:2]]
@@ -75,11 +77,8 @@ def _said(link: Link) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    return (
-        line
-        if len(line) <= _WIDTH
-        else f"{line[:_WIDTH]}... ({len(line) - _WIDTH} more characters in its log)"
-    )
+    more = len(line) - _WIDTH
+    return line if more <= 0 else f"{line[:_WIDTH]}... ({more} more characters in its log)"
 
 
 def _after(link: Link) -> str:
@@ -100,14 +99,14 @@ def _folds(frame: Frame) -> str:
 def _folded(frames: Sequence[Frame], room: int) -> list[str]:
     """The frames as lines, no more than there is room for: the first call and the last ones stay."""
     own = [index for index, frame in enumerate(frames) if not _folds(frame)]
-    lines = list(_lines(frames, own))
-    while len(lines) > room and len(own) > 2:  # noqa: PLR2004 - where it began and where it ended
-        del own[1]
-        lines = list(_lines(frames, own))
-    return lines
+    for last in range(room // 2, 0, -1):
+        lines = list(_lines(frames, {*own[:1], *own[-last:]}))
+        if len(lines) <= room:
+            return lines
+    return list(_lines(frames, set(own[-1:])))
 
 
-def _lines(frames: Sequence[Frame], shown: Sequence[int]) -> Iterator[str]:
+def _lines(frames: Sequence[Frame], shown: AbstractSet[int]) -> Iterator[str]:
     for kept, run in itertools.groupby(range(len(frames)), lambda index: index in shown):
         if kept:
             for index in run:

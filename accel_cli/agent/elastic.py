@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
@@ -40,6 +40,7 @@ class Agent(LocalElasticAgent):
         self._shown = shown
         self._kills = Kills()
         self._output: Output | None = None
+        self._told: exchange.Told | None = None
         self._attempt = -1
 
     @property
@@ -49,6 +50,8 @@ class Agent(LocalElasticAgent):
 
     def leave(self) -> None:
         """Close the meeting for good, once this machine is done."""
+        if self._told:
+            self._told.linger()
         self._worker_group.spec.rdzv_handler.shutdown()
 
     @override
@@ -61,7 +64,14 @@ class Agent(LocalElasticAgent):
         self._output.start()
         signal.signal(signal.SIGWINCH, self._resize)
         self._pcontext.start()
+        self._say_who_is_hidden([worker.global_rank for worker in worker_group.workers])
         return self._pcontext.pids()
+
+    def _say_who_is_hidden(self, here: Collection[int]) -> None:
+        """On a machine whose screen would stay empty."""
+        if self._attempt == 0 and self._on_screen and self._on_screen.isdisjoint(here):
+            where = f"in {console.short(str(self._folder.path))}, and on the screen with --ranks all"
+            console.note(f"what {ranks.in_words(here)} on {socket.gethostname()} write is {where}")
 
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
@@ -96,7 +106,9 @@ class Agent(LocalElasticAgent):
         here = self._failures(failed)
         group = self._worker_group
         machine, machines = int(group.group_rank or 0), int(group.group_world_size or 1)
-        culprit = exchange.first(group.store, failures.first(here), machine=machine, machines=machines)
+        self._told = exchange.Told(group.store, failures.first(here), machine=machine, machines=machines)
+        culprit = self._told.first()
+        self._say_on_a_new_line()
         report(culprit, here, processes=self.world_size, shown=culprit.rank in self._on_screen)
         return culprit.code
 
@@ -124,6 +136,10 @@ class Agent(LocalElasticAgent):
             for failure in failed.values()
         ]
 
+    def _say_on_a_new_line(self) -> None:
+        if self._output:
+            self._output.end_line()
+
     def _resize(self, *_: object) -> None:
         """The screen has another size now."""
         if self._output and self._pcontext:
@@ -137,6 +153,7 @@ class Agent(LocalElasticAgent):
         self._stop_workers(worker_group)
         if isinstance(self._pcontext, Processes) and (failed := self._pcontext.failed):
             first = failures.first(self._failures(failed))
+            self._say_on_a_new_line()
             left = f"at most {self._remaining_restarts} more times after this"
             console.note(f"{in_a_line(first)}; all start again, {left}")
         super()._restart_workers(worker_group)
@@ -147,8 +164,5 @@ class Agent(LocalElasticAgent):
         if self._pcontext:
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         if self._output:
-            self._output.drain()
-            self._output.end_line()
-            for folder in self._folder.ranks(self._attempt).values():
+            for folder in self._output.drain():
                 failures.complete(folder)
-            self._output = None

@@ -66,8 +66,12 @@ class Output:
         for channel in self._channels:
             channel.resize()
 
-    def drain(self) -> None:
-        """Once the processes have ended: pass on the rest, and take away what they were connected to."""
+    def drain(self) -> list[RankFolder]:
+        """Once the processes have ended: pass on the rest, and take away what they were connected to.
+
+        Returns:
+            The folders whose logs are whole now.
+        """
         if self._reader:
             os.close(self._ended)
             self._reader.join()
@@ -77,7 +81,8 @@ class Output:
         for folder in self._folders:
             for stream in _SCREENS:
                 (folder.path / stream).unlink(missing_ok=True)
-        self._folders = []
+        whole, self._folders = self._folders, []
+        return whole
 
     def end_line(self) -> None:
         """Begin a new line on the screen, if the last thing a rank wrote to it is no whole line."""

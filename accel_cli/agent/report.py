@@ -45,7 +45,7 @@ def report(culprit: Failure, failures: Collection[Failure], *, processes: int, s
         console.note(line)
     if hint := _hint(culprit):
         console.note(f"hint: {hint}")
-    console.note(f"everything rank {culprit.rank} wrote is in {culprit.log}{away}")
+    console.note(f"everything rank {culprit.rank} wrote is in {console.short(culprit.log)}{away}")
     body = [] if away else tracebacks.stack(culprit)
     if not (body or away or shown or culprit.chain):
         body = [f"  | {line}" for line in tracebacks.tail(culprit)]
@@ -56,7 +56,7 @@ def report(culprit: Failure, failures: Collection[Failure], *, processes: int, s
 
 def in_a_line(failure: Failure) -> str:
     """A failure that is not the end of the run."""
-    return f"rank {failure.rank} on {failure.host}: {how(failure).splitlines()[0]} (its log: {failure.log})"
+    return f"rank {failure.rank} on {failure.host}: {how(failure).splitlines()[0]} (its log: {console.short(failure.log)})"
 
 
 def how(failure: Failure) -> str:
@@ -69,7 +69,8 @@ def how(failure: Failure) -> str:
 
 
 def _signalled(failure: Failure) -> str:
-    name = signal.Signals(-failure.exitcode).name
+    number = -failure.exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if failure.exitcode != -signal.SIGKILL:
         return f"was ended by {name}"
     if failure.memory:
