@@ -120,10 +120,11 @@ class RunFolder:
 
 def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
     """Where runs are kept: `log_dir`, or `ACCEL_HOME`, or where this platform keeps a program's state."""
+    # Absolute, since the processes may change their folder.
     if log_dir:
         return Path(log_dir).expanduser().absolute()
     base = environ.get(env.HOME)
-    return (Path(base).expanduser() if base else platformdirs.user_state_path("accel")) / "runs"
+    return (Path(base).expanduser().absolute() if base else platformdirs.user_state_path("accel")) / "runs"
 
 
 def recent(base: Path) -> list[RunFolder]:

@@ -98,7 +98,8 @@ def wizard() -> Iterator[list[Text]]:
         RuntimeError: The wizard did not ask what is answered here, or did not end well.
     """
     with tempfile.TemporaryDirectory() as folder:
-        terminal = _Terminal(folder, "config")
+        # A relative home keeps the paths of the machine that draws out of the picture.
+        terminal = _Terminal(folder, "config", **{HOME: "home"})
         terminal.answer("How should scripts run?", _DOWN + _ENTER)
         terminal.answer("How many machines?", _ENTER)
         terminal.answer("How many processes on each machine?", "2")
@@ -142,7 +143,7 @@ def main(arguments: list[str]) -> None:
 class _Terminal:
     """A command of `accel` behind a screen of 80 columns and 24 lines."""
 
-    def __init__(self, folder: str, *command: str) -> None:
+    def __init__(self, folder: str, *command: str, **homes: str) -> None:
         self._folder = folder.encode()
         self._screen = pyte.Screen(COLUMNS, LINES)
         self._stream = pyte.ByteStream(self._screen)
@@ -150,11 +151,10 @@ class _Terminal:
             sys.executable,
             ["-m", "accel_cli", *command],
             cwd=folder,
-            # A relative home keeps the paths of the machine that draws out of the picture.
             env={
-                **os.environ,
+                **{name: value for name, value in os.environ.items() if not name.startswith("XDG_")},
                 "HOME": folder,
-                HOME: "home",
+                **homes,
                 "CUDA_VISIBLE_DEVICES": "",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
                 "TERM": "xterm",

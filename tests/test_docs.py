@@ -307,17 +307,15 @@ def test_the_pictures_are_what_the_screen_shows(tmp_path: Path) -> None:
         assert "https:" not in new.read_text(encoding="utf-8"), "a picture fetches nothing"
 
 
-def written(picture: Path) -> list[str]:
-    """The lines of a picture, without what says which machine drew it, and when."""
+def written(picture: Path) -> str:
+    """The words of a picture, without what says which machine drew it, and when."""
     lines: dict[float, str] = {}
     text = re.compile(r'<text [^>]*\by="([\d.]+)"[^>]*>(.*?)</text>')
     for height, part in text.findall(picture.read_text(encoding="utf-8")):
         lines[float(height)] = lines.get(float(height), "") + html.unescape(part)
-    return [
-        re.sub(r"on \S+ \(pid|/\S+/|\d+|[─]+", "", " ".join(line.split()))
-        for line in lines.values()
-        if not line.startswith("This\N{NO-BREAK SPACE}machine")
-    ]
+    words = "".join(line for line in lines.values() if not line.startswith("This\N{NO-BREAK SPACE}machine"))
+    # Numbers of other lengths break lines elsewhere.
+    return re.sub(r"\s|\d|[─│]|(?<=on)\w+(?=\(pid)", "", re.sub(r"on\s\S+\s\(pid", "on (pid", words))
 
 
 # The site ------------------------------------------------------------------------------
