@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from accel_runtime.env import HOME
+from accel_runtime.env import HOME, PREFIX
 
 __all__ = ["PICTURES", "draw", "failure", "main", "wizard"]
 
@@ -152,7 +152,9 @@ class _Terminal:
             ["-m", "accel_cli", *command],
             cwd=folder,
             env={
-                **{name: value for name, value in os.environ.items() if not name.startswith("XDG_")},
+                **{
+                    name: value for name, value in os.environ.items() if not name.startswith(("XDG_", PREFIX))
+                },
                 "HOME": folder,
                 **homes,
                 "CUDA_VISIBLE_DEVICES": "",
