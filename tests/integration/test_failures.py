@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -226,3 +227,35 @@ def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_p
     for lines in said:
         assert re.match(r"accel: error: rank 2 of 4 on .*: exited with code 4$", lines[-1]), lines
     assert [line for lines in said for line in lines if "only lost the connection to it" in line]
+
+
+@pytest.fixture
+def little_memory():
+    """A control group with 1 GiB, of the first version or the second."""
+    groups = Path("/sys/fs/cgroup")
+    for parent, limit in ((groups / "memory", "memory.limit_in_bytes"), (groups, "memory.max")):
+        group = parent / f"accel-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(1 << 30))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("needs the right to make a control group for memory")
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named_so(script, little_memory):
+    script(
+        f"{IF_2}    hoard = []\n    while True:\n        hoard.append(bytearray(b'x' * (1 << 24)))\n{OTHERS_WAIT}"
+    )
+    enter = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
+    command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", "4", "train.py"]
+    done = subprocess.run(
+        ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 137, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(": was ended by SIGKILL: killed by the kernel for memory")
