@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -52,6 +53,28 @@ def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_p
     assert screen == b"True True (133, 50)\n\r0/2\r1/2\r2/2\x1b[31m\xff\n"
     assert log(home, 0) == screen
     assert log(home, 1).endswith(b"\r0/2\r1/2\r2/2\x1b[31m\xff\n")
+
+
+def test_a_rank_learns_that_its_screen_has_another_size(script):
+    script(
+        "import os, signal\n"
+        "def resized(*_):\n    os.isatty(1) and print(tuple(os.get_terminal_size(1)), flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGWINCH, resized)\n"
+        "print('ready', flush=True)\nsignal.pause()\n"
+    )
+    ours, theirs = os.openpty()
+    command = [*LAUNCH, "--ranks", "1", "train.py"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        assert os.read(ours, 100) == b"ready\r\n"
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
+        late = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < late:
+            # The rank that is not shown may not listen yet.
+            process.send_signal(signal.SIGWINCH)
+            time.sleep(0.2)
+        assert os.read(ours, 100) == b"(77, 7)\r\n"
+    os.close(ours)
 
 
 def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, home):
