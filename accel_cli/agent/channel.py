@@ -8,6 +8,7 @@ import termios
 from dataclasses import dataclass
 from pathlib import Path
 
+from accel_cli import console
 from accel_cli.agent.lines import Lines
 
 __all__ = ["Channel", "identity"]
@@ -58,8 +59,7 @@ class Channel:
             return True
         except OSError:  # a pseudo-terminal's way to say that nobody has it open
             return False
-        if data:
-            _write(self.log, data)
+        self._keep(data)
         return bool(data) and self._show(self.lines.feed(data) if self.lines else data)
 
     def wait(self, *, end: bool = False) -> None:
@@ -85,6 +85,17 @@ class Channel:
             os.close(number)
         self.read = self.log = -1
         self.name.unlink(missing_ok=True)
+
+    def _keep(self, data: bytes) -> None:
+        if self.log < 0:
+            return
+        try:
+            _write(self.log, data)
+        except OSError as error:
+            # The ranks would stand still if nobody read on.
+            os.close(self.log)
+            self.log = -1
+            console.note(f"{self.name.parent}: the log ends here: {error.strerror}")
 
     def _show(self, data: bytes) -> bool:
         if self.screen is None or not data:
