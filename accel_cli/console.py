@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["error", "note", "plain", "short", "show", "table"]
+__all__ = ["coloured", "error", "failure", "note", "plain", "short", "show", "table"]
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
@@ -22,6 +22,29 @@ def note(text: str) -> None:
 def error(text: str) -> None:
     """What went wrong and what to do."""
     _say("accel: error:", _BOLD_RED, text)
+
+
+def failure(where: str, body: Sequence[str], cause: str) -> None:
+    """How a process failed, cause last: a panel on a terminal, plain lines for other programs.
+
+    Args:
+        where: Which process.
+        body: Where it happened, as lines.
+        cause: What it raised, or how it ended.
+    """
+    if body and sys.stderr.isatty():
+        _panel(f"{where} failed", [*body, ""], cause)
+        return
+    if body:
+        called = any(line.startswith('  File "') and ", in " in line for line in body)
+        head = ["Traceback (most recent call last):"] if called else []
+        sys.stderr.write("\n".join([*head, *body, ""]))
+    error(f"{where}: {cause}")
+
+
+def coloured() -> bool:
+    """Whether there may be colours on a terminal."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def plain(text: str) -> None:
@@ -62,6 +85,16 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 def _say(head: str, style: str, text: str) -> None:
     """Write a message to stderr, its head in a style where a person looks at it."""
     # By hand: a launch says one line, and rich takes as long to import as all else a launch does.
-    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    sys.stderr.write(f"{style}{head}{_RESET} {text}\n" if coloured else f"{head} {text}\n")
+    styled = f"{style}{head}{_RESET}" if sys.stderr.isatty() and coloured() else head
+    sys.stderr.write(f"{styled} {text}\n")
     sys.stderr.flush()
+
+
+def _panel(title: str, body: Sequence[str], cause: str) -> None:
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.panel import Panel  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    text = Text("\n".join(body), overflow="fold").append(cause, style="bold red")
+    panel = Panel(text, title=Text(title), title_align="left", border_style="red")
+    Console(stderr=True).print(panel)

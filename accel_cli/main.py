@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import config, env, jobs, launch, test
+from accel_cli.commands import config, env, jobs, launch, logs, test
 
 __all__ = ["app", "main"]
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
+app.command("logs", rich_help_panel=_RUN, epilog=logs.EXAMPLE)(logs.logs)
 app.command("test", rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)

@@ -48,6 +48,8 @@ class Request:
     rdzv_id: str | None = None
     max_restarts: int | None = None
     mixed_precision: str | None = None
+    ranks: str | None = None
+    log_dir: str | None = None
     cpu: bool = False
     no_profile: bool = False
     """Whether only variables and options speak, and no file."""
@@ -86,7 +88,18 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
     if alone and counts:
         said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
+    if alone and not counts:
+        _refuse_logs(request)
     return layers.resolve([*said, assigned, *options])
+
+
+def _refuse_logs(request: Request) -> None:
+    for option, value in (("--ranks", request.ranks), ("--log-dir", request.log_dir)):
+        if value is not None:
+            raise UsageError(
+                f"{option} is for the launcher torchrun (--set launcher.kind=torchrun): with single, accel launch "
+                "becomes the script, and what that writes goes to the screen only"
+            )
 
 
 def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found: Machine) -> Plan:
@@ -240,6 +253,8 @@ def _options(request: Request) -> list[Layer]:
         "--rdzv-endpoint": ("launcher.rdzv_endpoint", request.rdzv_endpoint),
         "--rdzv-id": ("launcher.rdzv_id", request.rdzv_id),
         "--max-restarts": ("launcher.max_restarts", request.max_restarts),
+        "--ranks": ("launcher.ranks", request.ranks),
+        "--log-dir": ("launcher.log_dir", request.log_dir),
     }
     return [
         Layer(option, {key: value}, {"": option})

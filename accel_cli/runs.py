@@ -14,9 +14,10 @@ from typing import Any
 
 import platformdirs
 
+from accel_cli.errors import UsageError
 from accel_runtime import env
 
-__all__ = ["KEPT", "RankFolder", "RunFolder", "home", "recent"]
+__all__ = ["KEPT", "RankFolder", "RunFolder", "home", "named", "recent"]
 
 KEPT = 10
 """How many runs stay; the oldest go when a new one begins."""
@@ -34,6 +35,11 @@ class RankFolder:
     def output(self) -> Path:
         """Everything the process wrote to its standard output and error, in the order it was written."""
         return self.path / "output.log"
+
+    @property
+    def fault(self) -> Path:
+        """The Python stack of a crash, as faulthandler writes it; gone where there was none."""
+        return self.path / "fault.log"
 
     @property
     def error(self) -> Path:
@@ -89,6 +95,14 @@ class RunFolder:
         return "exit_code" not in about and Path(f"/proc/{about['pid']}").exists()
 
     @property
+    def state(self) -> str:
+        """What became of it, in words."""
+        if self.running:
+            return "running"
+        code = self.about.get("exit_code")
+        return "launcher was killed" if code is None else f"exit code {code}"
+
+    @property
     def attempts(self) -> list[int]:
         """The numbers of the attempts, in order."""
         return sorted(int(path.name.partition("_")[2]) for path in self.path.glob("attempt_*"))
@@ -104,13 +118,33 @@ class RunFolder:
         return dict(sorted(found.items()))
 
 
-def home(environ: Mapping[str, str]) -> Path:
-    """Where runs are kept: under `ACCEL_HOME` if it is set, else where this platform keeps a program's state."""
+def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
+    """Where runs are kept: `log_dir`, or `ACCEL_HOME`, or where this platform keeps a program's state."""
+    # Absolute, since the processes may change their folder.
+    if log_dir:
+        return Path(log_dir).expanduser().absolute()
     base = environ.get(env.HOME)
-    return (Path(base).expanduser() if base else platformdirs.user_state_path("accel")) / "runs"
+    return (Path(base).expanduser().absolute() if base else platformdirs.user_state_path("accel")) / "runs"
 
 
 def recent(base: Path) -> list[RunFolder]:
     """The runs in a folder, the newest first."""
     found = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
     return sorted(found, key=lambda run: float(run.about.get("started", 0)), reverse=True)
+
+
+def named(base: Path, name: str | None = None) -> RunFolder:
+    """The run of that name, or the last one.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = recent(base)
+    if not found:
+        raise UsageError(
+            f"no run is kept in {base}; runs with the launcher torchrun are, and --log-dir names another folder"
+        )
+    chosen = next((run for run in found if name in {None, run.path.name}), None)
+    if chosen is None:
+        raise UsageError(f"there is no run {name!r} in {base}; accel logs --list has those that are kept")
+    return chosen

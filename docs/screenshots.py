@@ -1,6 +1,6 @@
-"""The picture of the wizard: the real `accel config` in a pseudo-terminal, drawn as docs/img/wizard.svg.
+"""The pictures of the docs: the real `accel` in a pseudo-terminal, drawn as docs/img/*.svg.
 
-python docs/screenshots.py [FILE]
+python docs/screenshots.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pexpect
@@ -20,18 +20,20 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from accel_runtime.env import HOME
+from accel_runtime.env import HOME, PREFIX
 
-__all__ = ["draw", "main", "screens"]
+__all__ = ["PICTURES", "draw", "failure", "main", "wizard"]
 
 COLUMNS, LINES = 80, 24
-PICTURE = Path(__file__).parent / "img" / "wizard.svg"
+FOLDER = Path(__file__).parent / "img"
 _TIMEOUT_S = 120
 _SETTLED_S = 0.3
 _DOWN, _ENTER = "\x1b[B", "\r"
 _COLOURS = {"brown": "yellow"}
 """pyte's names of colours where rich has others."""
 _HEX = 6
+_PROJECT = b"/home/me/project"
+"""Stands for the folder of the run; as long as the name of a temporary one, so that lines break where they did."""
 
 # rich's own template fetches a font; this one takes what the reader has.
 _SVG = """\
@@ -62,14 +64,42 @@ _SVG = """\
 """
 
 
-def screens() -> Iterator[list[Text]]:
+_SCRIPT = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+print("training on", dist.get_world_size(), "ranks")
+
+
+def loss_of(batch):
+    return torch.nn.functional.cross_entropy(batch, torch.tensor([0, 7]))
+
+
+if dist.get_rank() == 2:
+    loss_of(torch.randn(2, 3))
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def failure() -> Iterator[list[Text]]:
+    """What a person sees where one of four ranks fails while the others wait for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_SCRIPT, encoding="utf-8")
+        terminal = _Terminal(folder, "launch", "--cpu", "--nproc-per-node", "4", "train.py")
+        terminal.end(code=1)
+        yield terminal.shown()
+
+
+def wizard() -> Iterator[list[Text]]:
     """What a person sees: with the third question open, then at the end.
 
     Raises:
         RuntimeError: The wizard did not ask what is answered here, or did not end well.
     """
     with tempfile.TemporaryDirectory() as folder:
-        terminal = _Terminal(folder)
+        # A relative home keeps the paths of the machine that draws out of the picture.
+        terminal = _Terminal(folder, "config", **{HOME: "home"})
         terminal.answer("How should scripts run?", _DOWN + _ENTER)
         terminal.answer("How many machines?", _ENTER)
         terminal.answer("How many processes on each machine?", "2")
@@ -81,40 +111,52 @@ def screens() -> Iterator[list[Text]]:
         yield terminal.shown()
 
 
-def draw(shown: Iterable[list[Text]]) -> str:
+PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
+    "wizard": ("accel config", wizard),
+    "failure": ("accel launch --cpu --nproc-per-node 4 train.py", failure),
+}
+"""The title of each picture, and what is on its screens."""
+
+
+def draw(name: str) -> str:
     """Screens below each other, as one SVG."""
+    title, screens = PICTURES[name]
     console = Console(
         record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
-    for index, lines in enumerate(shown):
+    for index, lines in enumerate(screens()):
         if index:
             console.rule("and after two more times Enter", style="dim")
         for line in lines:
             console.print(line, no_wrap=True, highlight=False)
-    return console.export_svg(title="accel config", code_format=_SVG, unique_id="wizard")
+    return console.export_svg(title=title, code_format=_SVG, unique_id=name)
 
 
 def main(arguments: list[str]) -> None:
-    """Draw the picture into the file named, or where the docs have it."""
-    target = Path(arguments[0]) if arguments else PICTURE
-    target.write_text(draw(screens()), encoding="utf-8")
-    print(f"{target} is written")
+    """Draw the pictures into the folder named, or where the docs have them."""
+    for name in PICTURES:
+        target = (Path(arguments[0]) if arguments else FOLDER) / f"{name}.svg"
+        target.write_text(draw(name), encoding="utf-8")
+        print(f"{target} is written")
 
 
 class _Terminal:
-    """`accel config` behind a screen of 80 columns and 24 lines."""
+    """A command of `accel` behind a screen of 80 columns and 24 lines."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *command: str, **homes: str) -> None:
+        self._folder = folder.encode()
         self._screen = pyte.Screen(COLUMNS, LINES)
         self._stream = pyte.ByteStream(self._screen)
         self._child = pexpect.spawn(
             sys.executable,
-            ["-m", "accel_cli", "config"],
+            ["-m", "accel_cli", *command],
             cwd=folder,
-            # A relative home keeps the paths of the machine that draws out of the picture.
             env={
-                **os.environ,
-                HOME: "home",
+                **{
+                    name: value for name, value in os.environ.items() if not name.startswith(("XDG_", PREFIX))
+                },
+                "HOME": folder,
+                **homes,
                 "CUDA_VISIBLE_DEVICES": "",
                 "PROMPT_TOOLKIT_NO_CPR": "1",
                 "TERM": "xterm",
@@ -134,12 +176,12 @@ class _Terminal:
         while time.monotonic() < settled:
             self._read()
 
-    def end(self) -> None:
-        """Wait until the command has ended."""
+    def end(self, code: int = 0) -> None:
+        """Wait until the command has ended, with this exit code."""
         self._until(self._child.eof, "its end")
         self._child.close()
-        if self._child.exitstatus:
-            raise RuntimeError(f"accel config ended with code {self._child.exitstatus}")
+        if self._child.exitstatus != code:
+            raise RuntimeError(f"it ended with code {self._child.exitstatus}")
 
     def shown(self) -> list[Text]:
         """The screen as rich's text, without the empty lines at its end."""
@@ -161,7 +203,8 @@ class _Terminal:
 
     def _read(self) -> None:
         try:
-            self._stream.feed(self._child.read_nonblocking(65536, timeout=0.05))
+            said = self._child.read_nonblocking(65536, timeout=0.05)
+            self._stream.feed(said.replace(self._folder, _PROJECT[: len(self._folder)]))
         except pexpect.TIMEOUT:
             pass
         except pexpect.EOF:

@@ -2,32 +2,94 @@
 
 from __future__ import annotations
 
+import re
 import signal
-import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from accel_cli import console, tracebacks
+from accel_cli.failures import Cause, Failure
+from accel_cli.ranks import in_words
 
-from accel_cli import console
+__all__ = ["in_a_line", "report"]
 
-__all__ = ["first_failure"]
+_HINTS = (
+    (
+        re.compile(r"connectFullMesh.*127\.0\.1\.1|127\.0\.1\.1.*[Cc]onnection refused", re.DOTALL),
+        (
+            "this machine's name resolves to 127.0.1.1, where others cannot reach it: give it its own address in "
+            "/etc/hosts, or name the network interface: --set env.GLOO_SOCKET_IFNAME=eth0"
+        ),
+    ),
+    (
+        re.compile(r"OutOfMemoryError.*reserved by PyTorch but unallocated memory is large", re.DOTALL),
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lessens fragmentation",
+    ),
+    (
+        re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
+        "another rank did not come to this collective within process_group_timeout; the ranks' logs say where each was",
+    ),
+)
 
 
-def first_failure(failures: Mapping[int, ProcessFailure], *, processes: int) -> int:
-    """Say what failed first, and return its exit code: 128 + n where signal n ended it."""
-    rank = min(failures, key=lambda rank: failures[rank].timestamp)
-    failure = failures[rank]
-    console.error(
-        f"rank {rank} of {processes} on {socket.gethostname()} (pid {failure.pid}): {_how(failure)}"
+def report(culprit: Failure, failures: Collection[Failure], *, processes: int, shown: bool) -> None:
+    """Say what failed first, cause last.
+
+    Args:
+        culprit: The first failure of all machines.
+        failures: Those of this machine.
+        processes: The number of processes on all machines.
+        shown: Whether the culprit's own output was on this screen.
+    """
+    away = "" if culprit in failures else f" on {culprit.host}"
+    for line in _beside(culprit, failures):
+        console.note(line)
+    if hint := _hint(culprit):
+        console.note(f"hint: {hint}")
+    console.note(f"everything rank {culprit.rank} wrote is in {console.short(culprit.log)}{away}")
+    body = [] if away else tracebacks.stack(culprit)
+    if not (body or away or shown or culprit.chain):
+        body = [f"  | {line}" for line in tracebacks.tail(culprit)]
+    console.failure(
+        f"rank {culprit.rank} of {processes} on {culprit.host} (pid {culprit.pid})", body, how(culprit)
     )
-    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
 
 
-def _how(failure: ProcessFailure) -> str:
+def in_a_line(failure: Failure) -> str:
+    """A failure that is not the end of the run."""
+    return f"rank {failure.rank} on {failure.host}: {how(failure).splitlines()[0]} (its log: {console.short(failure.log)})"
+
+
+def how(failure: Failure) -> str:
     """How a process ended: its exception if it left one, else the signal or code."""
-    if failure.exitcode < 0:
-        return f"was ended by {signal.Signals(-failure.exitcode).name}"
-    recorded = failure.error_file_data.get("message") if failure.error_file_data else None
-    if isinstance(recorded, dict):
-        return str(recorded["message"])
-    return f"exited with code {failure.exitcode}"
+    if failure.exitcode < 0 and not failure.chain:
+        return _signalled(failure)
+    if isinstance(failure.exit, str):
+        return f"exited with code {failure.code}: {tracebacks.clean(failure.exit).strip()[:2000]}"
+    return tracebacks.cause(failure) or f"exited with code {failure.code}"
+
+
+def _signalled(failure: Failure) -> str:
+    number = -failure.exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if failure.exitcode != -signal.SIGKILL:
+        return f"was ended by {name}"
+    if failure.memory:
+        return f"was ended by {name}: killed by the kernel for memory"
+    return f"was ended by {name}: often the out-of-memory killer"
+
+
+def _beside(culprit: Failure, failures: Collection[Failure]) -> Iterator[str]:
+    """What became of the other processes of this machine, where it was not the launcher that ended them."""
+    others = [failure for failure in failures if failure != culprit and failure.cause != Cause.STOPPED]
+    lost = [failure.rank for failure in others if failure.cause > Cause.OWN]
+    failed = [failure for failure in others if failure.cause == Cause.OWN]
+    if lost:
+        yield f"{in_words(lost)} only lost the connection to it, or waited for it"
+    if failed:
+        same = "the same way" if {how(failure) for failure in failed} == {how(culprit)} else "too"
+        yield f"{in_words(failure.rank for failure in failed)} failed {same}, after it"
+
+
+def _hint(failure: Failure) -> str | None:
+    said = "\n".join(f"{link.kind} {link.said}" for link in failure.chain)
+    return next((hint for pattern, hint in _HINTS if pattern.search(said)), None)

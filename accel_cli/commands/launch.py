@@ -99,6 +99,18 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     mixed_precision: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="no, bf16 or fp16.", rich_help_panel=_OVER)
     ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RANKS",
+            help="Whose output to show: all, none, or ranks as in 0,2.",
+            rich_help_panel=_OVER,
+        ),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for the logs of runs.", rich_help_panel=_OVER),
+    ] = None,
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Compute on the CPU, whatever else is there.", rich_help_panel=_OVER)
     ] = False,
@@ -140,6 +152,8 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         node_rank=node_rank,
         max_restarts=max_restarts,
         mixed_precision=mixed_precision,
+        ranks=ranks,
+        log_dir=log_dir,
         cpu=cpu,
         no_profile=no_profile,
     )

@@ -15,6 +15,7 @@ from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
 from accel_cli.machine import Machine
+from accel_cli.ranks import checked, highest
 
 __all__ = ["Torchrun"]
 
@@ -127,6 +128,18 @@ class Torchrun(Launcher):
         description="How processes start: `forkserver` imports torch once and forks them, `exec` is a command "
         "each; `auto` is forkserver for Python on Linux.",
     )
+    ranks: Annotated[
+        int | str,
+        AfterValidator(checked),
+        Field(description="Whose output is on the screen: `all`, `none`, or ranks as in `0,2`."),
+    ] = 0
+    log_dir: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Folder for the logs of runs; unset keeps them where this system keeps a program's state.",
+        ),
+    ] = None
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -151,6 +164,10 @@ class Torchrun(Launcher):
         self._check_static(job)
         count = self._count(job)
         device = device_of(job, count)
+        if highest(self.ranks) >= self.range[1] * count:
+            raise UsageError(
+                f"ranks: {self.ranks} was asked for, but the last rank is {self.range[1] * count - 1}"
+            )
         method, reason = self._started_by(job)
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
@@ -226,13 +243,13 @@ class Torchrun(Launcher):
             "rdzv_timeout": self.rdzv_timeout,
             "last_call_timeout": self.last_call_timeout,
             "lost_after": max(least, min(most, job.settings.process_group_timeout)),
+            "ranks": self.ranks,
+            "log_dir": self.log_dir,
         }
 
 
 def _worker(job: Job) -> tuple[str, ...]:
-    """The command of one process; scripts and modules run under `worker`, which records a failure."""
-    if job.kind == "program":
-        return (job.target, *job.args)
+    """The command of one process, under `worker`: it keeps what is written, and records a failure."""
     # By path: `-m` would put the current folder before the standard library while the worker loads.
     worker = str(Path(accel_cli.__file__).with_name("worker.py"))
     return (job.python, worker, job.kind, job.target, *job.args)

@@ -79,6 +79,7 @@ def test_a_program_runs_without_python(accel, count):
     done = accel(
         "launch",
         "-q",
+        *(["--ranks", "all"] if count > 1 else []),
         "--nproc-per-node",
         count,
         "--no-python",
@@ -89,7 +90,8 @@ def test_a_program_runs_without_python(accel, count):
         "$$ x",
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: $$ x" for rank in range(count)]
+    prefixes = [f"[{rank}] " if count > 1 else "" for rank in range(count)]
+    assert sorted(done.stdout.splitlines()) == [f"{p}rank {rank}: $$ x" for rank, p in enumerate(prefixes)]
 
 
 ARGS = st.lists(
@@ -270,14 +272,15 @@ def test_the_profile_in_force_reaches_the_library_in_every_process(accel, script
         "from accel_runtime import Accelerator\na = Accelerator()\n"
         "a.wait_for_everyone()\nprint(a.mixed_precision, a.device, a.num_processes, a.process_index)\n"
     )
-    done = accel("launch", "-q", "--cpu", "--mixed-precision", "bf16", "--nproc-per-node", 2, "train.py")
-    assert sorted(done.stdout.splitlines()) == ["bf16 cpu 2 0", "bf16 cpu 2 1"], done.stderr
+    asked = ("--cpu", "--mixed-precision", "bf16", "--nproc-per-node", 2, "--ranks", "all")
+    done = accel("launch", "-q", *asked, "train.py")
+    assert sorted(done.stdout.splitlines()) == ["[0] bf16 cpu 2 0", "[1] bf16 cpu 2 1"], done.stderr
 
 
 def test_lines_that_ranks_print_together_are_not_torn(accel, script):
     script("import os\nfor n in range(400):\n    print('rank', os.environ['RANK'], 'line', n, 'x' * 50)\n")
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    expected = {f"rank {rank} line {n} {'x' * 50}" for rank in range(2) for n in range(400)}
+    done = accel("launch", "-q", "--nproc-per-node", 2, "--ranks", "all", "train.py")
+    expected = {f"[{rank}] rank {rank} line {n} {'x' * 50}" for rank in range(2) for n in range(400)}
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
@@ -300,7 +303,7 @@ def test_two_machines_meet_by_the_same_command(accel, script, tmp_path):
     port = free_port()
     command = [
         sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1",
-        "--set", f"launcher.rdzv_endpoint=localhost:{port}", "train.py",
+        "--ranks", "all", "--set", f"launcher.rdzv_endpoint=localhost:{port}", "train.py",
     ]  # fmt: skip
     machines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
@@ -308,7 +311,7 @@ def test_two_machines_meet_by_the_same_command(accel, script, tmp_path):
     finally:
         for machine in machines:
             machine.kill()
-    assert sorted(said) == ["I am 0 of 2", "I am 1 of 2"]
+    assert sorted(said) == ["[0] I am 0 of 2", "[1] I am 1 of 2"]
     assert [machine.returncode for machine in machines] == [0, 0]
 
 
@@ -324,7 +327,9 @@ def test_a_restart_starts_all_processes_again(accel, script, cwd):
     )
     done = accel("launch", "-q", "--nproc-per-node", 2, "--set", "launcher.max_restarts=1", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["sum 2", "sum 2"]
+    assert done.stdout == "sum 2\n"
+    assert ": exited with code 5 (its log: " in done.stderr
+    assert done.stderr.endswith("; all start again, at most 0 more times after this\n")
 
 
 EARLY = """

@@ -52,8 +52,10 @@ def test_torchrun_starts_as_many_processes_as_asked_and_divides_the_cores():
     assert plan.agent["local_addr"] == "127.0.0.1"
 
 
-def test_a_program_is_started_by_itself():
-    assert Torchrun(nproc_per_node=2).plan(job("program")).argv == ("train.py", "--lr", "-1", "a b")
+def test_a_program_is_started_by_the_worker_too_so_that_its_output_is_kept():
+    argv = Torchrun(nproc_per_node=2).plan(job("program")).argv
+    assert argv[1].endswith("worker.py")
+    assert argv[2:] == ("program", "train.py", "--lr", "-1", "a b")
 
 
 def test_several_machines_meet_at_the_endpoint():

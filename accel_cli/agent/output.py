@@ -1,0 +1,128 @@
+"""What the ranks of this machine write, on its way to the screen and into each rank's log."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+
+from accel_cli.agent.channel import Channel, identity
+from accel_cli.agent.lines import Lines
+from accel_cli.runs import RankFolder
+
+__all__ = ["Output"]
+
+_SCREENS = {"stdout": 1, "stderr": 2}
+_PATIENCE_S = 1.0
+_QUIET_S = 0.3
+"""How long nothing has to come, once all have ended, from a process that a script left behind."""
+_DRAIN_S = 5.0
+"""How long such a process is listened to at most."""
+
+
+class Output:
+    """The output of one attempt: some ranks on the screen, all in their logs.
+
+    One rank alone is shown byte for byte, through a pseudo-terminal if the screen is one, so that the script
+    sees what it would see without a launcher. Of several, whole lines are shown, each behind its rank. A rank
+    that is not shown writes straight into its log.
+    """
+
+    def __init__(self, *, prefixed: bool, coloured: bool) -> None:
+        self._prefixed = prefixed
+        self._coloured = coloured
+        self._channels: list[Channel] = []
+        self._folders: list[RankFolder] = []
+        self._reader: threading.Thread | None = None
+        self._ended = -1
+
+    def route(self, folder: RankFolder, rank: int, *, shown: bool) -> None:
+        """Leave in a rank's folder what its process connects to, before it starts."""
+        self._folders.append(folder)
+        folder.output.touch(mode=0o600)
+        seen: dict[object, str] = {}
+        for stream, screen in _SCREENS.items():
+            name = folder.path / stream
+            first = seen.setdefault(identity(screen), stream)
+            if not shown:
+                name.symlink_to(folder.output.name)
+            elif first != stream:
+                # Together on the screen they are one channel, so that their order stays.
+                name.symlink_to(first)
+            else:
+                lines = Lines(rank, coloured=self._coloured and os.isatty(screen)) if self._prefixed else None
+                self._channels.append(Channel.open(name, folder.output, screen, lines))
+
+    def start(self) -> None:
+        """Begin to pass on, in a thread of its own."""
+        if self._channels:
+            waits, self._ended = os.pipe()
+            self._reader = threading.Thread(target=self._read, args=(waits,), name="output", daemon=True)
+            self._reader.start()
+
+    def resize(self) -> None:
+        """Give the ranks' terminals the size of the screen."""
+        for channel in self._channels:
+            channel.resize()
+
+    def drain(self) -> list[RankFolder]:
+        """Once the processes have ended: pass on the rest, and take away what they were connected to.
+
+        Returns:
+            The folders whose logs are whole now.
+        """
+        if self._reader:
+            os.close(self._ended)
+            self._reader.join()
+            self._reader = None
+        for channel in self._channels:
+            channel.close()
+        for folder in self._folders:
+            for stream in _SCREENS:
+                (folder.path / stream).unlink(missing_ok=True)
+        whole, self._folders = self._folders, []
+        return whole
+
+    def end_line(self) -> None:
+        """Begin a new line on the screen, if the last thing a rank wrote to it is no whole line."""
+        for channel in self._channels:
+            if channel.unfinished and channel.screen and identity(channel.screen) == identity(2):
+                os.write(2, b"\n")
+                return
+
+    def _read(self, waits: int) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(waits, selectors.EVENT_READ)
+            for channel in self._channels:
+                selector.register(channel.read, selectors.EVENT_READ, channel)
+            while waits in selector.get_map():
+                self._pass_on(selector, _PATIENCE_S if self._some_wait() else None)
+            self._finish(selector)
+        os.close(waits)
+        for channel in self._channels:
+            channel.wait(end=True)
+
+    def _finish(self, selector: selectors.BaseSelector) -> None:
+        """Pass on what is still in the channels."""
+        for channel in self._channels:
+            channel.release()
+        late = time.monotonic() + _DRAIN_S
+        while selector.get_map() and time.monotonic() < late and self._pass_on(selector, _QUIET_S):
+            pass
+
+    def _pass_on(self, selector: selectors.BaseSelector, patience: float | None) -> bool:
+        """Wait for something and pass it on; whether there was something."""
+        ready = selector.select(patience)
+        for key, _ in ready:
+            channel: Channel | None = key.data
+            if channel is None or not channel.copy():
+                selector.unregister(key.fd)
+            if channel and key.fd not in selector.get_map():
+                channel.close()
+        for channel in self._channels:
+            channel.wait()
+        return bool(ready)
+
+    def _some_wait(self) -> bool:
+        return any(channel.lines and channel.lines.waiting for channel in self._channels)

@@ -1,0 +1,261 @@
+"""What is on the screen when one of four ranks fails: few lines, the cause last, and everything in the logs."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BAR = 20
+IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
+OTHERS_WAIT = "time.sleep(60)\n"
+
+
+@pytest.fixture
+def fails(accel, script, home):
+    """Launches four ranks that fail; the lines on the screen, stdout before stderr, and the exit code."""
+
+    def run(text, *options):
+        script(text)
+        done = accel("launch", "--nproc-per-node", 4, *options, "train.py")
+        lines = (done.stdout + done.stderr).splitlines()
+        assert len(lines) <= BAR, "\n".join(lines)
+        assert done.stderr.count("Traceback") <= 1
+        return lines, done.returncode
+
+    return run
+
+
+def log(home, rank):
+    (found,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
+    return found.read_text()
+
+
+def test_an_exception_while_the_others_are_in_a_collective(fails, home):
+    lines, code = fails(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "def step():\n    if dist.get_rank() == 2:\n        raise ValueError('there is no data')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "step()\n"
+    )
+    assert code == 1
+    assert re.fullmatch(
+        rf"accel: error: rank 2 of 4 on {socket.gethostname()} \(pid \d+\): ValueError: there is no data",
+        lines[-1],
+    )
+    assert "    raise ValueError('there is no data')" in lines
+    assert not [line for line in lines if "elastic" in line or "To enable traceback" in line]
+    assert log(home, 2).count("ValueError: there is no data\n") == 1
+
+
+def test_all_ranks_raise(fails):
+    lines, code = fails(
+        "import os, time\ntime.sleep(0.2 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"
+    )
+    assert code == 1
+    assert lines[-1].startswith("accel: error: rank 3 of 4 on ")
+    assert lines[-1].endswith(": KeyError: 'x'")
+
+
+def test_an_exit_code(fails):
+    lines, code = fails(f"{IF_2}    sys.exit(3)\n{OTHERS_WAIT}")
+    assert code == 3
+    assert lines[-1].endswith(": exited with code 3")
+
+
+def test_a_text_given_to_exit(fails, home):
+    lines, code = fails(f"{IF_2}    sys.exit('no such dataset: x')\n{OTHERS_WAIT}")
+    assert code == 1
+    assert lines[-1].endswith(": exited with code 1: no such dataset: x")
+    assert log(home, 2) == "begins 2\nno such dataset: x\n"
+
+
+def test_an_import_that_fails(fails):
+    lines, _ = fails(f"{IF_2}    import no_such_module\n{OTHERS_WAIT}")
+    assert "    import no_such_module" in lines
+    assert lines[-1].endswith(": ModuleNotFoundError: No module named 'no_such_module'")
+
+
+def test_a_syntax_error_shows_place_and_caret_and_nothing_of_ours(fails, cwd):
+    lines, code = fails("x = (\n")
+    assert code == 1
+    assert lines[-4:-1] == [f'  File "{cwd}/train.py", line 1', "    x = (", "        ^"]
+    assert lines[-1].endswith(": SyntaxError: '(' was never closed")
+    assert "Traceback" not in "\n".join(lines)
+
+
+def test_a_segmentation_fault_shows_where_python_was(fails, home):
+    lines, code = fails(
+        f"import ctypes\ndef native():\n    ctypes.string_at(0)\n{IF_2}    native()\n{OTHERS_WAIT}"
+    )
+    assert code == 139
+    assert lines[-1].endswith(": was ended by SIGSEGV")
+    assert [line for line in lines if line.endswith("line 3, in native")]
+    assert "Fatal Python error: Segmentation fault" in log(home, 2)
+
+
+def test_a_kill(fails):
+    lines, code = fails(f"{IF_2}    os.kill(os.getpid(), 9)\n{OTHERS_WAIT}")
+    assert code == 137
+    assert lines[-1].endswith(": was ended by SIGKILL: often the out-of-memory killer")
+
+
+def test_memory_that_torch_does_not_get(fails):
+    lines, code = fails(
+        f"{IF_2}    import torch\n"
+        "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB. If reserved by PyTorch "
+        "but unallocated memory is large try setting X')\n"
+        f"{OTHERS_WAIT}"
+    )
+    assert code == 1
+    assert "torch.OutOfMemoryError: CUDA out of memory" in lines[-1]
+    assert [line for line in lines if line.startswith("accel: hint: PYTORCH_CUDA_ALLOC_CONF=")]
+
+
+def test_a_long_message_and_what_the_exception_came_from_are_cut_with_a_pointer_to_the_log(fails, home):
+    lines, _ = fails(
+        f"{IF_2}    try:\n        {{}}['absent']\n    except KeyError as error:\n"
+        "        raise RuntimeError('\\n'.join(['y' * 1000] * 100)) from error\n"
+        f"{OTHERS_WAIT}"
+    )
+    assert [line for line in lines if line.startswith("after KeyError: 'absent' (")]
+    assert lines[-1] == "... 97 more lines in its log"
+    assert max(map(len, lines)) < 500
+    assert log(home, 2).count("y" * 1000) == 100
+
+
+def test_a_deep_stack_keeps_its_first_and_last_calls(fails):
+    lines, _ = fails(f"def down(n):\n    down(n - 1) if n else int('x')\n{IF_2}    down(100)\n{OTHERS_WAIT}")
+    assert "    down(100)" in lines
+    assert lines[-1].endswith("ValueError: invalid literal for int() with base 10: 'x'")
+
+
+def test_frames_of_torch_are_one_line(fails):
+    lines, _ = fails(
+        f"{IF_2}    import torch\n    torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(3))\n{OTHERS_WAIT}"
+    )
+    assert [line for line in lines if re.fullmatch(r"  \.\.\. \d+ frames in torch", line)]
+    assert not [line for line in lines if "site-packages" in line]
+
+
+def test_an_exception_that_cannot_be_printed(fails):
+    lines, _ = fails(
+        "class Bad(Exception):\n    def __str__(self):\n        raise ValueError\n"
+        f"{IF_2}    raise Bad\n{OTHERS_WAIT}"
+    )
+    assert lines[-1].endswith(": Bad: <exception str() failed>")
+
+
+def test_an_exit_in_another_thread_of_a_rank_that_is_not_shown(fails):
+    lines, code = fails(
+        f"{IF_2}    import threading\n    print('the disk is full', file=sys.stderr)\n"
+        "    threading.Thread(target=os._exit, args=(7,)).start()\n"
+        f"{OTHERS_WAIT}"
+    )
+    assert code == 7
+    assert lines[-2:-1] == ["  | the disk is full"]
+    assert lines[-1].endswith(": exited with code 7")
+
+
+def test_a_script_that_uses_record_has_one_report(fails):
+    lines, _ = fails(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n    raise ValueError('boom')\n{IF_2}    main()\n{OTHERS_WAIT}"
+    )
+    assert len([line for line in lines if "ValueError: boom" in line]) == 1
+
+
+def test_a_hook_of_the_users_still_runs(fails):
+    lines, _ = fails(
+        "import sys\nprevious = sys.excepthook\n"
+        "def hook(*error):\n    print('hook:', error[0].__name__, flush=True)\n    previous(*error)\n"
+        "sys.excepthook = hook\nimport os, time\n"
+        f"if os.environ['RANK'] == '0':\n    raise ValueError('boom')\n{OTHERS_WAIT}"
+    )
+    assert lines[0] == "hook: ValueError"
+    assert len([line for line in lines if "ValueError: boom" in line]) == 1
+
+
+def test_ranks_that_were_ended_by_the_launcher_are_no_failures(fails):
+    lines, code = fails(
+        "import signal\n"
+        f"{IF_2}    time.sleep(0.5)\n    sys.exit(5)\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n{OTHERS_WAIT}"
+    )
+    assert code == 5
+    assert "exited with code 9" not in "\n".join(lines)
+    assert len(lines) == 4
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_path):
+    """Both agents run here, on loopback, as two machines would."""
+    script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 2:\n    raise SystemExit(4)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    command = [
+        sys.executable, "-m", "accel_cli", "launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "2",
+        "--set", f"launcher.rdzv_endpoint=127.0.0.1:{free_port()}", "train.py",
+    ]  # fmt: skip
+    machines = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "ACCEL_HOME": str(tmp_path / f"home{number}")},
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        said = [machine.communicate(timeout=120)[0].splitlines() for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [4, 4]
+    assert sum(map(len, said)) <= BAR, said
+    for lines in said:
+        assert re.match(r"accel: error: rank 2 of 4 on .*: exited with code 4$", lines[-1]), lines
+    assert [line for lines in said for line in lines if "only lost the connection to it" in line]
+
+
+@pytest.fixture
+def little_memory():
+    """A control group with 1 GiB, of the first version or the second."""
+    groups = Path("/sys/fs/cgroup")
+    for parent, limit in ((groups / "memory", "memory.limit_in_bytes"), (groups, "memory.max")):
+        group = parent / f"accel-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(1 << 30))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("needs the right to make a control group for memory")
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_named_so(script, little_memory):
+    script(
+        f"{IF_2}    hoard = []\n    while True:\n        hoard.append(bytearray(b'x' * (1 << 24)))\n{OTHERS_WAIT}"
+    )
+    enter = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
+    command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", "4", "train.py"]
+    done = subprocess.run(
+        ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 137, done.stderr
+    assert done.stderr.splitlines()[-1].endswith(": was ended by SIGKILL: killed by the kernel for memory")

@@ -1,0 +1,217 @@
+"""What ranks write: one on the screen as without a launcher, others where asked, all in their logs."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+LAUNCH = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2"]
+
+
+def log(home, rank, attempt=0):
+    (found,) = home.glob(f"runs/*/attempt_{attempt}/rank_{rank}/output.log")
+    return found.read_bytes()
+
+
+def on_a_terminal(command, **options):
+    """What a command writes to a terminal of 50 lines and 133 columns, byte for byte."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 133, 0, 0))
+    settings = termios.tcgetattr(theirs)
+    settings[1] &= ~termios.OPOST
+    termios.tcsetattr(theirs, termios.TCSANOW, settings)
+    options = {"stdout": theirs, "stderr": theirs, "stdin": subprocess.DEVNULL} | options
+    with subprocess.Popen(command, **options) as process:
+        os.close(theirs)
+        parts = []
+        try:
+            while part := os.read(ours, 65536):
+                parts.append(part)
+        except OSError:  # Linux's way to say that nobody is there any more
+            pass
+    os.close(ours)
+    return b"".join(parts), process.returncode
+
+
+def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_pass_unchanged(script, home):
+    script(
+        "import os, sys\n"
+        "size = tuple(os.get_terminal_size(1)) if sys.stdout.isatty() else None\n"
+        "print(sys.stdout.isatty(), sys.stderr.isatty(), size)\n"
+        "for n in range(3):\n    print(f'\\r{n}/2', end='', file=sys.stderr, flush=True)\n"
+        "os.write(1, b'\\x1b[31m\\xff\\n')\n"
+    )
+    screen, code = on_a_terminal([*LAUNCH, "train.py"])
+    assert code == 0
+    assert screen == b"True True (133, 50)\n\r0/2\r1/2\r2/2\x1b[31m\xff\n"
+    assert log(home, 0) == screen
+    assert log(home, 1).endswith(b"\r0/2\r1/2\r2/2\x1b[31m\xff\n")
+
+
+def test_a_rank_learns_that_its_screen_has_another_size(script):
+    script(
+        "import os, signal\n"
+        "def resized(*_):\n    os.isatty(1) and print(tuple(os.get_terminal_size(1)), flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGWINCH, resized)\n"
+        "print('ready', flush=True)\nsignal.pause()\n"
+    )
+    ours, theirs = os.openpty()
+    command = [*LAUNCH, "--ranks", "1", "train.py"]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
+        os.close(theirs)
+        assert os.read(ours, 100) == b"ready\r\n"
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
+        late = time.monotonic() + 30
+        while process.poll() is None and time.monotonic() < late:
+            # The rank that is not shown may not listen yet.
+            process.send_signal(signal.SIGWINCH)
+            time.sleep(0.2)
+        assert os.read(ours, 100) == b"(77, 7)\r\n"
+    os.close(ours)
+
+
+def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, home):
+    script(
+        "import sys\nprint('out', sys.stdout.isatty())\nprint('err', sys.stderr.isatty(), file=sys.stderr)\n"
+    )
+    with (cwd / "err.txt").open("wb") as err:
+        screen, _ = on_a_terminal([*LAUNCH, "train.py"], stderr=err)
+    assert (screen, (cwd / "err.txt").read_text()) == (b"out True\n", "err False\n")
+    assert sorted(log(home, 0).splitlines()) == [b"err False", b"out True"]
+
+
+def test_the_log_of_a_rank_has_its_output_and_errors_in_the_order_they_were_written(accel, script, home):
+    script("import sys\nfor n in range(50):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n")
+    done = accel(
+        "launch",
+        "-q",
+        "--nproc-per-node",
+        2,
+        "train.py",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        capture_output=False,
+    )
+    expected = "".join(f"out {n}\nerr {n}\n" for n in range(50))
+    assert done.stdout == expected
+    assert [log(home, rank).decode() for rank in range(2)] == [expected, expected]
+
+
+@pytest.mark.parametrize(("ranks", "seen"), [("none", []), ("1", ["1"]), ("0,2", ["[0] 0", "[2] 2"])])
+def test_the_ranks_that_are_asked_for_are_shown(accel, script, home, ranks, seen):
+    script("import os\nprint(os.environ['RANK'])\n")
+    done = accel("launch", "-q", "--nproc-per-node", 3, "--ranks", ranks, "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == seen
+    assert [log(home, rank) for rank in range(3)] == [b"0\n", b"1\n", b"2\n"]
+
+
+def test_prefixes_are_coloured_on_a_terminal_unless_no_colour_is_wanted(script):
+    script("import os\nprint(os.environ['RANK'])\n")
+    command = [*LAUNCH, "--ranks", "all", "train.py"]
+    screen, _ = on_a_terminal(command, env={**os.environ, "TERM": "xterm"})
+    assert sorted(screen.splitlines()) == [b"\x1b[33m[1]\x1b[0m 1", b"\x1b[36m[0]\x1b[0m 0"]
+    plain, _ = on_a_terminal(command, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"})
+    assert sorted(plain.splitlines()) == [b"[0] 0", b"[1] 1"]
+
+
+def test_a_question_is_seen_before_its_line_is_whole(script):
+    script(
+        "import os\nif os.environ['RANK'] == '0':\n    print('go on?', end=' ', flush=True)\n    print(input())\n"
+    )
+    command = [*LAUNCH, "--ranks", "all", "train.py"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "[0] go on? \n"
+        process.stdin.write("yes\n")
+        process.stdin.close()
+        assert process.stdout.read() == "[0] yes\n"
+
+
+def test_a_script_whose_output_nobody_reads_any_more_ends(script):
+    script("import time\nwhile True:\n    print('x' * 100)\n    time.sleep(0.001)\n")
+    with subprocess.Popen([*LAUNCH, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=60) == 1
+        assert b"BrokenPipeError" in process.stderr.read().splitlines()[-1]
+
+
+def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(script):
+    script("import subprocess\nprint(subprocess.Popen(['sleep', '40']).pid)\n")
+    began = time.monotonic()
+    done = subprocess.run([*LAUNCH, "--ranks", "all", "train.py"], capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[1]), 9)
+    assert len(done.stdout.splitlines()) == 2
+    assert time.monotonic() - began < 35
+
+
+def test_logs_shows_the_last_run(accel, script, cwd, home):
+    script("import os, sys\nprint(sys.argv[1], os.environ['RANK'])\n")
+    for word in ("first", "second"):
+        accel("launch", "-q", "--nproc-per-node", 2, "train.py", word)
+    assert accel("logs").stdout == "second 0\n"
+    assert accel("logs", "--rank", 1).stdout == "second 1\n"
+    second, first = [line.split("\t")[0] for line in accel("logs", "--list").stdout.splitlines()]
+    assert accel("logs", "--run", first, "--attempt", 0).stdout == "first 0\n"
+    for asked, said in [
+        (("--rank", 5), "has no log of rank 5; ranks 0 and 1 ran on this machine"),
+        (("--attempt", 3), f"the run {second} has no attempt 3; its last is 0"),
+        (("--run", "x"), "there is no run 'x' in "),
+    ]:
+        done = accel("logs", *asked)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_logs_without_a_run_says_so(accel):
+    done = accel("logs")
+    assert done.returncode == 2
+    assert "accel: error: no run is kept in " in done.stderr
+
+
+def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel, script, cwd):
+    script("import sys\nprint('begins', flush=True)\nsys.stdin.read()\nprint('ends')\n")
+    accel("config", "set", "--project", "launcher.kind=torchrun", "launcher.log_dir=kept")
+    launch = [*LAUNCH, "train.py"]
+    with subprocess.Popen(launch, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout.readline() == b"begins\n"
+        assert list((cwd / "kept").iterdir())
+        follow = [sys.executable, "-m", "accel_cli", "logs", "-f", "--rank", "1"]
+        with subprocess.Popen(follow, stdout=subprocess.PIPE) as logs:
+            assert logs.stdout.readline() == b"begins\n"
+            job.stdin.close()
+            assert logs.stdout.read() == b"ends\n"
+            assert logs.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--log-dir", "train.py/x"), "logs cannot be written to "),
+        (("--ranks", "2"), "ranks: 2 was asked for, but the last rank is 1"),
+        (("--ranks", "first"), "expected all, none, or ranks as in 0,2"),
+    ],
+)
+def test_what_cannot_be_shown_or_kept_is_refused_before_anything_starts(accel, script, cwd, asked, said):
+    script("open('started', 'w')\n")
+    done = accel("launch", "-q", "--nproc-per-node", 2, *asked, "train.py")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (cwd / "started").exists()
+
+
+@pytest.mark.parametrize("asked", [("--log-dir", "x"), ("--ranks", "all")])
+def test_one_process_that_becomes_the_script_keeps_no_logs_and_says_so(accel, script, asked):
+    script("")
+    done = accel("launch", *asked, "train.py")
+    assert done.returncode == 2
+    assert f"{asked[0]} is for the launcher torchrun" in done.stderr
