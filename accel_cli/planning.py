@@ -25,6 +25,10 @@ __all__ = ["Request", "check_target", "look", "make", "prepare", "resolve", "run
 Kind = Literal["script", "module", "program"]
 _COUNTS = frozenset({"launcher.nproc_per_node", "launcher.nnodes"})
 """What only a launcher of several processes can be told."""
+_AGENT = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1}
+"""One process, with a launcher beside it that can give it time and watch it."""
+_WATCHED = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
+"""What needs a launcher beside the processes, be it one."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Request:
     assignments: tuple[str, ...] = ()
     nproc_per_node: str | None = None
     nnodes: int | None = None
+    shutdown_timeout: int | None = None
+    stall_timeout: int | None = None
     mixed_precision: str | None = None
     cpu: bool = False
 
@@ -66,6 +72,9 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     alone = _kind([*said, assigned]) == "single"
     options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
+    if alone and watched:
+        said.append(Layer(watched[0].name, _AGENT, watched[0].where))
     if alone and counts:
         said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
     return layers.resolve([*said, assigned, *options])
@@ -180,6 +189,8 @@ def _options(request: Request) -> list[Layer]:
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
         "--nproc-per-node": ("launcher.nproc_per_node", count),
         "--nnodes": ("launcher.nnodes", request.nnodes),
+        "--shutdown-timeout": ("launcher.shutdown_timeout", request.shutdown_timeout),
+        "--stall-timeout": ("launcher.stall_timeout", request.stall_timeout),
     }
     return [
         Layer(option, {key: value}, {"": option})

@@ -28,6 +28,11 @@ def main() -> None:
     _buffer(sys.stderr, lines=True)
     try:
         _module(target) if kind == "module" else _script(target)
+    except KeyboardInterrupt:
+        # Whoever typed Ctrl-C knows; the interpreter still ends as it does after an interrupt.
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = _nothing
+        raise
     except Exception as error:  # noqa: BLE001 - whatever the script raises is its failure
         error.__traceback__ = _own_frames(error)
         _record(error)
@@ -36,6 +41,10 @@ def main() -> None:
         sys.stderr.flush()
         _buffer(sys.stderr, lines=True)
         sys.exit(1)
+
+
+def _nothing(*_: object) -> None:
+    """Print no traceback."""
 
 
 def _buffer(stream: object, *, lines: bool) -> None:

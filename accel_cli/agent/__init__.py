@@ -12,7 +12,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from accel_cli import runs
 from accel_cli.agent.elastic import Agent
+from accel_cli.agent.ending import Guard
 from accel_cli.agent.report import first_failure
+from accel_cli.agent.signals import Signals
 from accel_cli.errors import AccelError
 from accel_cli.launchers.base import Plan
 
@@ -34,24 +36,35 @@ def run(plan: Plan) -> int:
     if plan.agent["max_restarts"]:
         # Without it a restart meets the stale keys of the attempt before (torch 2.13; pytorch#167288).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    with Signals(shutdown_timeout=plan.agent["shutdown_timeout"]) as signals:
+        try:
+            return _recorded(plan, signals)
+        except SignalException as error:
+            # The rendezvous stays open, so that the other machines can go on without this one.
+            return 128 + int(error.sigval)
+
+
+def _recorded(plan: Plan, signals: Signals) -> int:
     folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
     code = 1
     try:
-        code = _run(plan, folder)
+        with Guard(folder.path) as guard:
+            code = _run(plan, folder, signals, guard)
+    except SignalException as error:
+        code = 128 + int(error.sigval)
     finally:
+        signals.finish()
         folder.record({"exit_code": code})
     return code
 
 
-def _run(plan: Plan, folder: runs.RunFolder) -> int:
-    agent = Agent(_spec(plan), folder)
+def _run(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard) -> int:
+    agent = Agent(_spec(plan), folder, signals, guard, shutdown_timeout=plan.agent["shutdown_timeout"])
     try:
         result = agent.run()
-    except SignalException as error:
-        # The rendezvous stays open, so that the other machines can go on without this one.
-        return 128 + int(error.sigval)
     except RendezvousError as error:
         raise AccelError(f"the machines did not meet at {plan.agent['rdzv_endpoint']}: {error}") from None
+    signals.finish()
     agent.leave()
     return first_failure(result.failures, processes=agent.world_size) if result.failures else 0
 

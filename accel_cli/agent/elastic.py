@@ -11,7 +11,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from typing_extensions import override
 
+from accel_cli.agent.ending import Guard
 from accel_cli.agent.processes import Processes
+from accel_cli.agent.signals import Signals
 from accel_cli.runs import RunFolder
 from accel_runtime import env
 
@@ -19,11 +21,23 @@ __all__ = ["Agent"]
 
 
 class Agent(LocalElasticAgent):
-    """The agent of one machine: it meets the others, starts the processes, watches them, starts them again."""
+    """The agent of one machine: it meets the others, starts the processes, watches them, starts them again.
 
-    def __init__(self, spec: WorkerSpec, folder: RunFolder, *, shutdown_timeout: int = 30) -> None:
+    Args:
+        spec: What it starts, and where the machines meet.
+        folder: Of the run.
+        signals: The handlers of the launcher; they are told who runs.
+        guard: Told too.
+        shutdown_timeout: Seconds the processes have when they are asked to end.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, folder: RunFolder, signals: Signals, guard: Guard, *, shutdown_timeout: int
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
         self._folder = folder
+        self._signals = signals
+        self._guard = guard
         self._attempt = -1
 
     @property
@@ -40,9 +54,19 @@ class Agent(LocalElasticAgent):
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
         self._attempt += 1
         envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
-        self._pcontext = Processes(worker_group.spec, envs, shutdown_timeout=self._shutdown_timeout)
-        self._pcontext.start()
+        with self._signals.held():
+            self._pcontext = Processes(worker_group.spec, envs, shutdown_timeout=self._shutdown_timeout)
+            self._pcontext.start()
+            self._note(worker_group.workers, self._pcontext)
         return self._pcontext.pids()
+
+    def _note(self, workers: list[Worker], processes: Processes) -> None:
+        """Tell who may have to find the processes."""
+        self._signals.workers = processes.started
+        self._guard.watch(processes.pids().values())
+        for worker in workers:
+            pid = processes.pids()[worker.local_rank]
+            self._folder.rank(self._attempt, worker.global_rank).pid.write_text(str(pid))
 
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
@@ -72,6 +96,7 @@ class Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        self._signals.announce()
         # torch's own default would overrule the profile where a failure, and no signal, ends the others.
         if self._pcontext:
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)

@@ -65,6 +65,20 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     nnodes: Annotated[
         int | None, typer.Option(metavar="N", help="Number of machines.", rich_help_panel=_OVER)
     ] = None,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS", help="How long processes may save after a signal.", rich_help_panel=_OVER
+        ),
+    ] = None,
+    stall_timeout: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Show where every process is when none makes progress for so long.",
+            rich_help_panel=_OVER,
+        ),
+    ] = None,
     mixed_precision: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="no, bf16 or fp16.", rich_help_panel=_OVER)
     ] = None,
@@ -98,6 +112,8 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         assignments=tuple(assignments or ()),
         nproc_per_node=nproc_per_node,
         nnodes=nnodes,
+        shutdown_timeout=shutdown_timeout,
+        stall_timeout=stall_timeout,
         mixed_precision=mixed_precision,
         cpu=cpu,
     )

@@ -92,6 +92,20 @@ class Torchrun(Launcher):
     monitor_interval: Annotated[
         float, Field(gt=0, description="Seconds between two looks at whether the processes are alive.")
     ] = 0.1
+    shutdown_timeout: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Seconds the processes have to save and end after a signal, or after one of them failed.",
+        ),
+    ] = 30
+    stall_timeout: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Seconds without progress on any process until `accel launch` shows where each one is; unset does not watch.",
+        ),
+    ] = None
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -138,6 +152,8 @@ class Torchrun(Launcher):
             "max_restarts": self.max_restarts,
             "monitor_interval": self.monitor_interval,
             "local_addr": _LOOPBACK if alone else None,
+            "shutdown_timeout": self.shutdown_timeout,
+            "stall_timeout": self.stall_timeout,
         }
 
 
