@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import config, env, launch, test
+from accel_cli.commands import config, env, launch, stacks, test
 
 __all__ = ["app", "main"]
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
 app.command("test", rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
+app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
 app.command("env", rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
 

@@ -6,9 +6,11 @@ the first place of `sys.path` at once. Usage: `worker.py script|module TARGET [A
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -17,7 +19,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["main"]
+__all__ = ["ASKED", "STACKS", "main"]
+
+ASKED = getattr(signal, "SIGRTMIN", 0) + 8
+"""The signal at which a process writes down its stacks: none that scripts, torch or a scheduler use."""
+STACKS = "stacks"
+"""The file in the rank's folder to which it does."""
 
 
 def main() -> None:
@@ -26,6 +33,7 @@ def main() -> None:
     sys.argv = sys.argv[2:]
     _buffer(sys.stdout, lines=True)
     _buffer(sys.stderr, lines=True)
+    _answer_for_stacks()
     try:
         _module(target) if kind == "module" else _script(target)
     except KeyboardInterrupt:
@@ -41,6 +49,15 @@ def main() -> None:
         sys.stderr.flush()
         _buffer(sys.stderr, lines=True)
         sys.exit(1)
+
+
+def _answer_for_stacks() -> None:
+    """Let `accel stacks` see where this process is, also while it is blocked outside of Python."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and hasattr(signal, "SIGRTMIN"):
+        # faulthandler keeps the file for as long as the process lives.
+        file = Path(path).with_name(STACKS).open("ab", buffering=0)
+        faulthandler.register(ASKED, file=file, all_threads=True)
 
 
 def _nothing(*_: object) -> None:

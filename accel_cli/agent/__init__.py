@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from torch.distributed.elastic.agent.server import api as server
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
@@ -30,8 +31,9 @@ def run(plan: Plan) -> int:
     Raises:
         AccelError: The machines did not find each other.
     """
-    # What the agent logs about a failure is said by us, once, at the end.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What the agent logs about a failure or a signal is said by us, once. Some of its loggers have a level.
+    for name in ("torch.distributed.elastic", server.__name__):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(plan.env)
     if plan.agent["max_restarts"]:
         # Without it a restart meets the stale keys of the attempt before (torch 2.13; pytorch#167288).
@@ -59,7 +61,8 @@ def _recorded(plan: Plan, signals: Signals) -> int:
 
 
 def _run(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard) -> int:
-    agent = Agent(_spec(plan), folder, signals, guard, shutdown_timeout=plan.agent["shutdown_timeout"])
+    patience = {name: plan.agent[name] for name in ("shutdown_timeout", "stall_timeout")}
+    agent = Agent(_spec(plan), folder, signals, guard, **patience)
     try:
         result = agent.run()
     except RendezvousError as error:

@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from typing_extensions import override
@@ -15,6 +15,7 @@ from accel_cli.agent.ending import Guard
 from accel_cli.agent.processes import Processes
 from accel_cli.agent.signals import Signals
 from accel_cli.runs import RunFolder
+from accel_cli.stalls import Watch
 from accel_runtime import env
 
 __all__ = ["Agent"]
@@ -29,15 +30,25 @@ class Agent(LocalElasticAgent):
         signals: The handlers of the launcher; they are told who runs.
         guard: Told too.
         shutdown_timeout: Seconds the processes have when they are asked to end.
+        stall_timeout: Seconds without progress until it is said where they are; None does not watch.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, folder: RunFolder, signals: Signals, guard: Guard, *, shutdown_timeout: int
+    def __init__(  # noqa: PLR0913 - the room's one place where everything meets
+        self,
+        spec: WorkerSpec,
+        folder: RunFolder,
+        signals: Signals,
+        guard: Guard,
+        *,
+        shutdown_timeout: int,
+        stall_timeout: int | None,
     ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
         self._folder = folder
         self._signals = signals
         self._guard = guard
+        self._stall_timeout = stall_timeout
+        self._watch: Watch | None = None
         self._attempt = -1
 
     @property
@@ -67,6 +78,15 @@ class Agent(LocalElasticAgent):
         for worker in workers:
             pid = processes.pids()[worker.local_rank]
             self._folder.rank(self._attempt, worker.global_rank).pid.write_text(str(pid))
+        if self._stall_timeout:
+            self._watch = Watch(self._folder.ranks(self._attempt), self._stall_timeout)
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self._watch and result.state is WorkerState.HEALTHY:
+            self._watch.look()
+        return result
 
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
