@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from accel_cli import console, stacks
 from accel_cli.runs import RankFolder
@@ -16,8 +17,10 @@ from accel_runtime import env
 __all__ = ["Beat", "Watch", "told"]
 
 _NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
-_FRAMES = 12
-"""Frames of a stack that are shown; the rest is in the file."""
+_FRAMES = 8
+"""Frames of a stack that are shown, unless all are asked for."""
+_LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parent}/")
+"""What a frame has that is nobody's own code; where it is inside of that, the ranks still differ in theirs."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,17 @@ class Watch:
             console.note(_stalled(self._folders, beats, now - newest))
 
 
-def told(folders: Mapping[int, RankFolder], *, threads: bool = False) -> str:
-    """Where processes are: a table of their heartbeats, and the stacks of all of them."""
+def told(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:
+    """Where processes are: a table of their heartbeats, and the stacks of all of them.
+
+    Args:
+        folders: Of the processes, by rank.
+        full: Show all threads, and frames of libraries too.
+    """
     answers = stacks.ask(folders)
     beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
     groups = _alike(answers, beats)
-    return "\n".join([*_table(beats), *(_shown(ranks, answers[ranks[0]], threads) for ranks in groups)])
+    return "\n".join([*_table(beats), *(_shown(ranks, answers[ranks[0]], full=full) for ranks in groups)])
 
 
 def _stalled(folders: Mapping[int, RankFolder], beats: Mapping[int, Beat | None], seconds: float) -> str:
@@ -101,9 +109,9 @@ def _stalled(folders: Mapping[int, RankFolder], beats: Mapping[int, Beat | None]
     odd = [ranks for ranks in groups if ranks is not most] if 2 * len(most) > len(beats) else groups
     lines = [f"no process on this machine has made progress for {seconds:.0f} s"]
     if not any(beats.values()):
-        lines[0] += ", or none of them uses accel_runtime, which would show it"
+        lines[0] += " that can be seen: none has made an Accelerator"
     lines += _table(beats)
-    lines += [_shown(ranks, answers[ranks[0]], threads=False) for ranks in odd or groups]
+    lines += [_shown(ranks, answers[ranks[0]], full=False) for ranks in odd or groups]
     if odd and odd != groups:
         lines.append(f"  the others ({_named(most)}) wait alike; `accel stacks` shows them too")
     return "\n".join(lines)
@@ -114,7 +122,7 @@ def _alike(answers: Mapping[int, Stacks], beats: Mapping[int, Beat | None]) -> l
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for rank, answer in answers.items():
         beat = beats[rank]
-        groups[answer.main, answer.problem, beat and (beat.steps, beat.where)].append(rank)
+        groups[_own(answer.main), answer.problem, beat and (beat.steps, beat.where)].append(rank)
     return list(groups.values())
 
 
@@ -134,18 +142,24 @@ def _table(beats: Mapping[int, Beat | None]) -> list[str]:
     ]
 
 
-def _shown(ranks: list[int], answer: Stacks, threads: bool) -> str:
+def _shown(ranks: list[int], answer: Stacks, *, full: bool) -> str:
     if answer.problem:
         return f"  {_named(ranks)}: {answer.problem}"
-    parts = [_block(f"{_named(ranks)}, innermost call first:", answer.main)]
-    if threads:
-        parts += [_block("another thread:", frames) for frames in answer.others]
-    return "\n".join(parts)
+    title = f"{_named(ranks)}, innermost call first:"
+    if not full:
+        return _block(title, _own(answer.main)[:_FRAMES])
+    others = (_block("another thread:", frames) for frames in answer.others)
+    return "\n".join([_block(title, answer.main), *others])
 
 
-def _block(title: str, frames: tuple[str, ...]) -> str:
-    more = [f"    ... and {len(frames) - _FRAMES} more"] if len(frames) > _FRAMES else []
-    return "\n".join([f"  {title}", *(f"    {frame}" for frame in frames[:_FRAMES]), *more])
+def _own(frames: tuple[str, ...]) -> tuple[str, ...]:
+    """The frames of nobody's library; all of them where there is no other."""
+    own = tuple(frame for frame in frames if not any(mark in frame for mark in _LIBRARIES))
+    return own or frames
+
+
+def _block(title: str, frames: Iterable[str]) -> str:
+    return "\n".join([f"  {title}", *(f"    {frame}" for frame in frames)])
 
 
 def _named(ranks: list[int]) -> str:

@@ -20,8 +20,8 @@ def stacks(
         typer.Option("--run", metavar="NAME", help="The run, by the name of its folder; else the newest."),
     ] = None,
     rank: Annotated[int | None, typer.Option(metavar="N", help="Only this process.")] = None,
-    threads: Annotated[
-        bool, typer.Option("--threads", help="All threads of Python, not only the main one.")
+    full: Annotated[
+        bool, typer.Option("--full", help="All threads, and the frames of libraries too.")
     ] = False,
 ) -> None:
     """Show how far the processes of a running job are, and their Python stacks.
@@ -38,7 +38,7 @@ def stacks(
         raise UsageError(f"--rank: {run.path.name} has no rank {rank} on this machine; it has {known}")
     if rank is not None:
         folders = {rank: folders[rank]}
-    console.plain(f"{run.path.name}\n{stalls.told(folders, threads=threads)}")
+    console.plain(f"{run.path.name}\n{stalls.told(folders, full=full)}")
 
 
 def _running(name: str | None) -> RunFolder:
