@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         app(arguments)
+    except KeyboardInterrupt:
+        # Nothing runs yet: there is nothing to say.
+        sys.exit(128 + 2)
     except AccelError as error:
         from accel_cli import console
 
