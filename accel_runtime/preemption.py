@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
+import struct
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
-
-import torch
 
 from accel_runtime.exchange.agreement import Agreement, here
 
@@ -16,7 +15,7 @@ __all__ = ["PREEMPTION", "Preemption"]
 
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they take a machine away."""
-_BYTES = 8
+_MASK = struct.Struct("=Q")
 
 
 class Preemption:
@@ -55,15 +54,12 @@ class Preemption:
         """The signals that came to any rank."""
         if self._agreement.size == 1:
             return self._came
-        own = bytearray(self._came.to_bytes(_BYTES, "little"))
         met = self._agreement.exchange(
-            here(f"preempted({names})"),
-            _BYTES,
-            lambda room: room.copy_(torch.frombuffer(own, dtype=torch.uint8)),
+            here(f"preempted({names})"), _MASK.size, lambda room: _MASK.pack_into(room, 0, self._came)
         )
         came = 0
-        for blob in met.blobs:
-            came |= int.from_bytes(bytes(blob.tolist()), "little")
+        for rank in range(self._agreement.size):
+            came |= _MASK.unpack(met.view(rank))[0]
         return came
 
     def _listen(self, number: signal.Signals) -> None:

@@ -34,6 +34,11 @@ class Alone:
 
     size = 1
 
+    @staticmethod
+    def local_rank(_rank):
+        """Where a rank stands on its machine."""
+        return 0
+
     def run(self, function, *args):
         """Call `function(*args)` here."""
         assert "RANK" not in os.environ
@@ -44,12 +49,20 @@ class Alone:
 
 
 class Cluster:
-    """`size` processes a launcher might have started, over gloo; they start at the first `run`."""
+    """`size` processes a launcher might have started, over gloo; they start at the first `run`.
 
-    def __init__(self, size):
+    `apart`, each is told that it is alone on its machine.
+    """
+
+    def __init__(self, size, *, apart=False):
         self.size = size
+        self._apart = apart
         self._processes = []
         self._connections = []
+
+    def local_rank(self, rank):
+        """Where a rank stands on its machine."""
+        return 0 if self._apart else rank
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; the results in rank order."""
@@ -82,7 +95,9 @@ class Cluster:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
         for rank in range(self.size):
             ours, theirs = Pipe()
-            place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
+            local = (0, 1) if self._apart else (rank, self.size)
+            place = {"RANK": rank, "WORLD_SIZE": self.size}
+            place |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True))
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S}
             told = {name: str(value) for name, value in (place | group | settings).items()}

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import replicated, synced
-from accel_runtime.backends.wire import GlooWire, control_group
+from accel_runtime.backends.wire import control_group, wire_of
 from accel_runtime.env import Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
@@ -68,7 +68,8 @@ class Distributed(Backend):
             _USERS.add(self)
         patience = wanted["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
-        super().__init__(topology, device, GlooWire(self._control, patience))
+        near = topology.local_world_size == topology.world_size
+        super().__init__(topology, device, wire_of(self._control, patience, one_machine=near))
         self._device_ids = [device.index] if device.index is not None else None
 
     @override
@@ -180,5 +181,6 @@ def _leave() -> None:
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
     time.sleep(_GRACE_S)
     control_group.cache_clear()
+    wire_of.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

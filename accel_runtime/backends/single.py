@@ -23,8 +23,8 @@ class _Nobody(Wire):
     """Reaches all others: none."""
 
     @override
-    def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
-        return slot.clone().unsqueeze(0)
+    def swap(self, slot: memoryview, where: Callable[[], str]) -> bytearray:
+        return bytearray(slot)
 
     @override
     def transfer(

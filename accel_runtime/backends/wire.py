@@ -1,9 +1,7 @@
-"""How bytes get from rank to rank on the CPU: a gloo group of our own, and nothing but send and receive."""
+"""How bytes get from rank to rank on the CPU: over sockets on one machine, else over a gloo group of our own."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
@@ -12,12 +10,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from accel_runtime.backends.news import News
+from accel_runtime.backends.sockets import SocketWire, connected
 from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
-from accel_runtime.exchange.raw import memory
 
-__all__ = ["GlooWire", "control_group"]
+__all__ = ["GlooWire", "control_group", "wire_of"]
 
-_NEWS_S = 2.0
 _SLOTS, _LARGE = 1, 2
 
 
@@ -26,6 +24,16 @@ def control_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessG
     """The group our own bytes travel on, one for every default group: all ranks call this together."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+@lru_cache(maxsize=1)
+def wire_of(group: dist.ProcessGroup, timeout: timedelta, *, one_machine: bool) -> Wire:
+    """What carries bytes between the ranks of the control group: all ranks call this together."""
+    peers = connected(group, timeout) if one_machine else None
+    if peers is None:
+        return GlooWire(group, timeout)
+    news = News(group.get_group_store(), group.rank(), group.size())
+    return SocketWire(peers, group.rank(), news, timeout)
 
 
 class GlooWire(Wire):
@@ -42,8 +50,7 @@ class GlooWire(Wire):
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
         self._rank, self._size = group.rank(), group.size()
-        self._store = group.get_group_store()
-        self._broken: SilenceError | None = None
+        self._news = News(group.get_group_store(), self._rank, self._size)
         # Row i holds the slot of the i-th rank after this one.
         memory_ = bytearray(self._size * SLOT)
         self._bytes = memoryview(memory_)
@@ -61,9 +68,9 @@ class GlooWire(Wire):
         return rounds
 
     @override
-    def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
-        self._check()
-        self._bytes[:SLOT] = memory(slot)
+    def swap(self, slot: memoryview, where: Callable[[], str]) -> bytearray:
+        self._news.check()
+        self._bytes[:SLOT] = slot
         try:
             for sent, to, room, from_ in self._rounds:
                 arrival = self._group.recv(room, from_, _SLOTS)
@@ -73,8 +80,7 @@ class GlooWire(Wire):
         except RuntimeError as error:
             raise self._lost(error, where()) from error
         first = (self._size - self._rank) * SLOT
-        ordered = bytearray().join((self._bytes[first:], self._bytes[:first]))
-        return torch.frombuffer(ordered, dtype=torch.uint8).view(self._size, SLOT)
+        return bytearray().join((self._bytes[first:], self._bytes[:first]))
 
     @override
     def transfer(
@@ -83,7 +89,7 @@ class GlooWire(Wire):
         incoming: Mapping[int, torch.Tensor],
         where: Callable[[], str],
     ) -> None:
-        self._check()
+        self._news.check()
         try:
             works = [self._group.recv([room], rank, _LARGE) for rank, room in incoming.items() if len(room)]
             works += [self._group.send([data], rank, _LARGE) for rank, data in outgoing.items() if len(data)]
@@ -92,31 +98,5 @@ class GlooWire(Wire):
         except RuntimeError as error:
             raise self._lost(error, where()) from error
 
-    def _check(self) -> None:
-        if self._broken:
-            raise self._broken
-
     def _lost(self, error: RuntimeError, where: str) -> SilenceError:
-        """Tell the others where this rank is, let go of them so that they see, and hear where they are."""
-        timed_out = "timed out" in str(error).lower()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._rank}", ("T" if timed_out else "L") + where)
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
-        news = self._news()
-        news.setdefault(self._rank, ("T" if timed_out else "L") + where)
-        timed_out = any(text[0] == "T" for text in news.values())
-        self._broken = SilenceError({rank: text[1:] for rank, text in news.items()}, timed_out=timed_out)
-        return self._broken
-
-    def _news(self) -> dict[int, str]:
-        """What the ranks have left in the store; those who can do so do it soon."""
-        news: dict[int, str] = {}
-        deadline = time.monotonic() + _NEWS_S
-        with contextlib.suppress(RuntimeError):
-            while len(news) < self._size and time.monotonic() < deadline:
-                for rank in range(self._size):
-                    if rank not in news and self._store.check([f"{rank}"]):
-                        news[rank] = self._store.get(f"{rank}").decode()
-                time.sleep(0.05)
-        return news
+        return self._news.lost(where, self._group.abort, timed_out="timed out" in str(error).lower())

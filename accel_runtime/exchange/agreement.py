@@ -26,12 +26,15 @@ __all__ = [
     "SilenceError",
     "StallError",
     "Wire",
+    "Write",
+    "filled",
     "here",
 ]
 
 SLOT = 4096
 """Bytes that every rank sends at the beginning of a collective: docs/design/agreement.md has the measurements."""
 _HEAD = 32
+_SAID = struct.Struct("=3q")
 ROOM = SLOT - _HEAD
 """Bytes of data that travel with the agreement itself."""
 
@@ -65,15 +68,15 @@ class SilenceError(RuntimeError):
 class Wire(Protocol):
     """How bytes on the CPU get from rank to rank."""
 
-    def swap(self, slot: torch.Tensor, where: Callable[[], str]) -> torch.Tensor:
+    def swap(self, slot: memoryview, where: Callable[[], str]) -> bytearray:
         """Every rank's slot.
 
         Args:
-            slot: `[SLOT]` bytes.
+            slot: `SLOT` bytes.
             where: Says what this rank is doing, for the others to hear if it fails.
 
         Returns:
-            `[world_size, SLOT]` in rank order, contiguous, new memory.
+            `world_size * SLOT` bytes in rank order, new memory.
 
         Raises:
             SilenceError: Somebody did not come in time, or is gone.
@@ -118,11 +121,38 @@ class Met(NamedTuple):
 
     same: bool
     """Whether nothing differs, shapes included."""
-    blobs: Sequence[torch.Tensor] | torch.Tensor
-    """Every rank's bytes in rank order; `[world_size, n]` where all have the same number."""
+    sizes: list[int]
+    """How many bytes each rank had for the others."""
+    slots: bytearray
+    """Every rank's slot."""
+    large: Sequence[torch.Tensor] | torch.Tensor = ()
+    """Every rank's bytes, where one had too many for its slot; empty for those whose bytes fit."""
+
+    def view(self, rank: int) -> memoryview:
+        """The bytes of one rank."""
+        size = self.sizes[rank]
+        if size > ROOM:
+            return memory(self.large[rank])
+        start = rank * SLOT + _HEAD
+        return memoryview(self.slots)[start : start + size]
+
+    @property
+    def blobs(self) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Every rank's bytes in rank order; `[world_size, n]` where all have the same number."""
+        size, count = self.sizes[0], len(self.sizes)
+        alike = self.sizes.count(size) == count
+        if alike and size > ROOM:
+            return self.large
+        slots = torch.frombuffer(self.slots, dtype=torch.uint8).view(count, SLOT)
+        if alike:
+            return slots[:, _HEAD : _HEAD + size]
+        return [
+            self.large[rank] if size > ROOM else slots[rank, _HEAD : _HEAD + size]
+            for rank, size in enumerate(self.sizes)
+        ]
 
 
-Write = Callable[[torch.Tensor], object]
+Write = Callable[[memoryview], object]
 """Fills the bytes it is given."""
 
 
@@ -137,9 +167,8 @@ class Agreement:
 
     def __init__(self, wire: Wire, rank: int, size: int) -> None:
         self._wire, self.rank, self.size = wire, rank, size
-        memory = bytearray(SLOT)
-        self._slot = torch.frombuffer(memory, dtype=torch.uint8)
-        self._head = memoryview(memory)[:_HEAD].cast("q")
+        self._slot = memoryview(bytearray(SLOT))
+        self._head = self._slot[:_HEAD].cast("q")
         self._last: Call | None = None
         self._beat = heartbeat()
 
@@ -168,11 +197,12 @@ class Agreement:
         slots = self._swap(call)
         if self._beat is not None:
             self._beat.leave()
-        data = memory(slots)
-        heads = [struct.unpack_from("=3q", data, rank * SLOT) for rank in range(self.size)]
+        heads = [_SAID.unpack_from(slots, rank * SLOT) for rank in range(self.size)]
         self._check(heads, call, failure)
         self._last = call
-        return Met(_equal(heads, 0), self._blobs(slots, [head[2] for head in heads], write, call))
+        sizes = [head[2] for head in heads]
+        large = self._large(sizes, write, call) if max(sizes) > ROOM else ()
+        return Met(_equal(heads, 0), sizes, slots, large)
 
     def _check(self, heads: Sequence[Sequence[int]], call: Call, failure: str | None) -> None:
         agreed = _equal(heads, 0) or _equal(heads, 1)
@@ -185,29 +215,17 @@ class Agreement:
         raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
 
     def _texts(self, mine: str) -> list[str]:
-        data = bytearray(mine.encode())
-        met = self.exchange(
-            Call("describing", _NOWHERE),
-            len(data),
-            lambda room: room.copy_(torch.frombuffer(data, dtype=torch.uint8)),
-        )
-        return [bytes(blob.tolist()).decode() for blob in met.blobs]
+        data = mine.encode()
+        met = self.exchange(Call("describing", _NOWHERE), len(data), filled(data))
+        return [str(met.view(rank), "utf-8") for rank in range(self.size)]
 
-    def _blobs(
-        self, slots: torch.Tensor, sizes: list[int], write: Write | None, call: Call
+    def _large(
+        self, sizes: Sequence[int], write: Write | None, call: Call
     ) -> Sequence[torch.Tensor] | torch.Tensor:
-        if max(sizes) <= ROOM:
-            if sizes.count(sizes[0]) == len(sizes):
-                return slots[:, _HEAD : _HEAD + sizes[0]]
-            return [slot[_HEAD : _HEAD + size] for slot, size in zip(slots, sizes, strict=True)]
         own = torch.empty(sizes[self.rank] if sizes[self.rank] > ROOM else 0, dtype=torch.uint8)
         if write and len(own):
-            write(own)
-        large = self.share(own, [size if size > ROOM else 0 for size in sizes], call)
-        return [
-            large[rank] if size > ROOM else slots[rank, _HEAD : _HEAD + size]
-            for rank, size in enumerate(sizes)
-        ]
+            write(memory(own))
+        return self.share(own, [size if size > ROOM else 0 for size in sizes], call)
 
     def share(
         self, own: torch.Tensor, sizes: Sequence[int], call: Call
@@ -244,7 +262,7 @@ class Agreement:
         else:
             self._transfer({rank: data for rank, data in enumerate(own) if rank != source}, {}, call)
 
-    def _swap(self, call: Call) -> torch.Tensor:
+    def _swap(self, call: Call) -> bytearray:
         try:
             return self._wire.swap(self._slot, call.__str__)
         except SilenceError as error:
@@ -270,6 +288,15 @@ class Agreement:
         if error.timed_out:
             return StallError(f"{who} did not come to {call} in time:\n{lines}")
         return RankLostError(f"{who} ended, or lost its connection, and {call} cannot complete:\n{lines}")
+
+
+def filled(data: bytes | memoryview) -> Write:
+    """What writes these bytes."""
+
+    def write(room: memoryview) -> None:
+        room[:] = data
+
+    return write
 
 
 _NOWHERE = CallSite("", 0, "")

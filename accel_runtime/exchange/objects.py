@@ -32,9 +32,8 @@ class Parcel(NamedTuple):
     parts: list[torch.Tensor]
     """The buffers that stay outside of it, as bytes or of their own dtype."""
 
-    def write(self, room: torch.Tensor) -> None:
-        """Write it into `[size]` bytes."""
-        data = memory(room)
+    def write(self, data: memoryview) -> None:
+        """Write it into `size` bytes."""
         data[: len(self.head)] = self.head
         start = _up(len(self.head))
         for part in self.parts:
@@ -43,7 +42,8 @@ class Parcel(NamedTuple):
                 # A small copy costs torch several times what it is worth.
                 data[start:end] = memory(part)
             else:
-                room[start:end].view(part.dtype).view(part.shape).copy_(part)
+                room = torch.frombuffer(data[start:end], dtype=part.dtype)
+                room.view(part.shape).copy_(part)
             start = _up(end)
 
 
@@ -89,9 +89,8 @@ def wrapped(item: Any) -> Parcel:
     return Parcel(end, head, pickler.parts)
 
 
-def unwrapped(room: torch.Tensor) -> Any:
+def unwrapped(data: memoryview) -> Any:
     """The object that was written into these bytes; its tensors live in them."""
-    data = memory(room)
     count, length = struct.unpack_from("<2q", data)
     sizes = struct.unpack_from(f"<{count}q", data, 16)
     start = 16 + 8 * count
@@ -128,7 +127,7 @@ def share_objects(operation: str, item: Any, agreement: Agreement) -> list[Any]:
     call = here(operation)
     parcel, failure = _tried(item)
     met = agreement.exchange(call, parcel.size, parcel.write, failure=failure)
-    return [unwrapped(blob) for blob in met.blobs]
+    return [unwrapped(met.view(rank)) for rank in range(agreement.size)]
 
 
 def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
@@ -144,7 +143,7 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
     call = here("scatter_object")
     if agreement.rank:
         met = agreement.exchange(call)
-        return _dealt(met.blobs[0], agreement, call)
+        return _dealt(met.view(0), agreement, call)
     parcels, failure = [], None
     if items is None or len(items) != agreement.size:
         failure = (
@@ -158,8 +157,8 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
     bounds = _bounds(sizes)
     inline = bounds[-1] <= ROOM
 
-    def write(room: torch.Tensor) -> None:
-        struct.pack_into(f"<{len(sizes)}q", memory(room), 0, *sizes)
+    def write(room: memoryview) -> None:
+        struct.pack_into(f"<{len(sizes)}q", room, 0, *sizes)
         for parcel, start in zip(parcels[1:], bounds[1:] if inline else (), strict=False):
             parcel.write(room[start : start + parcel.size])
 
@@ -168,19 +167,19 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
     if not inline:
         rooms = [torch.empty(parcel.size, dtype=torch.uint8) for parcel in parcels]
         for parcel, room in zip(parcels, rooms, strict=True):
-            parcel.write(room)
+            parcel.write(memory(room))
         agreement.deal(rooms, rooms[0], 0, call)
     return items[0]
 
 
-def _dealt(blob: torch.Tensor, agreement: Agreement, call: Call) -> Any:
-    sizes = struct.unpack_from(f"<{agreement.size}q", memory(blob))
+def _dealt(blob: memoryview, agreement: Agreement, call: Call) -> Any:
+    sizes = struct.unpack_from(f"<{agreement.size}q", blob)
     size, start = sizes[agreement.rank], _bounds(sizes)[agreement.rank]
     if len(blob) > 8 * agreement.size:
         return unwrapped(blob[start : start + size])
     room = torch.empty(size, dtype=torch.uint8)
     agreement.deal((), room, 0, call)
-    return unwrapped(room)
+    return unwrapped(memory(room))
 
 
 def _bounds(sizes: Sequence[int]) -> list[int]:

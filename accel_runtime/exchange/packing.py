@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Layout", "layout", "pack", "unpack", "unpack_combined", "unpack_each"]
+__all__ = ["Layout", "layout", "pack", "packing", "unpack", "unpack_combined", "unpack_each"]
 
 
 class _Group(NamedTuple):
@@ -62,6 +62,16 @@ def pack(tensors: Sequence[torch.Tensor], plan: Layout, row: torch.Tensor) -> No
             room.view(own[0].shape).copy_(own[0])
         else:
             torch.cat(own if group.flat else [tensor.reshape(-1) for tensor in own], out=room)
+
+
+def packing(tensors: Sequence[torch.Tensor], plan: Layout) -> Callable[[memoryview], None]:
+    """What packs tensors into `plan.size` bytes."""
+
+    def write(room: memoryview) -> None:
+        if plan.size:
+            pack(tensors, plan, torch.frombuffer(room, dtype=torch.uint8))
+
+    return write
 
 
 def unpack(rows: torch.Tensor, plan: Layout, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

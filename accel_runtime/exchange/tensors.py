@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import torch
 
 from accel_runtime import tree
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.exchange.agreement import ROOM, Call, here
-from accel_runtime.exchange.packing import layout, pack, unpack_combined, unpack_each
+from accel_runtime.exchange.agreement import ROOM, Call, filled, here
+from accel_runtime.exchange.packing import layout, pack, packing, unpack_combined, unpack_each
 from accel_runtime.exchange.structure import Spec, Survey, places, survey
 from accel_runtime.exchange.transport import Everyone, everyones
 
@@ -137,12 +138,13 @@ def pad_across_processes(
         return only_tensors(found, data)
     call = here(f"pad_across_processes of dimension {dim}", found.structure, free="sizes")
     sizes = [_size(tensor, dim) for tensor in found.tensors]
-    own = torch.tensor(sizes, dtype=torch.int64).view(torch.uint8)
-    met = backend.agreement.exchange(call, len(own), own_bytes(own))
+    own = struct.pack(f"={len(sizes)}q", *sizes)
+    met = backend.agreement.exchange(call, len(own), filled(own))
     only_tensors(found, data)
     if met.same or not sizes:
         return data
-    longest = torch.stack(list(met.blobs)).view(torch.int64).amax(0).tolist()
+    everyones = (struct.unpack(f"={len(sizes)}q", met.view(rank)) for rank in range(len(met.sizes)))
+    longest = [max(of_each) for of_each in zip(*everyones, strict=True)]
     padded = (
         _padded(tensor, dim, size, pad_index, first=pad_first)
         for tensor, size in zip(found.tensors, longest, strict=True)
@@ -203,11 +205,6 @@ def known_rank(rank: int, backend: Backend) -> None:
         )
 
 
-def own_bytes(data: torch.Tensor) -> Any:
-    """What writes these bytes."""
-    return lambda room: room.copy_(data)
-
-
 # One by one ----------------------------------------------------------------------------
 
 
@@ -223,13 +220,14 @@ def _reduced(call: Call, found: Survey, reduction: Reduction, backend: Backend) 
     plan = layout(tuple(found.specs[i].dtype for i in near), tuple(tuple(found.specs[i].shape) for i in near))
     inline = plan.size <= ROOM
     own = [found.tensors[i] for i in near]
-    met = backend.agreement.exchange(call, plan.size if inline else 0, lambda room: pack(own, plan, room))
+    met = backend.agreement.exchange(call, plan.size if inline else 0, packing(own, plan))
     only_tensors(found, None)
     done: dict[int, torch.Tensor] = {}
     if inline and near:
-        assert isinstance(met.blobs, torch.Tensor)
+        blobs = met.blobs
+        assert isinstance(blobs, torch.Tensor)
         shapes = [found.specs[index].shape for index in near]
-        totals = unpack_combined(met.blobs, plan, shapes, lambda rows: _combined(rows, reduction))
+        totals = unpack_combined(blobs, plan, shapes, lambda rows: _combined(rows, reduction))
         done |= zip(near, totals, strict=True)
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, spec in enumerate(found.specs):
@@ -269,9 +267,7 @@ def _broadcast(call: Call, found: Survey, source: int, backend: Backend) -> None
     own = [found.tensors[i] for i in near]
     sends = backend.topology.rank == source
     inline = plan.size <= ROOM
-    met = backend.agreement.exchange(
-        call, plan.size if inline and sends else 0, lambda room: pack(own, plan, room)
-    )
+    met = backend.agreement.exchange(call, plan.size if inline and sends else 0, packing(own, plan))
     only_tensors(found, None)
     row = met.blobs[source]
     if not inline:

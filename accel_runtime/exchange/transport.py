@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.exchange.agreement import ROOM, Call
-from accel_runtime.exchange.packing import Layout, layout, pack, unpack, unpack_each
+from accel_runtime.exchange.packing import Layout, layout, pack, packing, unpack, unpack_each
 from accel_runtime.exchange.structure import Spec, Survey
 
 __all__ = ["Everyone", "everyones"]
@@ -19,7 +20,7 @@ __all__ = ["Everyone", "everyones"]
 class _Plan(NamedTuple):
     """How tensors of these specs travel."""
 
-    rows: torch.Tensor
+    rows: bytes
     """The first dimension of each, as bytes."""
     counts: list[int]
     """The same as numbers."""
@@ -33,7 +34,8 @@ class _Plan(NamedTuple):
 def _planned(specs: tuple[Spec, ...]) -> _Plan:
     counts = [spec.shape[0] if spec.shape else 1 for spec in specs]
     # Twice eight bytes, so that what follows begins where any dtype may.
-    numbers = torch.tensor([*counts, *[0] * (len(counts) % 2)], dtype=torch.int64)
+    even = [*counts, *[0] * (len(counts) % 2)]
+    numbers = struct.pack(f"={len(even)}q", *even)
     kinds: dict[str, list[int]] = {}
     for index, spec in enumerate(specs):
         kinds.setdefault(spec.device, []).append(index)
@@ -42,8 +44,8 @@ def _planned(specs: tuple[Spec, ...]) -> _Plan:
         kind: (own, layout(tuple(specs[i].dtype for i in own), tuple(tuple(specs[i].shape) for i in own)))
         for kind, own in sorted(kinds.items())
     }
-    inline = numbers.nbytes + found["cpu"][1].size <= ROOM
-    return _Plan(numbers.view(torch.uint8), counts, found, inline)
+    inline = len(numbers) + found["cpu"][1].size <= ROOM
+    return _Plan(numbers, counts, found, inline)
 
 
 class Everyone(NamedTuple):
@@ -73,16 +75,18 @@ def everyones(call: Call, found: Survey, backend: Backend) -> Everyone:
     kept, near = plan.kinds["cpu"]
     own = [found.tensors[index] for index in kept]
     start = len(plan.rows)
+    fill = packing(own, near)
 
-    def write(room: torch.Tensor) -> None:
-        room[:start].copy_(plan.rows)
+    def write(room: memoryview) -> None:
+        room[:start] = plan.rows
         if plan.inline:
-            pack(own, near, room[start:])
+            fill(room[start:])
 
     met = backend.agreement.exchange(call, start + near.size if plan.inline else start, write)
     if met.same:
-        assert isinstance(met.blobs, torch.Tensor)
-        return _alike(call, found, plan, met.blobs[:, start:], backend)
+        blobs = met.blobs
+        assert isinstance(blobs, torch.Tensor)
+        return _alike(call, found, plan, blobs[:, start:], backend)
     return _ragged(call, found, plan, met.blobs, backend)
 
 

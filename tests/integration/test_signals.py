@@ -1,6 +1,5 @@
 """Signals for real: what reaches the processes, how long they have, and that nothing is left."""
 
-import os
 import signal
 import subprocess
 import sys

@@ -22,9 +22,17 @@ def _on_the_cpu(home, monkeypatch):
 
 @pytest.fixture(scope="session")
 def clusters():
-    """The cluster of each size; `run(function, *args)` calls a function of a test on every rank."""
+    """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
+
+    Two and four processes share a machine, three are on one each: they talk to each other in different ways.
+    """
     torch.set_num_threads(1)
-    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2), 3: cluster.Cluster(3), 4: cluster.Cluster(4)}
+    sizes = {
+        1: cluster.Alone(),
+        2: cluster.Cluster(2),
+        3: cluster.Cluster(3, apart=True),
+        4: cluster.Cluster(4),
+    }
     yield sizes
     for some in sizes.values():
         some.close()

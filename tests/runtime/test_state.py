@@ -56,7 +56,9 @@ def test_a_state_says_where_the_process_stands(ranks):
     several = ranks.size > 1
     kind = DistributedType.MULTI_CPU if several else DistributedType.NO
     wanted = (kind, several, several, "gloo" if several else None)
-    assert ranks.run(place) == [((ranks.size, rank, rank, "cpu"), wanted, True) for rank in range(ranks.size)]
+    assert ranks.run(place) == [
+        ((ranks.size, rank, ranks.local_rank(rank), "cpu"), wanted, True) for rank in range(ranks.size)
+    ]
 
 
 def test_an_option_that_no_process_group_has_is_refused():
@@ -78,7 +80,7 @@ def test_the_states_of_an_accelerator_are_its_own_and_say_what_they_are(ranks):
         return repr(state), repr(PartialState())
 
     for rank, (text, partial) in enumerate(ranks.run(texts)):
-        assert f"Process: {rank} (on its machine: {rank})\nDevice: cpu" in text
+        assert f"Process: {rank} (on its machine: {ranks.local_rank(rank)})\nDevice: cpu" in text
         assert text == f"{partial}\nMixed precision: bf16"
 
 

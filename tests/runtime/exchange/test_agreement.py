@@ -155,15 +155,17 @@ except StallError as error:
 """
 
 
-def run(odd, processes, tmp_path):
-    """What ranks print of which the last does something else."""
+def run(odd, processes, tmp_path, *, apart):
+    """What ranks print of which the last does something else; `apart`, each is alone on its machine."""
     (tmp_path / "train.py").write_text(SCRIPT.replace("ODD", odd))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = []
     for rank in range(processes):
-        counts = {"RANK": rank, "WORLD_SIZE": processes, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        local = local if apart else {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
+        counts = {"RANK": rank, "WORLD_SIZE": processes} | local
         told = {k: str(v) for k, v in (counts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
         started.append(
             subprocess.Popen(
@@ -187,10 +189,11 @@ def run(odd, processes, tmp_path):
     ],
     ids=["ended", "died", "sleeps", "in DDP"],
 )
+@pytest.mark.parametrize("apart", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
-def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, tmp_path):
+def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, apart, tmp_path):
     missing = 2
-    *waiting, gone = run(odd, 3, tmp_path)
+    *waiting, gone = run(odd, 3, tmp_path, apart=apart)
     for out, errors, code in waiting:
         kind, seconds, *_ = out.split()
         assert kind == error, errors

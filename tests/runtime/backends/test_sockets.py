@@ -1,0 +1,198 @@
+"""Ranks on one machine exchange bytes over sockets between every two of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_runtime.backends.news import News
+from accel_runtime.backends.sockets import SocketWire, connected
+from accel_runtime.backends.wire import GlooWire
+from accel_runtime.exchange.agreement import SLOT, SilenceError
+
+
+class Wires:
+    """The wires of `size` ranks, each used in a thread of its own."""
+
+    def __init__(self, size, timeout=20.0):
+        peers = [{} for _ in range(size)]
+        for low, high in combinations(range(size), 2):
+            peers[low][high], peers[high][low] = socket.socketpair()
+        store = dist.HashStore()
+        seconds = timedelta(seconds=timeout)
+        self.peers = peers
+        self.wires = [SocketWire(p, rank, News(store, rank, size), seconds) for rank, p in enumerate(peers)]
+
+    def run(self, step):
+        """What `step(rank, wire)` gives on every rank, all at once."""
+        with ThreadPoolExecutor(len(self.wires)) as threads:
+            return list(threads.map(step, range(len(self.wires)), self.wires))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for peer in (one for peers in self.peers for one in peers.values()):
+            peer.close()
+
+
+def slot(rank):
+    return memoryview(bytes([rank]) * SLOT)
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(2, 20))
+def test_every_rank_has_the_slots_of_all_in_rank_order(size):
+    with Wires(size) as wires:
+        for _ in range(2):
+            for got in wires.run(lambda rank, wire: wire.swap(slot(rank), str)):
+                assert got == b"".join(map(slot, range(size)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), size=st.integers(2, 4))
+def test_any_rank_sends_any_number_of_bytes_to_any_other_at_once(data, size):
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
+    counts = {pair: data.draw(st.sampled_from([0, 1, 5000, 3_000_000])) for pair in pairs}
+
+    def step(rank, wire):
+        own = {b: torch.full((counts[a, b],), a, dtype=torch.uint8) for a, b in pairs if a == rank}
+        rooms = {a: torch.empty(counts[a, b], dtype=torch.uint8) for a, b in pairs if b == rank}
+        wire.transfer(own, rooms, str)
+        return rooms
+
+    with Wires(size) as wires:
+        for rank, rooms in enumerate(wires.run(step)):
+            for other, room in rooms.items():
+                assert torch.equal(room, torch.full((counts[other, rank],), other, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["slots", "large data"])
+def test_a_rank_that_is_gone_is_missing_for_all_others_and_stays_so(large):
+    def step(rank, wire):
+        if rank == 2:
+            for peer in wires.peers[2].values():
+                peer.close()
+            return None
+        rooms = {2: torch.empty(100_000, dtype=torch.uint8)}
+        step = partial(wire.transfer, {}, rooms) if large else partial(wire.swap, slot(rank))
+        with pytest.raises(SilenceError) as first:
+            step(lambda: f"here {rank}")
+        with pytest.raises(SilenceError) as second:
+            wire.swap(slot(rank), str)
+        assert second.value is first.value
+        return first.value
+
+    with Wires(3) as wires:
+        *errors, _ = wires.run(step)
+    assert [error.news for error in errors] == [{0: "here 0", 1: "here 1"}] * 2
+    assert not errors[0].timed_out
+
+
+def test_a_rank_that_does_not_come_in_time_is_missing_and_it_is_said_that_time_ran_out():
+    def step(rank, wire):
+        if rank == 1:
+            time.sleep(1.5)
+            return None
+        with pytest.raises(SilenceError) as caught:
+            wire.swap(slot(rank), lambda: "here")
+        return caught.value
+
+    with Wires(2, timeout=0.3) as wires:
+        error, _ = wires.run(step)
+    assert error.news == {0: "here"}
+    assert error.timed_out
+
+
+def test_what_is_interrupted_half_way_is_never_taken_for_an_answer():
+    def step(rank, wire):
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                wire.transfer({1: torch.ones(10, dtype=torch.uint8)}, {1: Interrupting()}, str)
+        else:
+            with pytest.raises(SilenceError):
+                wire.swap(slot(rank), str)
+
+    class Interrupting:
+        def __len__(self):
+            raise KeyboardInterrupt
+
+    with Wires(2) as wires:
+        wires.run(step)
+
+
+def test_a_forked_child_holds_no_connection():
+    with Wires(2) as wires:
+        child = os.fork()
+        if not child:
+            os._exit(sum(peer.fileno() != -1 for peers in wires.peers for peer in peers.values()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert wires.run(lambda rank, wire: wire.swap(slot(rank), str))[0][SLOT:] == slot(1)
+
+
+def wire():
+    from accel_runtime import Accelerator
+
+    return type(Accelerator()._backend.agreement._wire).__name__
+
+
+def test_ranks_of_one_machine_meet_over_sockets_and_others_over_gloo(pair, clusters):
+    assert pair.run(wire) == [SocketWire.__name__] * 2
+    assert clusters[3].run(wire) == [GlooWire.__name__] * 3
+
+
+@pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
+def test_where_one_rank_cannot_be_reached_none_uses_sockets(pair, broken):
+    def attempt(broken):
+        import tempfile
+        from unittest import mock
+
+        def refuse(*_, **__):
+            raise OSError("no room")
+
+        group = dist.new_group(backend="gloo")
+        what = {
+            "no folder": (tempfile, "mkdtemp"),
+            "cannot listen": (socket.socket, "listen"),
+            "cannot call": (socket.socket, "connect"),
+        }[broken]
+        with mock.patch.object(*what, refuse):
+            return connected(group, timedelta(seconds=1))
+
+    assert pair.run(attempt, broken) == [None, None]
+
+
+def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
+    def attempt():
+        import stat
+        from pathlib import Path
+        from unittest import mock
+
+        seen = []
+        bind = socket.socket.bind
+
+        def watched(self, path):
+            bind(self, path)
+            seen.append(stat.S_IMODE(Path(path).parent.stat().st_mode))
+
+        class Watched(socket.socket):
+            bind = watched
+
+        with mock.patch.object(socket, "socket", Watched):
+            peers = connected(dist.new_group(backend="gloo"), timedelta(seconds=10))
+        for peer in peers.values():
+            peer.close()
+        return seen
+
+    assert pair.run(attempt) == [[0o700], [0o700]]
