@@ -116,4 +116,4 @@ def _state(folder: RankFolder) -> str:
         stat = Path(f"/proc/{folder.pid.read_text()}/stat").read_text()
     except OSError:
         return "it has ended"
-    return _STATES.get(stat[stat.rindex(")") + 2], "it is busy outside of Python")
+    return _STATES.get(stat[stat.rindex(")") + 2], "it is ending, or busy outside of Python")

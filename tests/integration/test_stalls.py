@@ -59,19 +59,20 @@ def test_a_stall_is_named_with_the_steps_the_collective_and_the_stack_of_who_dif
     script(STALLS)
     done = accel("launch", "-q", "--nproc-per-node", 3, "--stall-timeout", 3, "train.py")
     assert done.returncode == 0, done.stderr
-    _, _, after = done.stderr.rpartition("train.py:17")
-    head, _, _ = done.stderr.rpartition("in augment")
-    table = head[head.rindex("accel: no process") :].splitlines()
-    assert table[0].startswith("accel: no process on this machine has made progress for ")
+    # A slow machine may stall elsewhere too.
+    notes = done.stderr.split("accel: ")
+    index = next(i for i, note in enumerate(notes) if "in augment" in note)
+    table = notes[index].splitlines()
+    assert table[0].startswith("no process on this machine has made progress for ")
     assert table[1].split() == ["rank", "steps", "batches", "last", "news", "where"]
     for rank, where in enumerate(["in", "after", "in"]):
         words = table[2 + rank].split()
         assert words[:3] == [str(rank), "3", "0"]
-        assert f"{where} gather at train.py:17 (<module>)" in table[2 + rank]
+        assert f"{where} gather at train.py:14 (<module>)" in table[2 + rank]
     assert table[5] == "  rank 1, innermost call first:"
     assert 'train.py", line 5' in table[6]
-    assert "the others (ranks 0, 2) wait alike" in after
-    assert "accel: there is progress again" in after
+    assert "the others (ranks 0, 2) wait alike" in table[-1]
+    assert notes[index + 1].startswith("there is progress again")
 
 
 def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
