@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import config, env, jobs, launch, logs, test
+from accel_cli.commands import config, env, jobs, launch, logs, stacks, test
 
 __all__ = ["app", "main"]
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
 app.command("logs", rich_help_panel=_RUN, epilog=logs.EXAMPLE)(logs.logs)
 app.command("test", rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
+app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
 app.command("env", rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
@@ -58,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         app(arguments)
+    except KeyboardInterrupt:
+        # Nothing runs yet: there is nothing to say.
+        sys.exit(128 + 2)
     except AccelError as error:
         from accel_cli import console
 

@@ -30,6 +30,10 @@ _COUNTS = frozenset(
 """What only a launcher of several processes can be told."""
 _HERE = frozenset({None, "single", "torchrun"})
 """Launchers that start processes on this machine: what a scheduler says of it concerns them."""
+_AGENT = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1}
+"""One process, with a launcher beside it that can give it time and watch it."""
+_WATCHED = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
+"""What needs a launcher beside the processes, be it one."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Request:
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
     max_restarts: int | None = None
+    shutdown_timeout: int | None = None
+    stall_timeout: int | None = None
     mixed_precision: str | None = None
     ranks: str | None = None
     log_dir: str | None = None
@@ -86,6 +92,9 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
         said.append(Layer(around.source, {"launcher.kind": "torchrun", **values}, {"": around.source}))
         alone = False
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
+    if alone and watched:
+        said.append(Layer(watched[0].name, _AGENT, watched[0].where))
     if alone and counts:
         said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
     if alone and not counts:
@@ -255,6 +264,8 @@ def _options(request: Request) -> list[Layer]:
         "--max-restarts": ("launcher.max_restarts", request.max_restarts),
         "--ranks": ("launcher.ranks", request.ranks),
         "--log-dir": ("launcher.log_dir", request.log_dir),
+        "--shutdown-timeout": ("launcher.shutdown_timeout", request.shutdown_timeout),
+        "--stall-timeout": ("launcher.stall_timeout", request.stall_timeout),
     }
     return [
         Layer(option, {key: value}, {"": option})

@@ -15,6 +15,7 @@ from typing import Any
 import platformdirs
 
 from accel_cli.errors import UsageError
+from accel_cli.worker import STACKS
 from accel_runtime import env
 
 __all__ = ["KEPT", "RankFolder", "RunFolder", "home", "named", "recent"]
@@ -50,6 +51,16 @@ class RankFolder:
     def pid(self) -> Path:
         """Its process id, as text."""
         return self.path / "pid"
+
+    @property
+    def beat(self) -> Path:
+        """How far it is, as `accel_runtime` writes it: see `env.BEAT`."""
+        return self.path / env.BEAT
+
+    @property
+    def stacks(self) -> Path:
+        """What it was in whenever it was asked, as faulthandler writes it."""
+        return self.path / STACKS
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["connect", "main"]
+__all__ = ["ASKED", "STACKS", "connect", "main"]
 
+ASKED = getattr(signal, "SIGRTMIN", 0) + 8
+"""The signal at which a process writes down its stacks: none that scripts, torch or a scheduler use."""
+STACKS = "stacks"
+"""The file in the rank's folder to which it does."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Whether Python was told (`PYTHONSAFEPATH`, from 3.11) to put no script's folder in `sys.path`."""
 
@@ -40,6 +44,8 @@ def main(arguments: list[str]) -> None:
     kind, *sys.argv = arguments
     if kind == "program":
         _become(sys.argv)
+    if file:
+        _answer_for_stacks(os.path.dirname(file))  # noqa: PTH120 - as above
     # What `python` itself would have seen, for a script that starts itself again.
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
     _run(kind, sys.argv[0], Path(file) if file else None)
@@ -64,6 +70,15 @@ def connect(folder: str) -> None:
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
+
+
+def _answer_for_stacks(folder: str) -> None:
+    """Let `accel stacks` see where this process is, also while it is blocked outside of Python."""
+    if hasattr(signal, "SIGRTMIN"):
+        with contextlib.suppress(OSError):
+            # faulthandler keeps the file for as long as the process lives.
+            file = open(f"{folder}/{STACKS}", "ab", buffering=0)  # noqa: SIM115, PTH123
+            faulthandler.register(ASKED, file=file, all_threads=True)
 
 
 def _become(argv: list[str]) -> None:

@@ -25,6 +25,7 @@ from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.facade.in_force import InForce
 from accel_runtime.facade.in_the_loop import InTheLoop
+from accel_runtime.facade.preempting import Preempting
 from accel_runtime.facade.preparing import Preparing
 from accel_runtime.facade.recording import Recording
 from accel_runtime.facade.triggers import Triggers
@@ -43,6 +44,7 @@ from accel_runtime.options import (
     chosen,
 )
 from accel_runtime.precision import FORMATS, Precision
+from accel_runtime.preemption import Preemption
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
@@ -52,7 +54,7 @@ from accel_runtime.unwrapping import unwrapped
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInputs):
+class Accelerator(Preparing, InTheLoop, InForce, Preempting, Recording, Triggers, UnevenInputs):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -108,6 +110,7 @@ class Accelerator(Preparing, InTheLoop, InForce, Recording, Triggers, UnevenInpu
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
         self._connected(connect(self.settings, Topology.here(), options))
+        self._preemption = Preemption(self._backend.agreement)
         self._record(log_with, project_dir, project_config, kwargs_handlers)
         self._precision = Precision(
             wanted,

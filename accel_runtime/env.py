@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "BEAT",
+    "BEAT_NUMBERS",
+    "BEAT_SIZE",
     "HOME",
     "PREFIX",
     "PROFILE",
@@ -35,6 +38,12 @@ PROFILE = "ACCEL_PROFILE"
 """The name of the profile to use, where `--profile` does not say."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
+BEAT = "beat"
+"""The file in that folder in which a process shows how far it is: whole numbers of 8 bytes, then text."""
+BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
+"""What the numbers count: `inside` is 1 in a collective, `news_ns` when any other changed (monotonic clock)."""
+BEAT_SIZE = 512
+"""Bytes of the file; what follows the numbers names the newest collective and its line, in UTF-8."""
 EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
 

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -142,32 +144,38 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
         # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
         store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         place = place._replace(port=store.port)
-    with warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # Python 3.12 warns of the threads that are not forked; `_Started` sees to those of torch.
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
         context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
-            _Started(function, tuple(args), place, settings),
+            _Started(function, tuple(args), place, settings, Path(folder)),
             nprocs=place.here,
             join=False,
             start_method="fork",
         )
-    assert context is not None
-    try:
-        while not context.join():
-            pass
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise LaunchError(_told(error, place)) from None
-    finally:
-        _end(context)
-        del store
+        assert context is not None
+        try:
+            while not context.join():
+                pass
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise LaunchError(_told(error, place, Path(folder))) from None
+        finally:
+            _end(context)
+            del store
 
 
 class _Started:
     """What a started process runs."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], place: _Place, settings: Settings
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        place: _Place,
+        settings: Settings,
+        failures: Path,
     ) -> None:
+        self._failures = failures
         self._function = function
         self._args = args
         self._place = place
@@ -190,34 +198,51 @@ class _Started:
         # The threads of the parent's OpenMP were not forked; to wait for them would be for ever.
         torch.set_num_threads(1)
         set_current_backend(None)
-        self._function(*self._args)
+        try:
+            self._function(*self._args)
+        except Exception as error:  # noqa: BLE001 - whatever the function raises is its failure
+            self._record(local_rank, error)
+            sys.exit(1)
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _record(self, local_rank: int, error: Exception) -> None:
+        """Leave the traceback, from the function on, where the parent finds it."""
+        assert error.__traceback__ is not None
+        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
+        (self._failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
+
 
 def _end(context: ProcessContext) -> None:
-    """See to it that no process is left, and no file either."""
-    for process in context.processes:
-        if process.is_alive():
-            process.terminate()
-    for process in context.processes:
-        process.join(_GRACE_S)
-        if process.is_alive():
+    """See to it that no process is left, and no file either; a second interrupt does not wait for them."""
+    try:
+        for process in context.processes:
+            if process.is_alive():
+                process.terminate()
+        for process in context.processes:
+            process.join(_GRACE_S)
+    finally:
+        for process in context.processes:
             process.kill()
             process.join()
-    for file in context.error_files:
-        Path(file).unlink(missing_ok=True)
+        for file in context.error_files:
+            Path(file).unlink(missing_ok=True)
 
 
-def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place) -> str:
-    rank = place.node * place.here + error.error_index
-    who = f"rank {rank} of {place.nodes * place.here}"
-    if isinstance(error, ProcessRaisedException):
-        trace = "".join(error.msg.partition("Traceback")[1:]).strip() or error.msg
+def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place, failures: Path) -> str:
+    """What failed first: the others lost it and failed for that, or were ended."""
+    recorded = {int(file.name): file for file in failures.iterdir()}
+    index = error.error_index
+    if index in recorded:
+        index = min(recorded, key=lambda some: recorded[some].stat().st_mtime_ns)
+    who = f"rank {place.node * place.here + index} of {place.nodes * place.here}"
+    if index in recorded:
+        trace = recorded[index].read_text(encoding="utf-8")
         return f"{who} failed: {trace.splitlines()[-1]}\n{trace}"
-    if error.exit_code < 0:
-        return f"{who} was ended by {signal.Signals(-error.exit_code).name}"
-    return f"{who} exited with code {error.exit_code}"
+    code = getattr(error, "exit_code", 1)
+    if code < 0:
+        return f"{who} was ended by {signal.Signals(-code).name}"
+    return f"{who} exited with code {code}"
 
 
 def _precise(settings: Settings, wanted: str | None) -> Settings:
@@ -267,30 +292,47 @@ def _refuse_cuda() -> None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     culprit = _initialises_cuda(dict(sys.modules))
-    why = f"importing {culprit!r} does it" if culprit else "a cell of this session has used it"
+    why = f"importing {culprit} does it" if culprit else "a cell of this session has used it"
     raise RuntimeError(
         f"CUDA is initialised in this session already, and a forked process could not use it any more: {why}. "
         "Restart the session, and do this inside the function that is launched."
     )
 
 
+_PROBE = """
+import sys, importlib, traceback, torch
+init, at = torch.cuda._lazy_init, []
+def noted():
+    at.extend(traceback.extract_stack()[:-1])
+    init()
+torch.cuda._lazy_init = noted
+library = torch.__file__.removesuffix("__init__.py")
+for name in sys.argv[1:]:
+    at.clear()
+    try: importlib.import_module(name)
+    except BaseException: continue
+    if torch.cuda.is_initialized():
+        own = [frame for frame in at if not frame.filename.startswith((library, "<"))]
+        print(f"\\n{name}\\t{own[-1].filename}:{own[-1].lineno}" if own else f"\\n{name}\\t")
+        break
+"""
+
+
 def _initialises_cuda(modules: dict[str, ModuleType]) -> str | None:
-    """The first of the imported packages that initialises CUDA by itself: tried in a process of its own."""
+    """The first of the imported packages that initialises CUDA by itself, and the line that does.
+
+    They are tried in a process of its own.
+    """
     ours = {"torch", "accel_runtime", "__main__", *sys.stdlib_module_names}
     names = [name for name in modules if "." not in name and not name.startswith("_") and name not in ours]
-    code = (
-        "import sys, importlib, torch\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: importlib.import_module(name)\n"
-        "    except BaseException: continue\n"
-        "    if torch.cuda.is_initialized(): print('\\n' + name); break\n"
-    )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=_PROBE_S, check=False,
+            [sys.executable, "-c", _PROBE, *names], capture_output=True, text=True, timeout=_PROBE_S, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
-    last = done.stdout.splitlines()[-1:]
-    return last[0] if last and last[0] in names else None
+    name, _, line = "".join(done.stdout.splitlines()[-1:]).partition("\t")
+    if name not in names:
+        return None
+    return f"{name!r} ({line})" if line else repr(name)

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.heartbeat import heartbeat
 from accel_runtime.precision import LossScaler
 
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
@@ -36,6 +37,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Whether the last `step` was left out, because fp16 gradients had overflowed."""
         self._accumulation = accumulation
         self._scaler = scaler
+        self._beat = heartbeat()
         if scaler is not None:
             scaler.join(optimizer)
 
@@ -68,6 +70,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not accumulation.synced:
             return None
         accumulation.fresh = True
+        if self._beat is not None:
+            self._beat.step()
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         if closure is not None:
@@ -133,11 +137,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler built on this optimizer put its own `step` on the instance, which cannot be pickled.
-        return {name: value for name, value in vars(self).items() if name != "step"}
+        # The heartbeat is this process's own.
+        return {name: value for name, value in vars(self).items() if name not in {"step", "_beat"}}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, _beat=heartbeat())
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -87,7 +87,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_runtime/tracking/clearml.py",
         "accel_runtime/tracking/mlflow.py",
     )
-    edges += ("accel_runtime/current.py", "accel_runtime/launchers.py")
+    edges += ("accel_runtime/current.py", "accel_runtime/launchers.py", "accel_runtime/heartbeat.py")
     reads = [
         n
         for n in ast.walk(ast.parse(path.read_text()))

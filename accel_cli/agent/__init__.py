@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -18,10 +19,12 @@ from torch.distributed.elastic.rendezvous import (
 from accel_cli import network, runs
 from accel_cli.agent.alone import Alone
 from accel_cli.agent.elastic import Agent
+from accel_cli.agent.ending import Guard
+from accel_cli.agent.local import Room
 from accel_cli.agent.meeting import Meeting
 from accel_cli.agent.rendezvous import Handler
-from accel_cli.agent.report import first_failure
-from accel_cli.errors import AccelError
+from accel_cli.agent.signals import Signals
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.forkserver.server import Server
 from accel_cli.plan import Plan
 
@@ -43,28 +46,53 @@ def run(plan: Plan, server: Server | None = None) -> int:
     Raises:
         AccelError: The machines did not find each other.
     """
-    # What the agent logs about a failure is said by us, once, at the end.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # What the agent logs about a failure or a signal is said by us, once. Some of its loggers have a level.
+    for name in ("torch.distributed.elastic", api.__name__):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(plan.env)
-    folder = runs.RunFolder.create(runs.home(os.environ), plan.target, {"argv": plan.argv})
+    with Signals(shutdown_timeout=plan.agent["shutdown_timeout"]) as signals:
+        try:
+            return _recorded(plan, signals, server)
+        except SignalException as error:
+            # The rendezvous stays open, so that the other machines can go on without this one.
+            return 128 + int(error.sigval)
+
+
+def _recorded(plan: Plan, signals: Signals, server: Server | None) -> int:
+    """Run it, and leave in the run's folder how it ended."""
+    folder = _folder(plan)
     code = 1
     try:
-        code = _run(plan, folder, server)
+        with Guard(folder.path) as guard:
+            code = _run(plan, _room(plan, folder, signals, guard, server))
+    except SignalException as error:
+        code = 128 + int(error.sigval)
     finally:
+        signals.finish()
         folder.record({"exit_code": code})
     return code
 
 
-def _run(plan: Plan, folder: runs.RunFolder, server: Server | None) -> int:
+def _room(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard, server: Server | None) -> Room:
+    said = plan.agent
+    return Room(
+        folder,
+        signals,
+        guard,
+        server,
+        shown=said["ranks"],
+        shutdown_timeout=said["shutdown_timeout"],
+        stall_timeout=said["stall_timeout"],
+    )
+
+
+def _run(plan: Plan, room: Room) -> int:
     said = dict(plan.agent)
     meeting = _meet(said, plan)
     handler = Alone(meeting, said["run_id"]) if meeting.alone else Handler.of(meeting, said)
-    agent = Agent(_spec(plan, handler), folder, server=server)
+    agent = Agent(_spec(plan, handler), room)
     try:
         result = agent.run()
-    except SignalException as error:
-        # The rendezvous stays open, so that the other machines can go on without this one.
-        return 128 + int(error.sigval)
     except RendezvousTimeoutError:
         raise AccelError(_too_few(handler)) from None
     except RendezvousClosedError:
@@ -79,8 +107,20 @@ def _run(plan: Plan, folder: runs.RunFolder, server: Server | None) -> int:
             f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
             "is down, or the link is cut"
         ) from None
+    room.signals.finish()
+    code = agent.report(result.failures) if result.failures else 0
     agent.leave()
-    return first_failure(result.failures, processes=agent.world_size) if result.failures else 0
+    return code
+
+
+def _folder(plan: Plan) -> runs.RunFolder:
+    base = runs.home(os.environ, plan.agent["log_dir"])
+    try:
+        return runs.RunFolder.create(base, plan.target, {"argv": plan.argv})
+    except OSError as error:
+        raise UsageError(
+            f"logs cannot be written to {base}: {error.strerror}; --log-dir names another folder"
+        ) from None
 
 
 def _meet(said: dict[str, Any], plan: Plan) -> Meeting:

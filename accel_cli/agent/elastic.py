@@ -1,78 +1,43 @@
-"""torch's elastic agent, starting processes of ours and keeping what they leave in the run's folder."""
+"""The elastic agent of one machine among others: who is there, what becomes of a loss, and why all start again."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import time
-from typing import Any
 
-from torch.distributed.elastic.agent.server import api
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from typing_extensions import override
 
-from accel_cli import console, waiting
+from accel_cli import console, failures, waiting
 from accel_cli.agent.alone import Alone
-from accel_cli.agent.processes import Forked, Processes
+from accel_cli.agent.local import Local, Room
 from accel_cli.agent.rendezvous import Handler
-from accel_cli.agent.restarts import Budget, Reason, of_failures
+from accel_cli.agent.report import in_a_line
+from accel_cli.agent.restarts import Budget, Reason
 from accel_cli.errors import AccelError
-from accel_cli.forkserver.server import Server
-from accel_cli.runs import RunFolder
-from accel_runtime import env
 
 __all__ = ["Agent"]
 
 
-# torch asks the name servers for this machine's full name with each event it records, and keeps no record:
-# where none answers, every step of the agent would wait for them.
-api._get_fq_hostname = socket.gethostname  # noqa: SLF001
-
-
-class Agent(LocalElasticAgent):
+class Agent(Local):
     """The agent of one machine: it meets the others, starts the processes, watches them, starts them again."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        folder: RunFolder,
-        *,
-        server: Server | None = None,
-        shutdown_timeout: int = 30,
-    ) -> None:
-        super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=shutdown_timeout)
-        self._folder = folder
-        self._server = server
-        self._attempt = -1
+    def __init__(self, spec: WorkerSpec, room: Room) -> None:
+        super().__init__(spec, room)
         assert isinstance(spec.rdzv_handler, Alone | Handler)
         self._handler = spec.rdzv_handler
         self._budget = Budget(self._handler.meeting, spec.max_restarts)
         self._reason: Reason | None = None
         self._round: int | None = None
 
-    @property
-    def world_size(self) -> int:
-        """The number of processes on all machines, in the attempt that runs or ran last."""
-        return int(self._worker_group.workers[0].world_size)
-
     def ended(self) -> str | None:
         """Why the run is over, if a machine said so."""
         return self._budget.ended()
 
+    @override
     def leave(self) -> None:
-        """Close the meeting for good, once this machine is done."""
         if self._reason:
             self._budget.end(self._reason.text)
-        self._worker_group.spec.rdzv_handler.shutdown()
+        super().leave()
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -92,6 +57,7 @@ class Agent(LocalElasticAgent):
         """Say once who met or why the processes start again; torch's count becomes the one all machines share."""
         meeting, cards = self._handler.meeting, self._handler.cards
         why = None if self._round is None else self._budget.reason(self._round)
+        self._say_on_a_new_line()
         if why:
             console.note(f"restart {self._budget.spent} of {self._budget.most}: {why.text}")
         elif not meeting.alone:
@@ -110,9 +76,11 @@ class Agent(LocalElasticAgent):
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
         if result.failures:
-            self._reason = of_failures(result.failures)
+            first = failures.first(self._failures(result.failures))
+            follows = first.cause is not failures.Cause.OWN
+            self._reason = Reason(follows, first.time, in_a_line(first))
         elif result.state is WorkerState.HEALTHY and not self._handler.meeting.alone:
             return self._with_the_others(result)
         return result
@@ -131,49 +99,3 @@ class Agent(LocalElasticAgent):
             raise AccelError(text)
         self._reason = Reason(False, time.time(), text)
         return RunResult(state=WorkerState.UNHEALTHY)
-
-    @override
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # torch's own count of restarts differs between machines, and leaves out changes of membership.
-        self._attempt += 1
-        envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
-        self._pcontext = self._processes(worker_group.spec, envs)
-        self._pcontext.start()
-        return self._pcontext.pids()
-
-    def _processes(self, spec: WorkerSpec, envs: dict[int, dict[str, str]]) -> Processes:
-        if self._server:
-            return Forked(spec, envs, server=self._server, shutdown_timeout=self._shutdown_timeout)
-        return Processes(spec, envs, shutdown_timeout=self._shutdown_timeout)
-
-    def _env(self, worker: Worker) -> dict[str, str]:
-        """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
-        group, spec = self._worker_group, self._worker_group.spec
-        folder = self._folder.rank(self._attempt, worker.global_rank)
-        folder.path.mkdir(parents=True)
-        return {
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "GROUP_RANK": str(group.group_rank),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_NAME": spec.role,
-            "WORLD_SIZE": str(worker.world_size),
-            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            "MASTER_ADDR": str(group.master_addr),
-            "MASTER_PORT": str(group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
-            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
-            "TORCHELASTIC_ERROR_FILE": str(folder.error),
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            env.RANK_FOLDER: str(folder.path),
-        }
-
-    @override
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        # torch's own default would overrule the profile where a failure, and no signal, ends the others.
-        if self._pcontext:
-            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)

@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from typing_extensions import override
 
 from accel_cli import console
+from accel_cli.agent.ending import Started, end
 from accel_cli.forkserver.server import Server, ServerError
 
 __all__ = ["Forked", "Processes"]
@@ -40,10 +43,31 @@ class Processes(SubprocessContext):
         for rank, path in errors.items():
             envs[rank]["TORCHELASTIC_ERROR_FILE"] = path
         self._shutdown_timeout = shutdown_timeout
+        self.stopped: set[int] = set()
+        """The local ranks that still ran when they were told to end: what they end with is no failure."""
+
+    @property
+    def started(self) -> Sequence[Started]:
+        """The processes, by local rank."""
+        return [handler.proc for _, handler in sorted(self.subprocess_handlers.items())]
+
+    @property
+    def failed(self) -> dict[int, ProcessFailure]:
+        """The failures so far, by local rank."""
+        return dict(self._failures)
 
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+        handlers = self.subprocess_handlers.items()
+        self.stopped |= {rank for rank, handler in handlers if handler.proc.poll() is None}
         super().close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+
+    @override
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        # torch's own signals the whole group: data-loader workers die, and take the rank down while it saves.
+        if late := end(self.started, death_sig, timeout):
+            pids = ", ".join(map(str, late))
+            console.note(f"process {pids} did not end within {timeout} s, and was killed")
 
 
 class Forked(Processes):

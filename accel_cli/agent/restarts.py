@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accel_cli.agent.meeting import Meeting
 
-__all__ = ["Budget", "Reason", "of_failures"]
-
-_FOLLOWS = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed out|DistNetworkError", re.IGNORECASE
-)
-"""What processes say that only lost the one that failed."""
+__all__ = ["Budget", "Reason"]
 
 
 @dataclass(frozen=True, order=True)
@@ -29,28 +18,6 @@ class Reason:
     """Whether it looks like the consequence of another machine's."""
     time: float
     text: str = field(compare=False)
-
-
-def of_failures(failures: Mapping[int, ProcessFailure]) -> Reason:
-    """The first failure among this machine's processes."""
-    reasons = []
-    for rank, failure in failures.items():
-        how = _how(failure)
-        # The agent ends the others by SIGTERM as soon as one has failed.
-        follows = failure.exitcode == -signal.SIGTERM or _FOLLOWS.search(how) is not None
-        reasons.append(
-            Reason(follows, float(failure.timestamp), f"rank {rank} on {socket.gethostname()} {how}")
-        )
-    return min(reasons)
-
-
-def _how(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        return f"was ended by {signal.Signals(-failure.exitcode).name}"
-    recorded = failure.error_file_data.get("message") if failure.error_file_data else None
-    said = recorded.get("message") if isinstance(recorded, dict) else None
-    first = str(said).strip().splitlines()[0][:200] if said else ""
-    return f"failed: {first}" if first else f"exited with code {failure.exitcode}"
 
 
 class Budget:

@@ -96,6 +96,20 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         int | None,
         typer.Option(metavar="N", help="Restarts of all processes after a failure.", rich_help_panel=_OVER),
     ] = None,
+    shutdown_timeout: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS", help="How long processes may save after a signal.", rich_help_panel=_OVER
+        ),
+    ] = None,
+    stall_timeout: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Show where every process is when none makes progress for so long.",
+            rich_help_panel=_OVER,
+        ),
+    ] = None,
     mixed_precision: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="no, bf16 or fp16.", rich_help_panel=_OVER)
     ] = None,
@@ -151,6 +165,8 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         rdzv_id=rdzv_id,
         node_rank=node_rank,
         max_restarts=max_restarts,
+        shutdown_timeout=shutdown_timeout,
+        stall_timeout=stall_timeout,
         mixed_precision=mixed_precision,
         ranks=ranks,
         log_dir=log_dir,

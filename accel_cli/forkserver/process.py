@@ -29,8 +29,10 @@ def detach(mask: set[int | signal.Signals]) -> None:
     """A session of its own, and signals as after exec; what came before waits until this is done."""
     os.setsid()
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        # What is ignored stays so after exec.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 

@@ -140,6 +140,20 @@ class Torchrun(Launcher):
             description="Folder for the logs of runs; unset keeps them where this system keeps a program's state.",
         ),
     ] = None
+    shutdown_timeout: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Seconds the processes have to save and end after a signal, or after one of them failed.",
+        ),
+    ] = 30
+    stall_timeout: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Seconds without progress on any process until `accel launch` shows where each one is; unset does not watch.",
+        ),
+    ] = None
     omp_num_threads: Annotated[
         int | None,
         Field(
@@ -245,6 +259,8 @@ class Torchrun(Launcher):
             "lost_after": max(least, min(most, job.settings.process_group_timeout)),
             "ranks": self.ranks,
             "log_dir": self.log_dir,
+            "shutdown_timeout": self.shutdown_timeout,
+            "stall_timeout": self.stall_timeout,
         }
 
 

@@ -17,6 +17,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_of
 from accel_runtime.data.source import Loop, Source
+from accel_runtime.heartbeat import heartbeat
 
 __all__ = ["LoaderOptions", "PreparedLoader", "skip_first_batches"]
 
@@ -92,6 +93,7 @@ class PreparedLoader(DataLoader[Any]):
         track, place = self._loops.opened(loop), self._placing()
         there = tree.presence(self._backend.device)
         note = self._loops.note if self._backend.topology.world_size > 1 else None
+        beat = heartbeat()
         finished = False
         try:
             for batch in self._source.walk(loop, start):
@@ -99,6 +101,8 @@ class PreparedLoader(DataLoader[Any]):
                     batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
                 if note:
                     note(track, batch)
+                if beat is not None:
+                    beat.batch()
                 yield batch
             finished = True
         finally:

@@ -13,6 +13,7 @@ import torch
 from accel_runtime.exchange.callsite import CallSite, call_site
 from accel_runtime.exchange.raw import memory
 from accel_runtime.exchange.structure import Spec, described
+from accel_runtime.heartbeat import heartbeat
 
 __all__ = [
     "ROOM",
@@ -169,6 +170,7 @@ class Agreement:
         self._slot = memoryview(bytearray(SLOT))
         self._head = self._slot[:_HEAD].cast("q")
         self._last: Call | None = None
+        self._beat = heartbeat()
 
     def exchange(
         self, call: Call, size: int = 0, write: Write | None = None, *, failure: str | None = None
@@ -190,7 +192,11 @@ class Agreement:
         inline = size <= ROOM
         if write and inline and size:
             write(self._slot[_HEAD : _HEAD + size])
+        if self._beat is not None:
+            self._beat.enter(call.operation, call.site)
         slots = self._swap(call)
+        if self._beat is not None:
+            self._beat.leave()
         heads = [_SAID.unpack_from(slots, rank * SLOT) for rank in range(self.size)]
         self._check(heads, call, failure)
         self._last = call

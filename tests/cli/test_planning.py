@@ -97,3 +97,14 @@ def test_asking_for_several_of_a_launcher_that_gives_one_is_refused(cwd):
 def test_an_assignment_and_an_option_of_one_section_are_both_heard(cwd):
     launcher = resolved(assignments=("launcher.max_restarts=3",), nproc_per_node="2").profile.launcher
     assert (launcher.max_restarts, launcher.nproc_per_node) == (3, 2)
+
+
+def test_what_needs_a_launcher_beside_the_process_gets_one_where_nobody_named_another():
+    launcher = resolved(CPU, stall_timeout=1).profile.launcher
+    assert (launcher.kind, launcher.nproc_per_node, launcher.stall_timeout) == ("torchrun", 1, 1)
+    launcher = resolved(CPU, nproc_per_node="3", shutdown_timeout=5).profile.launcher
+    assert (launcher.kind, launcher.nproc_per_node, launcher.shutdown_timeout) == ("torchrun", 3, 5)
+    with pytest.raises(
+        ProfileError, match=r"launcher\.stall_timeout: this key belongs to launcher\.kind: torchrun"
+    ):
+        resolved(CPU, assignments=("launcher.kind=single",), stall_timeout=1)

@@ -119,6 +119,52 @@ def test_a_failure_comes_back_with_its_rank_and_nothing_is_left(function, said, 
     assert not list(tmp_path.iterdir())
 
 
+def one_fails_and_the_others_lose_it():
+    accelerator = Accelerator()
+    if accelerator.is_last_process:
+        raise ZeroDivisionError("no luck")
+    accelerator.wait_for_everyone()
+
+
+def test_the_failure_that_was_first_is_told_with_the_frames_of_the_function_only():
+    with pytest.raises(launchers.LaunchError) as caught:
+        debug_launcher(one_fails_and_the_others_lose_it)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 1 of 2 failed: ZeroDivisionError: no luck"
+    assert [line.split(", in ")[1] for line in lines if line.startswith("  File")] == [
+        "one_fails_and_the_others_lose_it"
+    ]
+
+
+def test_an_interrupt_ends_all_processes(tmp_path):
+    script = tmp_path / "cell.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\nfrom accel_runtime import debug_launcher\n"
+        "def work():\n    Path('up' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "    Path('ready' + os.environ['RANK']).touch()\n    time.sleep(600)\n"
+        "debug_launcher(work)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background leaves SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert said.count("Traceback") == 1
+    for path in tmp_path.glob("up*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
 def test_an_exception_of_a_single_process_is_itself():
     with pytest.raises(ZeroDivisionError):
         notebook_launcher(lambda: 1 / 0, num_processes=1)
@@ -158,10 +204,17 @@ def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     only = {"harmless": None, "poisoned": None, "sys": None, "poisoned.part": None}
-    assert launchers._initialises_cuda(only) == "poisoned"
+    assert launchers._initialises_cuda(only) == "'poisoned'"
+    (tmp_path / "poisoned.py").write_text(
+        "import torch\ntorch.cuda.is_initialized = lambda: True\n"
+        "try:\n    torch.cuda._lazy_init()\nexcept Exception:\n    pass\n"
+    )
+    assert launchers._initialises_cuda(only) == f"'poisoned' ({tmp_path / 'poisoned.py'}:4)"
     assert launchers._initialises_cuda({"harmless": None}) is None
-    monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: "poisoned")
-    with pytest.raises(RuntimeError, match=r"CUDA is initialised .* importing 'poisoned' does it"):
+    monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: "'poisoned' (poisoned.py:4)")
+    with pytest.raises(
+        RuntimeError, match=r"CUDA is initialised .* importing 'poisoned' \(poisoned.py:4\) does it"
+    ):
         notebook_launcher(one_fails, num_processes=2)
     monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: None)
     with pytest.raises(RuntimeError, match="a cell of this session has used it"):

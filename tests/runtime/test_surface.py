@@ -360,7 +360,7 @@ def words(table):
 
 def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own():
     accelerator = Accelerator()
-    assert members(accelerator) == {*PROPERTIES, *METHODS, "describe", "settings"}
+    assert members(accelerator) == {*PROPERTIES, *METHODS, "describe", "preempted", "settings"}
     for name in PROPERTIES:
         getattr(accelerator, name)
     for name in SETTABLE:

@@ -1,0 +1,212 @@
+"""This machine's processes: what they are told, where their output goes, how they end, and what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typing_extensions import override
+
+from accel_cli import console, failures, ranks
+from accel_cli.agent import exchange
+from accel_cli.agent.ending import Guard
+from accel_cli.agent.memory import Kills
+from accel_cli.agent.output import Output
+from accel_cli.agent.processes import Forked, Processes
+from accel_cli.agent.report import report
+from accel_cli.agent.signals import Signals
+from accel_cli.failures import Failure
+from accel_cli.forkserver.server import Server
+from accel_cli.runs import RunFolder
+from accel_cli.stalls import Watch
+from accel_runtime import env
+
+__all__ = ["Local", "Room"]
+
+# torch asks the name servers for this machine's full name with each event it records, and keeps no record:
+# where none answers, every step of the agent would wait for them.
+api._get_fq_hostname = socket.gethostname  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the processes of a run have around them."""
+
+    folder: RunFolder
+    """Of the run."""
+    signals: Signals
+    """The handlers of the launcher; they are told who runs."""
+    guard: Guard
+    """Told too."""
+    server: Server | None
+    """What forks the processes; without one each is a command of its own."""
+    shown: int | str
+    """Whose output is on the screen."""
+    shutdown_timeout: int
+    """Seconds the processes have when they are asked to end."""
+    stall_timeout: int | None
+    """Seconds without progress until it is said where they are; None does not watch."""
+
+
+class Local(LocalElasticAgent):
+    """The processes of this machine, attempt by attempt."""
+
+    def __init__(self, spec: WorkerSpec, room: Room) -> None:
+        super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=room.shutdown_timeout)
+        self._room = room
+        self._kills = Kills()
+        self._output: Output | None = None
+        self._told: exchange.Told | None = None
+        self._watch: Watch | None = None
+        # torch's own count of restarts differs between machines, and leaves out changes of membership.
+        self._attempt = -1
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes on all machines, in the attempt that runs or ran last."""
+        return int(self._worker_group.workers[0].world_size)
+
+    def leave(self) -> None:
+        """Close the meeting for good, once this machine is done."""
+        if self._told:
+            self._told.linger()
+        self._worker_group.spec.rdzv_handler.shutdown()
+
+    def report(self, failed: Mapping[int, ProcessFailure]) -> int:
+        """Say what failed first, on whichever machine, and return the exit code that belongs to it."""
+        here = self._failures(failed)
+        group = self._worker_group
+        machine, machines = int(group.group_rank or 0), int(group.group_world_size or 1)
+        self._told = exchange.Told(group.store, failures.first(here), machine=machine, machines=machines)
+        culprit = self._told.first()
+        self._say_on_a_new_line()
+        report(culprit, here, processes=self.world_size, shown=culprit.rank in self._on_screen)
+        return culprit.code
+
+    @override
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        self._output = Output(prefixed=len(self._on_screen) > 1, coloured=console.coloured())
+        envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
+        with self._room.signals.held():
+            processes = self._pcontext = self._processes(worker_group.spec, envs)
+            self._output.start()
+            signal.signal(signal.SIGWINCH, self._resize)
+            processes.start()
+            self._note(worker_group.workers, processes)
+        self._say_who_is_hidden([worker.global_rank for worker in worker_group.workers])
+        return processes.pids()
+
+    def _processes(self, spec: WorkerSpec, envs: dict[int, dict[str, str]]) -> Processes:
+        if self._room.server:
+            return Forked(spec, envs, server=self._room.server, shutdown_timeout=self._shutdown_timeout)
+        return Processes(spec, envs, shutdown_timeout=self._shutdown_timeout)
+
+    def _note(self, workers: list[Worker], processes: Processes) -> None:
+        """Tell who may have to find the processes."""
+        folder = self._room.folder
+        self._room.signals.workers = processes.started
+        self._room.guard.watch(processes.pids().values())
+        for worker in workers:
+            pid = processes.pids()[worker.local_rank]
+            folder.rank(self._attempt, worker.global_rank).pid.write_text(str(pid))
+        if self._room.stall_timeout:
+            self._watch = Watch(folder.ranks(self._attempt), self._room.stall_timeout)
+
+    def _say_who_is_hidden(self, here: Collection[int]) -> None:
+        """On a machine whose screen would stay empty."""
+        if self._attempt == 0 and self._on_screen and self._on_screen.isdisjoint(here):
+            where = f"in {console.short(str(self._room.folder.path))}, and on the screen with --ranks all"
+            console.note(f"what {ranks.in_words(here)} on {socket.gethostname()} write is {where}")
+
+    @override
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if self._watch and result.state is WorkerState.HEALTHY:
+            self._watch.look()
+        return result
+
+    def _env(self, worker: Worker) -> dict[str, str]:
+        """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
+        group, spec = self._worker_group, self._worker_group.spec
+        folder = self._room.folder.rank(self._attempt, worker.global_rank)
+        folder.path.mkdir(parents=True)
+        assert self._output is not None
+        self._output.route(folder, worker.global_rank, shown=worker.global_rank in self._on_screen)
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_NAME": spec.role,
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            "TORCHELASTIC_ERROR_FILE": str(folder.error),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            env.RANK_FOLDER: str(folder.path),
+        }
+
+    @property
+    def _on_screen(self) -> frozenset[int]:
+        """The ranks that are shown, on whichever machine."""
+        return ranks.shown(self._room.shown, self.world_size)
+
+    def _failures(self, failed: Mapping[int, ProcessFailure]) -> list[Failure]:
+        """What is known of the failures of this machine."""
+        ranks_of = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        assert isinstance(self._pcontext, Processes)
+        seen = time.time()
+        return [
+            failures.read(
+                self._room.folder.rank(self._attempt, ranks_of[failure.local_rank]),
+                seen,
+                rank=ranks_of[failure.local_rank],
+                host=socket.gethostname(),
+                pid=failure.pid,
+                exitcode=failure.exitcode,
+                stopped=failure.local_rank in self._pcontext.stopped,
+                memory=failure.exitcode == -signal.SIGKILL and self._kills.of(failure.pid),
+            )
+            for failure in failed.values()
+        ]
+
+    def _say_on_a_new_line(self) -> None:
+        if self._output:
+            self._output.end_line()
+
+    def _resize(self, *_: object) -> None:
+        """The screen has another size now."""
+        if self._output and self._pcontext:
+            self._output.resize()
+            for pid in self._pcontext.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGWINCH)
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        self._room.signals.announce()
+        # torch's own default would overrule the profile where a failure, and no signal, ends the others.
+        if self._pcontext:
+            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        if self._output:
+            for folder in self._output.drain():
+                failures.complete(folder)

@@ -1,0 +1,296 @@
+"""Signals for real: what reaches the processes, how long they have, and that nothing is left."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_cli.agent import guard
+
+HEARD = """
+import os, signal, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+def hear(number, _):
+    with open("heard" + rank, "a") as file:
+        file.write(signal.Signals(number).name + "\\n")
+def save(number, frame):
+    hear(number, frame)
+    time.sleep(0.3)
+    Path("saved" + rank).touch()
+    sys.exit(0)
+for name in ("SIGUSR1", "SIGUSR2"):
+    signal.signal(getattr(signal, name), hear)
+for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+    signal.signal(getattr(signal, name), save)
+"""
+UP = """
+Path("up.new" + rank).write_text(str(os.getpid()))
+Path("up.new" + rank).rename("up" + rank)
+"""
+DEAF = """
+import os, signal, subprocess, time
+from pathlib import Path
+rank = os.environ["RANK"]
+for name in ("SIGINT", "SIGTERM"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+"""
+WAIT = "while not Path('go').exists():\n    time.sleep(0.05)\n"
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+class Launched:
+    """A launch under way, in the working folder."""
+
+    def __init__(self, cwd, *options, before=()):
+        command = [*before, sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2"]
+        self.cwd, self._said = cwd, cwd.parent / "said"
+        with self._said.open("w") as said:
+            self.process = subprocess.Popen(
+                [*command, *options, "train.py"],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                # A shell that runs the tests in the background leaves SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+                start_new_session=True,
+            )
+
+    def up(self):
+        wait_for(lambda: len(list(self.cwd.glob("up[0-9]"))) == 2)
+        return self
+
+    def send(self, *numbers):
+        for number in numbers:
+            self.process.send_signal(number)
+            time.sleep(0.5)
+        return self
+
+    def ended(self, seconds=60):
+        return self.process.wait(timeout=seconds)
+
+    @property
+    def said(self):
+        return self._said.read_text().splitlines()
+
+    def left(self):
+        """What is there of the run: its launcher's guard, and the sessions of its processes."""
+        leaders = {int(path.read_text()) for path in self.cwd.glob("up[0-9]")}
+        return [p for p in guard.processes() if p.session in leaders or self._is_guard(p.pid)]
+
+    def _is_guard(self, pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+        return guard.__file__.encode() in command and f"-{self.process.pid}\0".encode() in command
+
+
+@pytest.fixture
+def launch(cwd):
+    """Starts `accel launch train.py` on two processes; nothing of it is left after the test."""
+    started = []
+
+    def start(*options, **more):
+        started.append(Launched(cwd, *options, **more))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.process.kill()
+        launched.process.wait()
+        wait_for(lambda launched=launched: not launched.left(), 10)
+
+
+def heard(cwd):
+    return [path.read_text().split() for path in sorted(cwd.glob("heard*"))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_that_ends_the_run_reaches_each_process_once_with_time_to_save(script, cwd, launch, number):
+    script(HEARD + UP + WAIT)
+    launched = launch().up().send(number)
+    assert launched.ended() == 128 + number
+    assert heard(cwd) == [[number.name]] * 2
+    assert len(list(cwd.glob("saved*"))) == 2
+    assert not launched.left()
+    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else number.name
+    assert launched.said == [
+        f"accel: {name}: the processes have 30 s to end; a second signal ends them at once"
+    ]
+
+
+def test_user_signals_reach_each_process_once_and_the_run_goes_on(script, cwd, launch):
+    script(HEARD + UP + WAIT)
+    launched = launch().up().send(signal.SIGUSR1, signal.SIGUSR2)
+    wait_for(lambda: heard(cwd) == [["SIGUSR1", "SIGUSR2"]] * 2)
+    (cwd / "go").touch()
+    assert launched.ended() == 0
+    assert launched.said == []
+
+
+def test_ctrl_c_is_one_line_on_the_screen_for_a_script_that_knows_nothing_of_it(script, launch):
+    script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
+    launched = launch().up().send(signal.SIGINT)
+    assert launched.ended() == 130
+    assert len(launched.said) == 1, launched.said
+    assert launched.said[0].startswith("accel: Ctrl-C (SIGINT)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_one_ends_at_once_whoever_does_not_listen(script, launch, number):
+    script(DEAF + "child = subprocess.Popen(['sleep', '600'])\n" + UP + WAIT)
+    launched = launch().up().send(number, number)
+    assert launched.ended(20) == 128 + number
+    assert not launched.left()
+
+
+def test_a_signal_that_a_wrapper_sends_twice_is_one(script, cwd, launch):
+    script(HEARD + UP + WAIT)
+    launched = launch().up()
+    launched.process.send_signal(signal.SIGTERM)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.ended() == 143
+    assert len(list(cwd.glob("saved*"))) == 2
+
+
+def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
+    script(DEAF + UP + WAIT)
+    launched = launch("--shutdown-timeout", "1").up()
+    pids = [(launched.cwd / f"up{rank}").read_text() for rank in range(2)]
+    assert launched.send(signal.SIGTERM).ended(20) == 143
+    assert launched.said[1:] == [f"accel: process {', '.join(pids)} did not end within 1 s, and was killed"]
+
+
+def test_what_a_process_started_is_not_signalled_while_it_saves_and_does_not_outlive_it(script, cwd, launch):
+    script(
+        "import os, signal, subprocess, sys, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "def save(*_):\n    time.sleep(0.5)\n    Path('helped' + rank).write_text(str(child.poll()))\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n" + UP + WAIT
+    )
+    launched = launch().up().send(signal.SIGTERM)
+    assert launched.ended() == 143
+    assert [path.read_text() for path in cwd.glob("helped*")] == ["None", "None"]
+    assert not launched.left()
+
+
+@pytest.mark.parametrize("deaf", [True, False])
+def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, deaf):
+    head = (
+        DEAF if deaf else "import os, subprocess, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
+    )
+    script(head + "child = subprocess.Popen(['sleep', '600'])\n" + UP + WAIT)
+    launched = launch().up()
+    assert len(launched.left()) == 5
+    launched.process.kill()
+    launched.process.wait()
+    time.sleep(5)
+    assert not launched.left()
+
+
+def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_left(script, cwd, launch):
+    script(
+        "import os, subprocess\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
+        "Path('child' + rank).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n" + UP
+    )
+    launched = launch()
+    assert launched.ended() == 0
+    children = [int(path.read_text()) for path in cwd.glob("child*")]
+    assert sorted(process.pid for process in launched.left()) == sorted(children)
+    guard.send(children, signal.SIGKILL)
+
+
+def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
+    script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
+    launched = launch(before=["nohup"]).up().send(signal.SIGHUP)
+    (cwd / "go").touch()
+    assert launched.ended() == 0
+
+
+def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
+    script("")
+    launched = launch("--nnodes", "2", "--set", "launcher.rdzv_endpoint=127.0.0.1:1")
+    wait_for(launched.left)  # its guard is there, and it waits for the other machine
+    assert launched.send(signal.SIGINT).ended() == 130
+    assert "Traceback" not in "\n".join(launched.said)
+
+
+def test_preempted_saves_the_same_step_on_all_ranks_before_the_launcher_ends(script, cwd, launch):
+    script(
+        "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
+        "rank = os.environ['RANK']\naccelerator = Accelerator(cpu=True)\naccelerator.preempted()\n" + UP +
+        "for step in range(10_000):\n    time.sleep(0.01)\n"
+        "    if accelerator.preempted():\n        Path('saved' + rank).write_text(str(step))\n        break\n"
+    )  # fmt: skip
+    launched = launch().up().send(signal.SIGTERM)
+    assert launched.ended() == 143
+    steps = [path.read_text() for path in cwd.glob("saved*")]
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.slow
+def test_twenty_launches_at_once_all_work(script, cwd):
+    script(
+        "import os, socket, sys\nfrom pathlib import Path\n"
+        "place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "socket.create_connection(place, timeout=60).close()\n"
+        "Path(f'done-{sys.argv[1]}-{os.environ[\"RANK\"]}').write_text(str(place[1]))\n"
+    )
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    launches = [subprocess.Popen([*command, str(n)], cwd=cwd, stderr=subprocess.PIPE) for n in range(20)]
+    try:
+        said = [launch.communicate(timeout=300)[1] for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+            launch.wait()
+    assert [launch.returncode for launch in launches] == [0] * 20, said
+    ports = [{path.read_text() for path in cwd.glob(f"done-{n}-*")} for n in range(20)]
+    assert all(len(own) == 1 for own in ports), ports
+    assert len(set.union(*ports)) == 20
+
+
+def listening(pids):
+    """The addresses on which processes listen, as the kernel writes them: `0100007F` is 127.0.0.1."""
+    sockets = {
+        str(entry.readlink())
+        for pid in pids
+        for entry in Path(f"/proc/{pid}/fd").iterdir()
+        if entry.is_symlink()
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(
+    not Path(guard.__file__).with_name("alone.py").exists(), reason="the machine's own meeting comes with it"
+)
+def test_on_one_machine_nothing_listens_on_an_address_that_others_reach(script, cwd, launch):
+    script(
+        "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
+        "rank = os.environ['RANK']\nAccelerator(cpu=True).wait_for_everyone()\n" + UP + WAIT
+    )
+    launched = launch().up()
+    pids = [launched.process.pid, *(process.pid for process in launched.left())]
+    addresses = listening(pids)
+    (cwd / "go").touch()
+    assert launched.ended() == 0
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert addresses
+    assert set(addresses) <= loopback

@@ -1,0 +1,123 @@
+"""A run that does not get on: what `accel launch --stall-timeout` and `accel stacks` say of it."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+STALLS = """
+import time, torch
+from accel_runtime import Accelerator
+def augment():
+    time.sleep(8)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(4):
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+    if step == 2 and accelerator.process_index == 1:
+        augment()
+    accelerator.gather(torch.ones(1))
+"""
+SLEEPS = """
+import os, threading, time
+from pathlib import Path
+def wait():
+    while not Path("go").exists():
+        time.sleep(0.05)
+threading.Thread(target=wait).start()
+Path("up" + os.environ["RANK"]).touch()
+wait()
+"""
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def sleeping(script, cwd):
+    """A run of two processes that wait for the file `go`, under way."""
+    script(SLEEPS)
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
+            yield process
+        finally:
+            (cwd / "go").touch()
+    assert process.returncode == 0, "who was asked goes on"
+
+
+@pytest.mark.slow
+def test_a_stall_is_named_with_the_steps_the_collective_and_the_stack_of_who_differs(accel, script):
+    script(STALLS)
+    done = accel("launch", "-q", "--nproc-per-node", 3, "--stall-timeout", 3, "train.py")
+    assert done.returncode == 0, done.stderr
+    # A slow machine may stall elsewhere too.
+    notes = done.stderr.split("accel: ")
+    index = next(i for i, note in enumerate(notes) if "in augment" in note)
+    table = notes[index].splitlines()
+    assert table[0].startswith("no process on this machine has made progress for ")
+    assert table[1].split() == ["rank", "steps", "batches", "last", "news", "where"]
+    for rank, where in enumerate(["in", "after", "in"]):
+        words = table[2 + rank].split()
+        assert words[:3] == [str(rank), "3", "0"]
+        assert f"{where} gather at train.py:14 (<module>)" in table[2 + rank]
+    assert table[5] == "  rank 1, innermost call first:"
+    assert 'train.py", line 5' in table[6]
+    assert "the others (ranks 0, 2) wait alike" in table[-1]
+    assert notes[index + 1].startswith("there is progress again")
+
+
+def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
+    done = accel("stacks")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(f"-train-{sleeping.pid}")
+    assert [line.split() for line in lines[2:4]] == [
+        [rank, "-", "-", "-", "no", "Accelerator", "yet"] for rank in "01"
+    ]
+    assert lines[4] == "  ranks 0, 1, innermost call first:"
+    assert 'train.py", line 6 in wait' in lines[5]
+    assert 'train.py", line 9 in <module>' in lines[6]
+    assert "worker.py" not in done.stdout
+
+    one = accel("stacks", "--run", lines[0], "--rank", 1, "--full").stdout
+    assert "  rank 1, innermost call first:" in one
+    assert "  another thread:" in one
+    assert "rank 0" not in one
+
+    wrong = accel("stacks", "--rank", 5)
+    assert (wrong.returncode, "has no rank 5 on this machine; it has 0, 1" in wrong.stderr) == (2, True)
+
+
+def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
+    script(SLEEPS.replace("threading.Thread(target=wait).start()", "import faulthandler; import signal\n"
+           "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip
+    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    with subprocess.Popen(command) as process:
+        try:
+            wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
+            said = accel("stacks").stdout
+        finally:
+            (cwd / "go").touch()
+    assert "ranks 0, 1: it cannot be asked" in said
+    assert process.returncode == 0
+
+
+def test_where_nothing_runs_the_command_says_so(accel, script):
+    script("")
+    assert "no run of `accel launch` is under way here" in accel("stacks").stderr
+    done = accel("stacks", "--run", "gone")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "accel: error: --run: there is no run 'gone'; under way: none\n",
+    )
+    assert accel("launch", "-q", "--nproc-per-node", 2, "train.py").returncode == 0
+    assert accel("stacks").returncode == 2
