@@ -278,9 +278,6 @@ def listening(pids):
     return found
 
 
-@pytest.mark.skipif(
-    not Path(guard.__file__).with_name("alone.py").exists(), reason="the machine's own meeting comes with it"
-)
 def test_on_one_machine_nothing_listens_on_an_address_that_others_reach(script, cwd, launch):
     script(
         "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"

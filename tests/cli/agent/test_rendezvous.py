@@ -13,9 +13,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from accel_cli.agent import meeting as meetings
+from accel_cli.agent.alone import Alone
 from accel_cli.agent.meeting import Meeting
 from accel_cli.agent.rendezvous import SHARED_STORE_OFF, Handler
-from accel_cli.agent.restarts import Budget, Reason, of_failures
+from accel_cli.agent.restarts import Budget, Reason
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.torchrun import Torchrun
 
@@ -74,13 +75,18 @@ def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
     handler.shutdown()
 
 
-def test_every_attempt_has_a_store_of_its_own_on_loopback_only():
-    handler = Handler.of(Meeting(said(), 1, derived=False), said())
+def test_every_attempt_of_machines_has_a_store_of_its_own():
+    told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{free_port()}", last_call_timeout=1)
+    handler = Handler.of(Meeting(told, 1, derived=False), told)
     assert left_behind(handler) == (False, False)
-    assert handler._served is not None
-    assert not reachable(outward(), handler._served.port)
-    assert not reachable(outward(), handler.meeting.store.port)
     handler.shutdown()
+
+
+def test_every_attempt_of_one_machine_has_a_store_of_its_own_on_loopback_only():
+    alone = Alone(Meeting(said(), 1, derived=False), "run")
+    assert left_behind(alone) == (False, False)
+    info = alone.next_rendezvous()
+    assert not reachable(outward(), info.bootstrap_store_info.master_port)
 
 
 def outward():
@@ -109,25 +115,6 @@ def test_machines_use_one_restart_for_what_several_of_them_saw():
     assert [(budget.spent, budget.left) for budget in machines] == [(1, 2), (1, 2)]
     assert [budget.reason(0).text for budget in machines] == ["rank 0 ran out of memory"] * 2
     assert machines[0].reason(1) is None
-
-
-def failure(code, message=None, at=5):
-    return SimpleNamespace(
-        exitcode=code, timestamp=at, error_file_data={"message": {"message": message}} if message else {}
-    )
-
-
-def test_the_reason_is_the_failure_that_the_others_follow():
-    host = socket.gethostname()
-    found = of_failures({
-        0: failure(-15, at=1), 1: failure(1, "DistBackendError: Connection closed by peer", at=2), 2: failure(-11),
-    })  # fmt: skip
-    assert found.text == f"rank 2 on {host} was ended by SIGSEGV"
-    assert (
-        of_failures({3: failure(1, "ValueError: bad\nmore")}).text
-        == f"rank 3 on {host} failed: ValueError: bad"
-    )
-    assert of_failures({3: failure(-15)}).text == f"rank 3 on {host} was ended by SIGTERM"
 
 
 def come(told):
