@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -373,6 +374,21 @@ def test_nothing_is_left_when_the_launcher_ends(accel, script):
     pids = {int(pid) for pid in done.stdout.split()}
     assert len(pids) == 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_the_server_ends_with_its_launcher_however_that_ends():
+    source = "from accel_cli.forkserver.server import start; print(start()._pid, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        server = Path(f"/proc/{launcher.stdout.readline().strip()}/stat")
+        assert server.exists()
+        launcher.kill()
+    end = time.monotonic() + 30
+    # Where nobody collects orphans, one that has ended stays as a zombie.
+    while server.exists() and server.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(accel, script):
