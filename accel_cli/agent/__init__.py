@@ -6,6 +6,9 @@ import logging
 import os
 from typing import Any
 
+from accel_cli.agent import quiet as _quiet  # noqa: F401 - before torch is imported
+
+# isort: split
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -24,8 +27,6 @@ from accel_cli.errors import AccelError
 from accel_cli.launchers.base import Plan
 
 __all__ = ["run"]
-
-_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def run(plan: Plan) -> int:
@@ -78,14 +79,8 @@ def _run(plan: Plan, folder: runs.RunFolder) -> int:
 
 
 def _meet(said: dict[str, Any], plan: Plan) -> Meeting:
-    """The meeting place, without what torch's sockets say of reverse names and of tries that are made again."""
-    level = os.environ.get(_CPP_LOG_LEVEL)
-    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
-    try:
-        meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
-    finally:
-        if level is None:
-            del os.environ[_CPP_LOG_LEVEL]
+    """The meeting place, and what processes need to know of addresses to meet as well."""
+    meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
     if not meeting.alone:
         _name_interface(meeting)
     return meeting

@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from typing_extensions import override
 
 from accel_cli import console, waiting
+from accel_cli.agent import quiet
 from accel_cli.agent.processes import Processes
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.restarts import Budget, Reason, of_failures
@@ -147,6 +148,7 @@ class Agent(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             "TORCHELASTIC_ERROR_FILE": str(folder.error),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            quiet.LOG_LEVEL: quiet.THEIRS,
             env.RANK_FOLDER: str(folder.path),
         }
 

@@ -52,7 +52,9 @@ def test_under_mpirun_each_process_becomes_its_rank_and_they_meet(script):
 
 def test_under_mpirun_a_number_of_processes_is_refused(script):
     script(TELL)
-    ((_, err, code),) = ranks({**OMPI, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, "--nproc-per-node", "2")
+    ((_, err, code),) = ranks(
+        {**OMPI, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, "--nproc-per-node", "2"
+    )
     assert code == 2
     assert (
         "--nproc-per-node 2 cannot be honoured: OMPI_* (mpirun) says that this process is already rank 0 of 2"
