@@ -32,7 +32,7 @@ def line(arrived: Sequence[str], wanted: tuple[int, int], left: float, missing: 
     lacking = low - len(arrived)
     here = f"{len(arrived)} of {count} machines here ({', '.join(arrived) or 'none'})"
     if lacking <= 0:
-        return f"{here}; starting in a moment, unless more come"
+        return f"{here}; starting{'' if low == high else ' in a moment, unless more come'}"
     who = f": {', '.join(missing)}" if missing else ""
     return f"waiting: {here}, {lacking} missing{who}; {max(0, round(left))} s left"
 

@@ -71,6 +71,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/wizard/session.py",
         "accel_cli/launchers/single.py",
         "accel_cli/agent/",
+        "accel_cli/quiet.py",
         "accel_cli/launchers/slurm/submit.py",
         "accel_cli/forkserver/",
     )

@@ -6,6 +6,9 @@ import logging
 import os
 from typing import Any
 
+from accel_cli import quiet as _quiet  # noqa: F401 - before torch is imported
+
+# isort: split
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -29,8 +32,6 @@ from accel_cli.forkserver.server import Server
 from accel_cli.plan import Plan
 
 __all__ = ["run"]
-
-_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def run(plan: Plan, server: Server | None = None) -> int:
@@ -124,14 +125,8 @@ def _folder(plan: Plan) -> runs.RunFolder:
 
 
 def _meet(said: dict[str, Any], plan: Plan) -> Meeting:
-    """The meeting place, without what torch's sockets say of reverse names and of tries that are made again."""
-    level = os.environ.get(_CPP_LOG_LEVEL)
-    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
-    try:
-        meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
-    finally:
-        if level is None:
-            del os.environ[_CPP_LOG_LEVEL]
+    """The meeting place, and what processes need to know of addresses to meet as well."""
+    meeting = Meeting(said, plan.nproc_per_node, derived=bool(plan.derived))
     if not meeting.alone:
         _name_interface(meeting)
     return meeting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from typing_extensions import override
 
@@ -23,6 +24,7 @@ class Alone(RendezvousHandler):
         self.seen = self.cards
         self.round = 0
         self._run_id = run_id
+        self._served: Store | None = None
 
     @property
     @override
@@ -43,7 +45,9 @@ class Alone(RendezvousHandler):
         opened = listening(address)
         port = opened.getsockname()[1]
         self.round += 1
-        return RendezvousInfo(serve(opened, address), 0, 1, RendezvousStoreInfo(address, port))
+        # It goes with its attempt.
+        self._served = serve(opened, address)
+        return RendezvousInfo(self._served, 0, 1, RendezvousStoreInfo(address, port))
 
     def arrived(self) -> list[str]:
         """The machines that have come: this one."""

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typing_extensions import override
 
-from accel_cli import console, failures, ranks
+from accel_cli import console, failures, quiet, ranks
 from accel_cli.agent import exchange
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.memory import Kills
@@ -162,6 +162,7 @@ class Local(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             "TORCHELASTIC_ERROR_FILE": str(folder.error),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            quiet.LOG_LEVEL: quiet.THEIRS,
             env.RANK_FOLDER: str(folder.path),
         }
 

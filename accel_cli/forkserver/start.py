@@ -51,6 +51,9 @@ def _plan() -> Plan:
 
 def _started(plan: Plan) -> Server | Request | None:
     """The server, a process's request, or None where processes are better started by exec."""
+    if plan.nnodes > 1:
+        # torch reads it once: the processes are then as quiet as the agent.
+        importlib.import_module("accel_cli.quiet")
     # What is loaded now stays: not looking for garbage in it saves time here and memory pages in each process.
     gc.disable()
     try:

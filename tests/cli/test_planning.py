@@ -108,3 +108,36 @@ def test_what_needs_a_launcher_beside_the_process_gets_one_where_nobody_named_an
         ProfileError, match=r"launcher\.stall_timeout: this key belongs to launcher\.kind: torchrun"
     ):
         resolved(CPU, assignments=("launcher.kind=single",), stall_timeout=1)
+
+
+STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": "0",
+}  # fmt: skip
+
+
+def test_a_scheduler_stands_above_files_and_below_options(cwd, home, monkeypatch):
+    write(home / "profiles" / "default.yaml", "schema_version: 1\nlauncher:\n  kind: torchrun\n  nnodes: 1\n")
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    found = resolved(rdzv_endpoint="other:1")
+    launcher = found.profile.launcher
+    assert (launcher.nnodes, launcher.rdzv_endpoint, launcher.rdzv_id) == (2, "other:1", "7.0")
+    assert found.source("launcher.nnodes") == "SLURM_* (step 7.0)"
+    assert found.source("launcher.rdzv_endpoint") == "--rdzv-endpoint"
+
+
+def test_where_ranks_are_started_already_the_profile_starts_one_process(cwd, home, monkeypatch):
+    write(
+        home / "profiles" / "default.yaml",
+        "schema_version: 1\nlauncher:\n  kind: torchrun\n  nproc_per_node: 4\n",
+    )
+    placed = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # fmt: skip
+    for name, value in placed.items():
+        monkeypatch.setenv(name, value)
+    assert resolved(mixed_precision="bf16").profile.launcher.kind == "single"
+    assert resolved(mixed_precision="bf16").profile.mixed_precision == "bf16"
+
+
+def test_one_restart_is_not_the_same_as_none(cwd):
+    assert resolved(max_restarts=1).profile.launcher.max_restarts == 1

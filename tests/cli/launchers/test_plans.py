@@ -1,6 +1,8 @@
 """Plans are pure data, so launchers are compared by what they would do: no process, no network."""
 
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -11,6 +13,7 @@ from accel_cli.launchers.base import Job
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.machine import Machine
+from accel_cli.nodes import Facts
 from accel_cli.plan import Plan
 from accel_runtime.env import Settings
 
@@ -151,3 +154,36 @@ def test_every_launcher_of_the_table_carries_its_kind(kind):
 def test_a_launcher_takes_no_unknown_key():
     with pytest.raises(ValidationError, match="extra"):
         Torchrun(procs=2)
+
+
+def numbered(number):
+    return replace(job(), nodes=Facts(node_rank=number, static=True))
+
+
+def test_a_range_of_machines_is_its_fewest_and_its_most():
+    plan = Torchrun(nnodes="1:4", rdzv_endpoint="node0:29400").plan(job(process_group_timeout=10))
+    assert (plan.agent["min_nodes"], plan.agent["max_nodes"], plan.agent["lost_after"]) == (1, 4, 10)
+
+
+@pytest.mark.parametrize("nnodes", ["4:1", "0:2", "two", "1:2:3", "", 0])
+def test_what_is_no_number_of_machines_is_refused(nnodes):
+    with pytest.raises(ValidationError, match="expected"):
+        Torchrun(nnodes=nnodes, rdzv_endpoint="node0:29400")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "said"),
+    [
+        ({"nnodes": 2, "max_restarts": 1}, 0, "and max_restarts 1 lets machines come anew"),
+        ({"nnodes": "1:2"}, 0, "and nnodes 1:2 lets machines come anew"),
+        ({"nnodes": 2}, 2, "--node-rank 2 does not fit nnodes 2"),
+    ],
+)
+def test_a_typed_number_of_a_machine_belongs_to_a_run_whose_machines_stay(launcher, number, said):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Torchrun(rdzv_endpoint="node0:29400", **launcher).plan(numbered(number))
+
+
+def test_one_machine_has_no_second_number():
+    with pytest.raises(UsageError, match="--node-rank 1 needs several machines"):
+        Single().plan(numbered(1))
