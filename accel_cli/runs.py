@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,22 +89,23 @@ class RunFolder:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What was recorded about the run."""
-        return dict(json.loads((self.path / _RECORD).read_text(encoding="utf-8")))
+        """What was recorded about the run; empty once another launch has let it go."""
+        with suppress(FileNotFoundError):
+            return dict(json.loads((self.path / _RECORD).read_text(encoding="utf-8")))
+        return {}
 
     def record(self, about: Mapping[str, Any]) -> None:
         """Add to what is recorded about the run; the file is whole at every moment."""
         file = self.path / _RECORD
-        known = self.about if file.exists() else {}
         fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps({**known, **about}), encoding="utf-8")
+        fresh.write_text(json.dumps({**self.about, **about}), encoding="utf-8")
         fresh.replace(file)
 
     @property
     def running(self) -> bool:
         """Whether its launcher still lives."""
         about = self.about
-        return "exit_code" not in about and Path(f"/proc/{about['pid']}").exists()
+        return "pid" in about and "exit_code" not in about and Path(f"/proc/{about['pid']}").exists()
 
     @property
     def state(self) -> str:
@@ -141,7 +143,8 @@ def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
 def recent(base: Path) -> list[RunFolder]:
     """The runs in a folder, the newest first."""
     found = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
-    return sorted(found, key=lambda run: float(run.about.get("started", 0)), reverse=True)
+    begun = [(about["started"], run) for run in found if (about := run.about)]
+    return [run for _, run in sorted(begun, key=lambda entry: float(entry[0]), reverse=True)]
 
 
 def named(base: Path, name: str | None = None) -> RunFolder:

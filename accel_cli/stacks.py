@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_cli import worker
+from accel_cli import forkserver, worker
 from accel_cli.runs import RankFolder
 
 __all__ = ["Stacks", "ask"]
 
 _PATIENCE_S = 3.0
 _QUIET_S = 0.2
-_OURS = (f'File "{worker.__file__}"', 'File "<frozen runpy>"')
+_START = Path(forkserver.__file__).with_name("start.py")
+_OURS = (f'File "{worker.__file__}"', f'File "{_START}"', 'File "<frozen runpy>"')
 _STATES = {
     "T": "it is stopped",
     "t": "a debugger holds it",

@@ -1,0 +1,50 @@
+"""Runs leave a folder each, and the last ones stay."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from accel_cli import runs
+from accel_cli.runs import KEPT, RunFolder, recent
+
+
+def test_the_newest_comes_first_and_says_what_was_recorded(tmp_path):
+    for n in range(3):
+        RunFolder.create(tmp_path, f"s{n}.py", {"argv": ["python", f"s{n}.py"]}).record({"exit_code": n})
+    assert [run.about["exit_code"] for run in recent(tmp_path)] == [2, 1, 0]
+    assert not any(run.running for run in recent(tmp_path))
+
+
+def test_the_oldest_go_but_none_that_still_runs(tmp_path):
+    running = RunFolder.create(tmp_path, "long.py", {})
+    for n in range(KEPT + 5):
+        RunFolder.create(tmp_path, f"s{n}.py", {}).record({"exit_code": 0})
+    left = recent(tmp_path)
+    assert running.running
+    assert running.path in [run.path for run in left]
+    assert len(left) == KEPT + 1
+
+
+def test_runs_that_begin_at_once_do_not_trip_over_what_another_lets_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "KEPT", 1)
+
+    def begin(n):
+        RunFolder.create(tmp_path, f"s{n}.py", {"n": n}).record({"exit_code": 0})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(begin, range(300)))
+    assert len(recent(tmp_path)) >= 1
+
+
+def test_a_folder_that_another_launch_has_let_go_says_nothing(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    (run.path / "run.json").unlink()
+    assert run.about == {}
+    assert not run.running
+    assert recent(tmp_path) == []
+
+
+def test_nobody_else_reads_what_a_run_leaves(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    assert os.stat(run.path).st_mode & 0o077 == 0  # noqa: PTH116
