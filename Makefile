@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Material for MkDocs advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 READY := $(VENV)/.ready
+# Three files at a time, also on two cores: much of what is tested waits. A file's tests share what they start.
+AT_ONCE := -n 3 --dist loadfile
 
 .PHONY: help demo test test-fast check fmt docs bench clean
 
@@ -20,10 +22,10 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
 
 test: $(READY)  ## Set up, then run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-fast: $(READY)  ## Run the tests that take less than ten seconds each
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
 
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .
