@@ -92,8 +92,9 @@ class Hosts(tuple[Host, ...]):
     __slots__ = ()
 
     def launch(self, *options: str, env: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
-        """`accel launch` with the same options on all of them."""
-        return [host.start(sys.executable, "-m", "accel_cli", "launch", *options, env=env) for host in self]
+        """`accel launch` with the same options on all of them, which shows what all ranks write."""
+        command = (sys.executable, "-m", "accel_cli", "launch", "--ranks", "all", *options)
+        return [host.start(*command, env=env) for host in self]
 
 
 def ip(*args: str) -> str:

@@ -48,8 +48,8 @@ print("finished as", rank, "of", world)
 
 
 def said(process, timeout=150):
-    """What it printed, once it has ended."""
-    return process.communicate(timeout=timeout)[0]
+    """What it printed, once it has ended, without the rank before each line."""
+    return re.sub(r"^\[\d+\] ", "", process.communicate(timeout=timeout)[0], flags=re.MULTILINE)
 
 
 def numbered(host, number):
@@ -103,7 +103,7 @@ def test_five_restarts_of_five_on_two_machines_have_one_count_and_one_reason(scr
     assert [line.partition(": rank")[0] for line in restarts[0]] == [
         f"accel: restart {n} of 5" for n in range(1, 6)
     ]
-    assert all(re.search(r"rank 1 on h[01] exited with code 5", line) for line in restarts[0])
+    assert all(re.search(r"rank 1 on h[01]: exited with code 5", line) for line in restarts[0])
     assert "finished after 5" in "".join(outputs)
 
 
@@ -116,7 +116,7 @@ def test_when_the_restarts_are_used_up_all_machines_end(script):
     assert any("restart 1 of 1" in output for output in outputs)
     assert not any("restart 2" in output for output in outputs)
     assert any(
-        re.search(r"the run ended on another machine: rank 1 on h[01] exited with code 5", o) for o in outputs
+        re.search(r"the run ended on another machine: rank 1 on h[01]: exited with code 5", o) for o in outputs
     )
 
 
@@ -155,7 +155,7 @@ def test_a_killed_process_starts_all_again_on_three_machines(script, cwd):
         outputs = [said(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0, 0], outputs
     for output in outputs:
-        assert re.search(r"restart 1 of 1: rank 2 on h\d was ended by SIGKILL", output)
+        assert re.search(r"restart 1 of 1: rank 2 on h\d: was ended by SIGKILL", output)
 
 
 @pytest.mark.slow

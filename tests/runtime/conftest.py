@@ -24,14 +24,15 @@ def _on_the_cpu(home, monkeypatch):
 def clusters():
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
 
-    Two and four processes share a machine, three are on one each: they talk to each other in different ways.
+    `apart`, three are told that each is alone on its machine: they talk to each other in another way.
     """
     torch.set_num_threads(1)
     sizes = {
         1: cluster.Alone(),
         2: cluster.Cluster(2),
-        3: cluster.Cluster(3, apart=True),
+        3: cluster.Cluster(3),
         4: cluster.Cluster(4),
+        "apart": cluster.Cluster(3, apart=True),
     }
     yield sizes
     for some in sizes.values():

@@ -149,7 +149,7 @@ def wire():
 
 def test_ranks_of_one_machine_meet_over_sockets_and_others_over_gloo(pair, clusters):
     assert pair.run(wire) == [SocketWire.__name__] * 2
-    assert clusters[3].run(wire) == [GlooWire.__name__] * 3
+    assert clusters["apart"].run(wire) == [GlooWire.__name__] * 3
 
 
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
