@@ -46,6 +46,12 @@ class Processes(SubprocessContext):
         self.stopped: set[int] = set()
         """The local ranks that still ran when they were told to end: what they end with is no failure."""
 
+    @override
+    def start(self) -> None:
+        # torch's own puts handlers of its own in the place of the launcher's first: a signal that comes while
+        # processes are being started would leave it half done.
+        self._start()  # type: ignore[no-untyped-call]
+
     @property
     def started(self) -> Sequence[Started]:
         """The processes, by local rank."""

@@ -42,6 +42,7 @@ class Signals:
         self._first: signal.Signals | None = None
         self._since = 0.0
         self._held = False
+        self._waiting: list[int] = []
         self._before = {number: signal.getsignal(number) for number in (*ENDING, *PASSED_ON)}
 
     def __enter__(self) -> Self:
@@ -66,9 +67,9 @@ class Signals:
         try:
             yield
         finally:
-            # torch's agent puts handlers of its own in place when it starts processes.
-            self._install()
             self._held = False
+        while self._waiting:
+            self._pass_on(self._waiting.pop(0), None)
         if self._first is not None:
             self._raise()
 
@@ -114,6 +115,9 @@ class Signals:
         raise SignalException(f"signal {self._first.name}", self._first)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self._held:
+            self._waiting.append(number)
+            return
         guard.send((worker.pid for worker in self.workers if worker.poll() is None), number)
 
 

@@ -206,7 +206,8 @@ def _machines(plan: Plan) -> str:
     """Where the machines meet, and who said so."""
     if plan.derived:
         return f"; {plan.derived}"
-    return f"; meeting at {plan.agent['rdzv_endpoint']}" if plan.nnodes > 1 else ""
+    where = plan.agent.get("rdzv_endpoint") if plan.nnodes > 1 else None
+    return f"; meeting at {where}" if where else ""
 
 
 def _processes(plan: Plan) -> str:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # This folder; a script's own takes the place in the process that runs it.
@@ -34,14 +35,21 @@ def main() -> None:
         plan = _plan()
         started = _started(plan)
         if isinstance(started, Server | None):
-            sys.exit(_agent(plan, started))
+            _end(_agent(plan, started))
     except AccelError as error:
         from accel_cli import console  # noqa: PLC0415 - rich must not be in the processes
 
         console.error(str(error))
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     started.enter()
     worker.main(started.arguments)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: a thread that waits in torch's store would abort the process while the interpreter shuts down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _plan() -> Plan:

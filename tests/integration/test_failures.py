@@ -54,7 +54,7 @@ def test_an_exception_while_the_others_are_in_a_collective(fails, home):
 
 def test_all_ranks_raise(fails):
     lines, code = fails(
-        "import os, time\ntime.sleep(0.2 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"
+        "import os, time\ntime.sleep(1.5 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"
     )
     assert code == 1
     assert lines[-1].startswith("accel: error: rank 3 of 4 on ")

@@ -116,7 +116,8 @@ def test_when_the_restarts_are_used_up_all_machines_end(script):
     assert any("restart 1 of 1" in output for output in outputs)
     assert not any("restart 2" in output for output in outputs)
     assert any(
-        re.search(r"the run ended on another machine: rank 1 on h[01]: exited with code 5", o) for o in outputs
+        re.search(r"the run ended on another machine: rank 1 on h[01]: exited with code 5", o)
+        for o in outputs
     )
 
 

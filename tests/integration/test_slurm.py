@@ -63,6 +63,8 @@ def jobs(slurm_cluster, cwd):
             "--cpu",
             "--set",
             "launcher.kind=slurm",
+            "--ranks",
+            "all",
             *args,
         ]
         process = subprocess.Popen(

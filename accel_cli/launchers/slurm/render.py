@@ -51,6 +51,8 @@ class Body:
     nnodes: int
     nproc_per_node: int
     max_restarts: int
+    ranks: str
+    """Whose output is in the log."""
     cpus_per_task: int | None
     """Repeated to srun, which does not take it from the job since Slurm 22.05."""
     setup: tuple[str, ...]
@@ -111,6 +113,7 @@ def _values(body: Body) -> dict[str, str]:
         "nproc_per_node": str(body.nproc_per_node),
         **meeting,
         "max_restarts": str(body.max_restarts),
+        **({} if body.ranks == "0" else {"ranks": quoted(body.ranks)}),
     }
 
 

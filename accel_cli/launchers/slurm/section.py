@@ -15,6 +15,7 @@ from accel_cli.launchers.base import Job, Launcher, Plan, environment
 from accel_cli.launchers.slurm import render
 from accel_cli.launchers.slurm.step import here
 from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.ranks import checked
 
 __all__ = ["Slurm"]
 
@@ -182,6 +183,11 @@ class Slurm(Launcher):
             ge=0, description="How often, inside the job, all processes are started again after one failed."
         ),
     ] = 0
+    ranks: Annotated[
+        int | str,
+        AfterValidator(checked),
+        Field(description="Whose output is in the job's log: `all`, `none`, or ranks as in `0,2`."),
+    ] = 0
     sbatch_args: Annotated[
         list[str],
         AfterValidator(_extra),
@@ -247,6 +253,7 @@ class Slurm(Launcher):
             rdzv_endpoint=endpoint,
             rdzv_id=name,
             max_restarts=self.max_restarts,
+            ranks=self.ranks,
         ).plan(job)
 
     def _options(self, job: Job) -> list[str]:
@@ -276,6 +283,7 @@ class Slurm(Launcher):
             nnodes=self.nnodes,
             nproc_per_node=count,
             max_restarts=self.max_restarts,
+            ranks=str(self.ranks),
             cpus_per_task=self.cpus_per_task,
             setup=tuple(self.setup),
             warning=(warning[0], int(warning[1])) if warning else None,
