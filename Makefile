@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Three files at a time, also on two cores: much of what is tested waits. A file's tests share what they start.
 AT_ONCE := -n 3 --dist loadfile
 
-.PHONY: help demo test test-fast check fmt docs bench clean
+.PHONY: help demo test test-slow check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,11 +21,11 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  accel launch examples/digits.py --epochs 3\n'
 	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
 
-test: $(READY)  ## Set up, then run all tests
-	$(BIN)/python -m pytest $(AT_ONCE)
-
-test-fast: $(READY)  ## Run the tests that take less than ten seconds each
+test: $(READY)  ## Set up, then run the tests that take less than ten seconds each
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
+
+test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster
+	$(BIN)/python -m pytest $(AT_ONCE) -m slow
 
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .
