@@ -104,10 +104,11 @@ def _run(plan: Plan, room: Room) -> int:
             else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
         ) from None
     except (RendezvousError, DistError):
-        raise AccelError(
+        lost = (
             f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
             "is down, or the link is cut"
-        ) from None
+        )
+        raise AccelError(lost if agent.met else f"{lost}; {_too_few(handler)}") from None
     room.signals.finish()
     code = agent.report(result.failures) if result.failures else 0
     agent.leave()

@@ -29,6 +29,11 @@ class Agent(Local):
         self._reason: Reason | None = None
         self._round: int | None = None
 
+    @property
+    def met(self) -> bool:
+        """Whether all machines were there once."""
+        return self._round is not None
+
     def ended(self) -> str | None:
         """Why the run is over, if a machine said so."""
         return self._budget.ended()

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
@@ -47,8 +48,10 @@ def main() -> None:
 
 def _end(code: int) -> NoReturn:
     """End at once: a thread that waits in torch's store would abort the process while the interpreter shuts down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may be gone, and has been told of by now.
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

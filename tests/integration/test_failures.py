@@ -1,10 +1,12 @@
 """What is on the screen when one of four ranks fails: few lines, the cause last, and everything in the logs."""
 
+import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,16 @@ def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_p
     assert [line for lines in said for line in lines if "only lost the connection to it" in line]
 
 
+def removed(group):
+    """Remove a control group once the last of its processes has gone."""
+    end = time.monotonic() + 20
+    while group.exists():
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def little_memory():
     """A control group with 1 GiB, of the first version or the second."""
@@ -242,7 +254,7 @@ def little_memory():
         if (group / limit).exists():
             (group / limit).write_text(str(1 << 30))
             yield group
-            group.rmdir()
+            removed(group)
             return
         group.rmdir()
     pytest.skip("needs the right to make a control group for memory")
