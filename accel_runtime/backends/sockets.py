@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from accel_runtime.backends.dissemination import in_rank_order, rounds
 from accel_runtime.backends.news import News
 from accel_runtime.exchange.agreement import SLOT, Wire
 from accel_runtime.exchange.raw import memory
@@ -56,8 +57,13 @@ class SocketWire(Wire):
         # Row i holds the slot of the i-th rank after this one.
         self._bytes = memoryview(bytearray(self._size * SLOT))
         self._rounds = [
-            (self._peers[to], self._bytes[: count * SLOT], self._peers[source], self._bytes[start:end])
-            for to, source, count, start, end in _dissemination(rank, self._size)
+            (
+                self._peers[to],
+                self._bytes[: count * SLOT],
+                self._peers[source],
+                self._bytes[have * SLOT : (have + count) * SLOT],
+            )
+            for to, source, have, count in rounds(rank, self._size)
         ]
         _forget_in_children(self)
 
@@ -78,8 +84,7 @@ class SocketWire(Wire):
             # Half of a message is on its way: what comes next would be taken for the rest of it.
             self._close()
             raise
-        first = (self._size - self._rank) * SLOT
-        return bytearray().join((self._bytes[first:], self._bytes[:first]))
+        return in_rank_order(self._bytes, self._rank)
 
     @override
     def transfer(
@@ -204,16 +209,6 @@ def _all(group: dist.ProcessGroup, *, done: bool) -> bool:
     votes = torch.tensor([int(done)])
     dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
     return bool(votes.item())
-
-
-def _dissemination(rank: int, size: int) -> list[tuple[int, int, int, int, int]]:
-    """Rounds in which each rank sends all it has, and so has twice as much: to, from, rows sent, where rows go."""
-    rounds, have = [], 1
-    while have < size:
-        count = min(have, size - have)
-        rounds.append(((rank - have) % size, (rank + have) % size, count, have * SLOT, (have + count) * SLOT))
-        have += count
-    return rounds
 
 
 def _receive(source: socket.socket, room: Room, looks: int = 0) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from accel_runtime.backends.dissemination import in_rank_order, rounds
 from accel_runtime.backends.news import News
 from accel_runtime.backends.sockets import SocketWire, connected
 from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
@@ -55,17 +56,10 @@ class GlooWire(Wire):
         memory_ = bytearray(self._size * SLOT)
         self._bytes = memoryview(memory_)
         self._rows = torch.frombuffer(memory_, dtype=torch.uint8).view(self._size, SLOT)
-        self._rounds = list(self._dissemination())
-
-    def _dissemination(self) -> list[tuple[list[torch.Tensor], int, list[torch.Tensor], int]]:
-        """What to send to whom, and what to receive from whom, doubling what one has in every round."""
-        rounds, have = [], 1
-        while have < self._size:
-            count = min(have, self._size - have)
-            to, from_ = (self._rank - have) % self._size, (self._rank + have) % self._size
-            rounds.append(([self._rows[:count]], to, [self._rows[have : have + count]], from_))
-            have += count
-        return rounds
+        self._rounds = [
+            ([self._rows[:count]], to, [self._rows[have : have + count]], source)
+            for to, source, have, count in rounds(self._rank, self._size)
+        ]
 
     @override
     def swap(self, slot: memoryview, where: Callable[[], str]) -> bytearray:
@@ -79,8 +73,7 @@ class GlooWire(Wire):
                 departure.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, where()) from error
-        first = (self._size - self._rank) * SLOT
-        return bytearray().join((self._bytes[first:], self._bytes[:first]))
+        return in_rank_order(self._bytes, self._rank)
 
     @override
     def transfer(
