@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 
-__all__ = ["PORT", "READ", "Facts", "Typed", "facts"]
+__all__ = ["PORT", "READ", "Facts", "Typed", "facts", "first_host"]
 
 PORT = 29400
 """Where machines meet if nobody says a port; torch's own default for c10d."""
@@ -159,7 +159,7 @@ def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
         return None
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
     source = f"SLURM_* (step {job}.{step})"
-    head = _first(environ.get("SLURM_STEP_NODELIST", ""))
+    head = first_host(environ.get("SLURM_STEP_NODELIST", ""))
     port = str(_FIRST_PORT + (int(job) + 97 * int(step)) % _PORTS)
     node = _number(environ, "SLURM_NODEID")
     _within(node, nodes, "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
@@ -331,7 +331,7 @@ def _endpoint(host: str, port: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _first(nodelist: str) -> str:
+def first_host(nodelist: str) -> str:
     """The first host of Slurm's `gpu[03-07,9],big1`."""
     host = re.match(r"(?:[^,[]|\[[^]]*\])+", nodelist)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", host[0]) if host else ""

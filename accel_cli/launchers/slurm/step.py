@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from accel_cli.errors import UsageError
+from accel_cli.nodes import first_host
 
-__all__ = ["FIRST_PORT", "PORTS", "first_host", "here"]
+__all__ = ["FIRST_PORT", "PORTS", "here"]
 
 FIRST_PORT, PORTS = 10000, 20000
 """Jobs meet at ports from 10000 to 29999: below those that Linux hands out by itself."""
-_BRACKETS = re.compile(r"\[([^\],-]+)[^\]]*\]")
 
 
 def here(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
@@ -41,9 +40,3 @@ def here(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
     # Two steps of a job may run at the same time.
     port = FIRST_PORT + (int(job) + int(step)) % PORTS
     return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}", f"slurm-{job}.{step}"
-
-
-def first_host(nodelist: str) -> str:
-    """The first name of a list as Slurm writes it: `n03` of `n[03-10,12],m1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
-    return _BRACKETS.sub(r"\1", first[0] if first else nodelist)

@@ -13,8 +13,8 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.slurm.render import quoted
 from accel_cli.launchers.slurm.section import Slurm
-from accel_cli.launchers.slurm.step import first_host
 from accel_cli.machine import Machine
+from accel_cli.nodes import first_host
 from accel_runtime.env import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
