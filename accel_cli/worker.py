@@ -39,13 +39,14 @@ def main(arguments: list[str]) -> None:
         arguments: `script`, `module` or `program`, its path or name, and its own arguments.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        connect(os.path.dirname(file))  # noqa: PTH120 - a text, as `connect` takes it
+    folder = os.path.dirname(file) if file else None  # noqa: PTH120 - a text, as `connect` takes it
+    if folder:
+        connect(folder)
     kind, *sys.argv = arguments
     if kind == "program":
         _become(sys.argv)
-    if file:
-        _answer_for_stacks(os.path.dirname(file))  # noqa: PTH120 - as above
+    if folder:
+        _answer_for_stacks(folder)
     # What `python` itself would have seen, for a script that starts itself again.
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
     _run(kind, sys.argv[0], Path(file) if file else None)
