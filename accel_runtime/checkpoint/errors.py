@@ -1,0 +1,9 @@
+"""What goes wrong with a checkpoint, in words."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError"]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names the file or the item, and what to do."""
