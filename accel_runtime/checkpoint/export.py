@@ -28,6 +28,7 @@ INDEX = f"{SINGLE}.index.json"
 CHECKSUMS = "xxh3_64"
 """The key in the index under which every shard's checksum stands: shards of two exports do not pass for one."""
 _SHARD = "model-{:05}-of-{:05}.safetensors"
+_RESERVED = "__metadata__"
 _UNFINISHED = ".unfinished-"
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -108,6 +109,8 @@ def export(found: Export, folder: Path, *, writer: int = 0, disk: Disk | None = 
 
 def _checked(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     wrong = {name: reason for name, value in state.items() if (reason := _unfit(value))}
+    if _RESERVED in state:
+        wrong[_RESERVED] = "a name that the format has for its own use"
     if wrong:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in wrong.items())
         raise CheckpointError(

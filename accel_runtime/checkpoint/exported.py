@@ -94,6 +94,7 @@ def read_weights(files: list[Path], source: Path) -> Weights:
                 about |= file.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+    about.pop("format", None)
     return Weights(source, tensors, {name: kept for name, kept in about.items() if kept in tensors})
 
 

@@ -71,11 +71,10 @@ def load(
 
 def _tensors(f: str | os.PathLike[str] | BinaryIO, device: torch.device) -> dict[str, torch.Tensor]:
     try:
-        if isinstance(f, (str, os.PathLike)):
-            return load_file(f, str(device))
-        return {name: tensor.to(device) for name, tensor in parsed(f.read()).items()}
+        found = load_file(f) if isinstance(f, (str, os.PathLike)) else parsed(f.read())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{f} cannot be read: {error}") from error
+    return {name: tensor.to(device) for name, tensor in found.items()}
 
 
 def _is_safetensors(f: str | os.PathLike[str] | BinaryIO) -> bool:

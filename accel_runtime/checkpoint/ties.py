@@ -23,7 +23,8 @@ def aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()) -> 
     unwanted = set(left_out)
     kept: dict[tuple[object, ...], str] = {}
     found: dict[str, str] = {}
-    for name in sorted(state, key=lambda name: (name in unwanted, name)):
+    # A header says of every name that is left out where it is, and `format` has another meaning there.
+    for name in sorted(state, key=lambda name: (name != "format", name in unwanted, name)):
         tensor = state[name]
         if tensor.numel() and not tensor.is_meta and (first := kept.setdefault(_place(tensor), name)) != name:
             found[name] = first

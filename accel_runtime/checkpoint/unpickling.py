@@ -11,7 +11,8 @@ import os
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, BinaryIO
 
@@ -63,15 +64,9 @@ def read_pickle(
         CheckpointError: It is no such file, or damaged.
     """
     name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "the open file")
-    trusted = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
     try:
-        # What the script trusts it may read, but for NumPy, of which there are the stand-ins.
-        torch.serialization.add_safe_globals(
-            [one for one in trusted if _called(one) not in _NAMES] + _STAND_INS
-        )
-        read = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None)
-        return _plain(read)
+        with _stand_ins():
+            return _plain(torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None))
     except FileNotFoundError:
         raise CheckpointError(f"{name} is not there") from None
     except pickle.UnpicklingError as error:
@@ -80,9 +75,6 @@ def read_pickle(
         raise _needs_code(file, str(name), str(error)) from error
     except Exception as error:
         raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(trusted)
 
 
 def _refusal(file: object, name: str, said: str) -> CheckpointError:
@@ -174,7 +166,22 @@ _NAMES: Mapping[str, Callable[..., Any]] = {
     ),
     **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), _scalar),
 }
-_STAND_INS: list[Any] = [(stand_in, name) for name, stand_in in _NAMES.items()]
+_STAND_INS: tuple[Any, ...] = tuple((stand_in, name) for name, stand_in in _NAMES.items())
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Inside, torch takes the stand-ins, beside what the script trusts; NumPy itself it does not."""
+    trusted = torch.serialization.get_safe_globals()
+    numpy = [one for one in trusted if _called(one) in _NAMES]
+    if numpy:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([one for one in trusted if one not in numpy])
+    try:
+        with torch.serialization.safe_globals(list(_STAND_INS)):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(numpy)
 
 
 def _called(known: Any) -> str:

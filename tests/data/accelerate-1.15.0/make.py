@@ -1,4 +1,5 @@
 """Makes tests/data/accelerate: run with Accelerate 1.15.0 on two processes."""
+
 import json, random, sys
 import numpy as np
 import torch

@@ -64,13 +64,23 @@ def files(folder):
 
 @pytest.mark.parametrize(
     ("given", "size"),
-    [(1, 1), ("10GB", 10**10), ("500MB", 5 * 10**8), ("2GiB", 2**31), ("1.5KB", 1500), (" 3 B", 3), ("1TiB", 2**40)],
+    [
+        (1, 1),
+        ("10GB", 10**10),
+        ("500MB", 5 * 10**8),
+        ("2GiB", 2**31),
+        ("1.5KB", 1500),
+        (" 3 B", 3),
+        ("1TiB", 2**40),
+    ],
 )
 def test_a_size_is_a_number_of_bytes_or_a_number_and_a_unit(given, size):
     assert size_of(given, "max_shard_size") == size
 
 
-@pytest.mark.parametrize("given", ["", "10", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None])
+@pytest.mark.parametrize(
+    "given", ["", "10", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None]
+)
 def test_any_other_size_is_refused_with_what_is_meant(given):
     with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes.*'10GB'.*; it is") as refused:
         size_of(given, "max_shard_size")
@@ -86,7 +96,9 @@ def tensors(draw):
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     count = torch.Size(shape).numel() * dtype.itemsize
-    data = torch.tensor(draw(st.lists(st.integers(0, 255), min_size=count, max_size=count)), dtype=torch.uint8)
+    data = torch.tensor(
+        draw(st.lists(st.integers(0, 255), min_size=count, max_size=count)), dtype=torch.uint8
+    )
     if dtype is torch.bool:
         data %= 2
     tensor = data.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
@@ -100,11 +112,12 @@ def tensors(draw):
 @st.composite
 def states(draw):
     """Tensors by name, some of them tied."""
-    names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=5).filter(lambda name: name != "format")
+    # Among them the words that a header has for itself.
+    names = st.sampled_from(["format", "pt"]) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)
     state = draw(st.dictionaries(names, tensors(), max_size=6))
     for name in draw(st.lists(names, max_size=2, unique=True)):
         if state:
-            state.setdefault(name, draw(st.sampled_from(sorted(state.values(), key=id))))
+            state.setdefault(name, state[draw(st.sampled_from(sorted(state)))])
     return state
 
 
@@ -141,7 +154,9 @@ def test_a_tied_model_is_loaded_by_plain_tools(tmp_path, limit):
     """Once in the file, and found again: by torch, by safetensors, and by an untied reader from the header."""
     model = Tied()
     written(model.state_dict(), tmp_path, limit)
-    held = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    held = {
+        name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
     assert "embed.weight" in held
     assert "head.weight" not in held
     again = Tied()
@@ -183,6 +198,7 @@ def test_what_the_format_cannot_hold_is_refused_all_of_it_by_name(tmp_path):
         "meta": torch.empty(2, device="meta"),
         "extra": {"a": 1},
         "lazy": nn.LazyLinear(2).weight,
+        "__metadata__": torch.zeros(1),
     }
     with pytest.raises(CheckpointError, match="cannot be written as safetensors") as refused:
         written({"fine": torch.zeros(2), **wrong}, tmp_path)
@@ -277,7 +293,9 @@ def test_a_disk_that_changes_a_bit_is_found_out_before_anything_is_replaced(tmp_
             super().write(file, data)
 
     written({"fine": torch.zeros(2), "weight": torch.zeros(2)}, tmp_path)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path / SINGLE} was written and read again, and weight is not"):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path / SINGLE} was written and read again, and weight is not"
+    ):
         written({"fine": torch.zeros(2), "weight": torch.full((2,), 5.0)}, tmp_path, disk=Flipping())
     assert files(tmp_path) == [SINGLE]
     assert same(weights_in(tmp_path).tensors["weight"], torch.zeros(2))
@@ -299,7 +317,12 @@ def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothi
     gone = []
     state = {name: torch.zeros(4) for name in "abc"}
     written(state, tmp_path, 16)
-    others = ["config.json", "model-notes.safetensors", "pytorch_model.bin", "other-00001-of-00002.safetensors"]
+    others = [
+        "config.json",
+        "model-notes.safetensors",
+        "pytorch_model.bin",
+        "other-00001-of-00002.safetensors",
+    ]
     for name in [*others, ".model-00001-of-00009.safetensors.unfinished-0"]:
         (tmp_path / name).touch()
     old = [name for name in files(tmp_path) if name.startswith("model-0000")] + [INDEX]
@@ -310,7 +333,8 @@ def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothi
 
 def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
     one, two = (
-        written({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16) for v in (1.0, 2.0)
+        written({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16)
+        for v in (1.0, 2.0)
     )
     name = "model-00002-of-00002.safetensors"
     (one / name).write_bytes((two / name).read_bytes())
@@ -321,7 +345,9 @@ def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
 def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
     written({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path, 16)
     index = json.loads((tmp_path / INDEX).read_text())
-    (tmp_path / INDEX).write_text(json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]}))
+    (tmp_path / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]})
+    )
     assert same(weights_in(tmp_path).tensors["b"], torch.ones(4))
 
 
@@ -346,7 +372,9 @@ def test_a_damaged_index_is_named(tmp_path, index, message):
 
 
 def test_a_directory_without_weights_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=rf"{tmp_path} holds no weights: there is neither {SINGLE} nor {INDEX}"):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path} holds no weights: there is neither {SINGLE} nor {INDEX}"
+    ):
         weights_in(tmp_path)
 
 
