@@ -1,6 +1,10 @@
 """Makes tests/data/accelerate: run with Accelerate 1.15.0 on two processes."""
 
-import json, random, sys
+import json
+import random
+import sys
+from pathlib import Path
+
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -47,7 +51,7 @@ for step, (inputs, targets) in enumerate(loader):
         optimizer.zero_grad()
 # no gradients are held: they are no part of such a checkpoint
 accelerator.save_state()
-drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}
+drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
 every = accelerator.gather_for_metrics([drawn], use_gather_object=True)
 if accelerator.is_main_process:
     bare = accelerator.unwrap_model(model)
@@ -61,6 +65,5 @@ if accelerator.is_main_process:
         "lr": scheduler.get_last_lr(),
         "drawn": every,
     }
-    with open(f"{sys.argv[1]}/expected.json", "w") as file:
-        json.dump(expected, file, indent=1)
+    (Path(sys.argv[1]) / "expected.json").write_text(json.dumps(expected, indent=1))
 accelerator.end_training()

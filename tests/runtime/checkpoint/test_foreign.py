@@ -95,7 +95,7 @@ def test_every_rank_draws_the_numbers_it_would_have_drawn(rank):
     tree["python"][1] = tree["python"][1].tolist()
     try:
         randomness.restore(tree)
-        drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}
+        drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
     finally:
         randomness.restore(own)
     assert drawn == EXPECTED["drawn"][rank]
