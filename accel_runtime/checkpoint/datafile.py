@@ -1,0 +1,141 @@
+"""One data file: parts of tensors in the safetensors format, written and hashed in one go.
+
+The format: https://github.com/huggingface/safetensors#format. The package writes files whole from memory, and neither
+hashes nor syncs; here they are streamed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.manifest import File
+from accel_runtime.exchange.raw import memory
+
+__all__ = ["Part", "Written", "bytes_of", "write"]
+
+_SLICE = 1 << 22
+"""Bytes that are hashed and written at a time: they are still in the cache when they are written."""
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""What the format calls a dtype; others are written as bytes, and only the manifest knows what they are."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor that goes into a file."""
+
+    name: str
+    """Its name in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...] | None
+    """Where it begins in its tensor; None for the whole of one."""
+    read: Callable[[], torch.Tensor]
+    """Gives it, on the CPU and contiguous; called when it is written, so that it may cost memory."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a file."""
+
+    file: File
+    places: tuple[tuple[int, str], ...]
+    """For every part, in the order they were given, where it begins in the file, and its checksum."""
+
+
+def write(path: Path, parts: Sequence[Part], about: Mapping[str, str], disk: Disk) -> Written:
+    """Write a new file and wait until it is on the disk.
+
+    Args:
+        path: Its name.
+        parts: What it holds.
+        about: Texts that stand in its header.
+        disk: Does it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    # In falling order of their alignment, as the format's own writer has it.
+    order = sorted(range(len(parts)), key=lambda index: (-parts[index].dtype.itemsize, parts[index].name))
+    head = _header([parts[index] for index in order], about)
+    whole, start = xxhash.xxh3_64(head), len(head)
+    places: dict[int, tuple[int, str]] = {}
+    opened = disk.create(path)
+    try:
+        disk.write(opened, memoryview(head))
+        for index in order:
+            places[index] = (start, _stream(opened, parts[index], whole, disk))
+            start += parts[index].bytes
+        disk.sync(opened)
+    finally:
+        disk.close(opened)
+    return Written(File(start, whole.hexdigest()), tuple(places[index] for index in range(len(parts))))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return memory(tensor) if tensor.nbytes else memoryview(b"")
+
+
+def _stream(opened: int, part: Part, whole: xxhash.xxh3_64, disk: Disk) -> str:
+    own = xxhash.xxh3_64()
+    data = bytes_of(part.read())
+    assert len(data) == part.bytes, part.name
+    for start in range(0, len(data), _SLICE):
+        piece = data[start : start + _SLICE]
+        own.update(piece)
+        whole.update(piece)
+        disk.write(opened, piece)
+    return own.hexdigest()
+
+
+def _header(parts: Sequence[Part], about: Mapping[str, str]) -> bytes:
+    said = dict(about)
+    if any(part.offsets is not None for part in parts):
+        # What torch.distributed.checkpoint.HuggingFaceStorageReader looks for in files with parts of tensors.
+        offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}
+        said["DCP_SHARDING_INFO"] = json.dumps(offsets)
+    entries: dict[str, object] = {"__metadata__": said}
+    start = 0
+    for part in parts:
+        known = _NAMES.get(part.dtype)
+        entries[part.name] = {
+            "dtype": known or "U8",
+            "shape": list(part.shape) if known else [part.bytes],
+            "data_offsets": [start, start + part.bytes],
+        }
+        start += part.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

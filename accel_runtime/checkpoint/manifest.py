@@ -1,0 +1,159 @@
+"""The manifest: what a checkpoint holds, where every byte of it lies and what it must hash to. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from accel_runtime.checkpoint.errors import CheckpointError
+
+__all__ = ["NAME", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of"]
+
+NAME = "checkpoint.json"
+"""The file without which a directory is no checkpoint."""
+FORMAT = 1
+"""The number of the layout described in docs/checkpoints.md."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, in one place of one file."""
+
+    file: str
+    """Relative to the checkpoint."""
+    start: int
+    """Where it begins in the file, in bytes."""
+    bytes: int
+    """How long it is; elements in row-major order, little endian."""
+    checksum: str
+    """Of these bytes; see `checksum`."""
+    offsets: tuple[int, ...]
+    """Where the part begins in the tensor, for every dimension."""
+    sizes: tuple[int, ...]
+    """How long it is in every dimension."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor, of which every element lies in exactly one chunk."""
+
+    dtype: str
+    """torch's name, as `float32`."""
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What all its chunks take."""
+        return sum(chunk.bytes for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint."""
+
+    bytes: int
+    checksum: str
+    """Of the whole file; see `checksum`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Tensors are named `item/path`. One that only rank 2 has, or has other values there, is named `item/path#2`.
+    """
+
+    save: str
+    """A name that no other save has; it stands in every data file too."""
+    saved_at: str
+    """When, in UTC: `2026-11-21T15:00:00Z`."""
+    world_size: int
+    """How many processes wrote it."""
+    step: int
+    """Optimizer steps until then."""
+    versions: Mapping[str, str]
+    """Of accel and torch."""
+    values: Mapping[str, Any]
+    """For every item all ranks agree on, its state as `values.packed` gives it: references to tensors in it."""
+    own: Mapping[str, list[Any]] = field(default_factory=dict)
+    """The same for items that differ: one state a rank."""
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    files: Mapping[str, File] = field(default_factory=dict)
+    """Every file but this one, also those that hooks of the script wrote."""
+    about: Mapping[str, str] = field(default_factory=dict)
+    """For items that a class of the script stands behind, its name."""
+
+    @property
+    def items(self) -> list[str]:
+        """The names of all items."""
+        return sorted({*self.values, *self.own})
+
+    @property
+    def bytes(self) -> int:
+        """What all files but the manifest take."""
+        return sum(file.bytes for file in self.files.values())
+
+    def tensors_of(self, item: str) -> Iterator[str]:
+        """The names of an item's tensors."""
+        return (name for name in self.tensors if item_of(name) == item)
+
+    def text(self) -> str:
+        """The manifest as the file's text, its own checksum in front."""
+        body = json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"))
+        return f'{{"checksum":"{checksum(body.encode())}",\n"checkpoint":{body}}}\n'
+
+    @classmethod
+    def parsed(cls, text: str, path: Path) -> Manifest:
+        """The manifest this text says.
+
+        Args:
+            text: What `text` gave.
+            path: Where it was found, for messages.
+
+        Raises:
+            CheckpointError: It is damaged, or written by a newer accel.
+        """
+        try:
+            outer = json.loads(text)
+            body, told = outer["checkpoint"], outer["checksum"]
+            number = body.pop("format")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
+        if number != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
+                f"it was written by accel {body.get('versions', {}).get('accel', 'of another version')}"
+            )
+        found = checksum(json.dumps({"format": number} | body, separators=(",", ":")).encode())
+        if found != told:
+            raise CheckpointError(f"{path} is damaged: its checksum is {found} and should be {told}")
+        body["tensors"] = {name: _stored(stored) for name, stored in body["tensors"].items()}
+        body["files"] = {name: File(**file) for name, file in body["files"].items()}
+        return cls(**body)
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """XXH3 of 64 bits, 16 hexadecimal digits, as `xxhsum -H3` prints it.
+
+    An accident is noticed, a forgery is not: that would take a key.
+    """
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def item_of(tensor: str) -> str:
+    """The item a tensor belongs to."""
+    return tensor.split("/", 1)[0]
+
+
+def _stored(stored: dict[str, Any]) -> Stored:
+    chunks = tuple(
+        Chunk(**chunk | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
+        for chunk in stored["chunks"]
+    )
+    return Stored(stored["dtype"], tuple(stored["shape"]), chunks)

@@ -1,0 +1,58 @@
+"""One step that every rank takes, and that has failed on all of them when it has failed on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accel_runtime.checkpoint.errors import CheckpointError
+
+__all__ = ["Share", "together"]
+
+_T = TypeVar("_T")
+
+Share = Callable[[Any], list[Any]]
+"""Gives every rank's object, in rank order; all ranks call it."""
+
+
+def together(share: Share, rank: int, act: Callable[[], _T]) -> list[_T]:
+    """Do something on every rank.
+
+    Args:
+        share: Exchanges the outcomes.
+        rank: This rank.
+        act: What this rank does.
+
+    Returns:
+        What every rank's `act` returned, in rank order.
+
+    Raises:
+        CheckpointError: It failed on some rank; raised on all of them, and says which and why.
+    """
+    own: Exception | None = None
+    result: Any = None
+    try:
+        result = act()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to be told
+        own = error
+    outcomes = share((None if own is None else _said(own), result))
+    failed = {number: text for number, (text, _) in enumerate(outcomes) if text is not None}
+    if not failed:
+        return [value for _, value in outcomes]
+    if isinstance(own, CheckpointError) and len(set(failed.values())) == 1:
+        raise own
+    raise CheckpointError(_told(failed, len(outcomes))) from own
+
+
+def _said(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def _told(failed: dict[int, str], world_size: int) -> str:
+    if world_size == 1 or len(set(failed.values())) == 1 and len(failed) == world_size:
+        return next(iter(failed.values()))
+    return "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
