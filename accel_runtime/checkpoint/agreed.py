@@ -62,7 +62,7 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> S
         prints = {name: None if _is_sharded(tensor) else digest(tensor) for name, tensor in tensors.items()}
         return {name: checksum(json.dumps(text).encode()) for name, text in texts.items()}, prints
 
-    told = together(share, rank, take)
+    told = together(share, take)
     if world_size == 1:
         return State(texts, {}, tensors)
     return _divided(texts, tensors, told, share, rank)
@@ -81,7 +81,10 @@ def _divided(
     state = State({name: text for name, text in texts.items() if name not in differ})
     small = {name: tensor for name, tensor in tensors.items() if name in apart and tensor.nbytes <= _SMALL}
     if differ or apart:
-        mine = ({name: texts[name] for name in differ}, {name: tensor.cpu() for name, tensor in small.items()})
+        mine = (
+            {name: texts[name] for name in differ},
+            {name: tensor.cpu() for name, tensor in small.items()},
+        )
         everyone = share(mine)
         state.own = {name: [own[name] for own, _ in everyone] for name in sorted(differ)}
         if rank == 0:

@@ -28,6 +28,10 @@ class Checkpoints:
         """Those that are whole as far as manifest and sizes tell, the oldest first; each has a `path` and a `manifest`."""
         return folder.numbered(self._known())[0]
 
+    def any(self) -> bool:
+        """Whether there is one of such a name, whole or not."""
+        return self.directory is not None and folder.next_number(self.directory) > 0
+
     def newest(self) -> Found:
         """The newest of them.
 
@@ -50,9 +54,7 @@ class Checkpoints:
             CheckpointError: It is damaged; the message names files and tensors.
         """
         found = self.newest() if checkpoint is None else folder.find(Path(checkpoint))
-        chunks = [
-            (name, chunk) for name, stored in found.manifest.tensors.items() for chunk in stored.chunks
-        ]
+        chunks = [(name, chunk) for name, stored in found.manifest.tensors.items() for chunk in stored.chunks]
         wrong = damage(found, chunks)
         if wrong:
             raise CheckpointError("\n".join(wrong))
@@ -64,5 +66,3 @@ class Checkpoints:
                 "this project has no directory: Accelerator(project_dir=...) says where its checkpoints are"
             )
         return self.directory
-
-

@@ -71,9 +71,13 @@ def read(folder: Path) -> Found:
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{folder / name} is missing from the checkpoint: {error.strerror}") from error
+            raise CheckpointError(
+                f"{folder / name} is missing from the checkpoint: {error.strerror}"
+            ) from error
         if size != file.bytes:
-            raise CheckpointError(f"{folder / name} is damaged: it has {size} bytes and should have {file.bytes}")
+            raise CheckpointError(
+                f"{folder / name} is damaged: it has {size} bytes and should have {file.bytes}"
+            )
     return Found(folder, manifest)
 
 
@@ -197,7 +201,11 @@ def _numbered(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         return
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    names |= {match[1] for name in names if (match := re.fullmatch(r"\.(checkpoint_\d+)\.(?:saving|replaced).*", name))}
+    names |= {
+        match[1]
+        for name in names
+        if (match := re.fullmatch(r"\.(checkpoint_\d+)\.(?:saving|replaced).*", name))
+    }
     yield from (folder / name for name in names if _NUMBERED.fullmatch(name))
 
 

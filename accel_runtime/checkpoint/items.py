@@ -156,7 +156,9 @@ class Model(Item):
 
     def _needs_its_own(self) -> bool:
         """Whether the module has to take its state over by itself: it is not all in its parameters and buffers."""
-        live = {t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers()) if not _is_sharded(t)}
+        live = {
+            t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers()) if not _is_sharded(t)
+        }
         plain = (t for t in self._state.values() if _is_tensor(t) and not _is_sharded(t) and t.numel())
         extra = any(not _is_tensor(value) for value in self._state.values())
         return extra or any(tensor.data_ptr() not in live for tensor in plain)
@@ -232,11 +234,13 @@ class Optimizer(Item):
             for group in tree["groups"]
         ]
         state = {called[name]: dict(own) for name, own in tree["state"].items() if name in called}
-        self._optimizer.load_state_dict({"state": state | tree["other"], "param_groups": groups} | tree["extra"])
+        self._optimizer.load_state_dict(
+            {"state": state | tree["other"], "param_groups": groups} | tree["extra"]
+        )
         self._keep_dtypes(tree["state"])
 
     def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """torch casts a state to its parameter's dtype; what was float32 beside a bfloat16 parameter stays so."""
+        """In torch, loading casts a state to its parameter's dtype; what was float32 beside a bfloat16 parameter stays so."""
         for name, parameter in zip(self._called(), _flat(self._optimizer.param_groups), strict=True):
             for key, value in saved.get(name, {}).items():
                 live = self._optimizer.state.get(parameter, {}).get(key)
@@ -276,7 +280,7 @@ def _fitting(live: Mapping[str, torch.Tensor], tensors: Mapping[str, Stored]) ->
 def _room(told: Stored, live: Any, parameter: torch.Tensor) -> torch.Tensor:
     """Where a part of an optimizer's state is read into: where it is now, else beside its parameter."""
     dtype = getattr(torch, told.dtype)
-    if _is_tensor(live) and tuple(live.shape) == told.shape and live.dtype == dtype:
+    if isinstance(live, torch.Tensor) and tuple(live.shape) == told.shape and live.dtype == dtype:
         return live.detach()
     if told.shape and tuple(parameter.shape) == told.shape:
         return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)

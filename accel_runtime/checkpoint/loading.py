@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.agreed import own_name
@@ -22,6 +22,7 @@ from accel_runtime.checkpoint.values import unpacked
 
 __all__ = ["Loading"]
 
+_T = TypeVar("_T")
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 _SHOWN = 10
 """So many reasons stand in a message."""
@@ -46,7 +47,7 @@ class Loading:
         Raises:
             CheckpointError: There is none, or it is damaged.
         """
-        path = self._all(lambda: choose() if self._rank == 0 else None)[0]
+        path = self._all(lambda: choose() if self._rank == 0 else Path())[0]
         return self._own(lambda: folder.find(path))
 
     def load(self, found: Found, items: Sequence[Item]) -> list[str]:
@@ -79,7 +80,9 @@ class Loading:
     def _fit(self, found: Found, items: Sequence[Item]) -> list[str]:
         """What does not fit."""
         manifest, names = found.manifest, {item.name for item in items}
-        wrong = [f"{name}: nothing of the kind is prepared here" for name in manifest.items if name not in names]
+        wrong = [
+            f"{name}: nothing of the kind is prepared here" for name in manifest.items if name not in names
+        ]
         for item in items:
             if item.name not in manifest.items:
                 wrong.append(f"{item.name}: the checkpoint has none")
@@ -112,7 +115,8 @@ class Loading:
             names[item.name] = self._names(found, item, self._rank)
             rooms = item.targets(text, told)
             targets |= {
-                names[item.name][name]: rooms[name] if name in rooms else _empty(stored) for name, stored in told.items()
+                names[item.name][name]: rooms[name] if name in rooms else _empty(stored)
+                for name, stored in told.items()
             }
         _fetch(found, targets)
         for item in plain:
@@ -135,7 +139,9 @@ class Loading:
         """Whether the ranks that saved had different states, and there are as many no more."""
         if found.manifest.world_size == self._world_size:
             return False
-        return item.name in found.manifest.own or any("#" in name for name in found.manifest.tensors_of(item.name))
+        return item.name in found.manifest.own or any(
+            "#" in name for name in found.manifest.tensors_of(item.name)
+        )
 
     def _text(self, found: Found, item: Item, rank: int | None = None) -> Any:
         own = found.manifest.own.get(item.name)
@@ -166,19 +172,22 @@ class Loading:
             names = ", ".join(str(path.relative_to(found.path)) for path in unknown[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", found.path, names)
 
-    def _all(self, act: Callable[[], Any]) -> list[Any]:
-        return together(self._share, self._rank, act)
+    def _all(self, act: Callable[[], _T]) -> list[_T]:
+        return together(self._share, act)
 
-    def _own(self, act: Callable[[], Any]) -> Any:
+    def _own(self, act: Callable[[], _T]) -> _T:
         """This rank's result of what all do."""
-        results: list[Any] = []
+        results: list[_T] = []
         self._all(lambda: results.append(act()))
         return results[0]
 
 
 def _fetch(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
     """Read tensors."""
-    reader, planner = Reader(found), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader, planner = (
+        Reader(found),
+        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    )
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
@@ -197,5 +206,3 @@ def _offer(found: Found) -> str:
     if not before:
         return "Nothing was loaded."
     return f"Nothing was loaded. The checkpoint before it is {before[-1].path}, of step {before[-1].manifest.step}."
-
-

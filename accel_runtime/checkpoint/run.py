@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,12 @@ class Run:
             Optimizer(_numbered("optimizer", index), optimizer, names)
             for index, optimizer in enumerate(self.optimizers)
         ]
-        stateful = [("scheduler", thing) for thing in enumerate(self.schedulers)]
-        stateful += [("registered", thing) for thing in enumerate(self.registered)]
-        stateful += [("loader", thing) for thing in sorted(self.loaders.items())]
-        items += [Stateful(_numbered(kind, index), thing) for kind, (index, thing) in stateful]
+        stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
+            ("scheduler", enumerate(self.schedulers)),
+            ("registered", enumerate(self.registered)),
+            ("loader", sorted(self.loaders.items())),
+        ]
+        items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
@@ -148,5 +150,3 @@ class Counters(Item):
 def _numbered(kind: str, index: int) -> str:
     """`model`, `model_1`, `model_2`, ..."""
     return f"{kind}_{index}" if index else kind
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import accel_runtime
 from accel_runtime.checkpoint import folder
@@ -68,14 +68,13 @@ class Saving:
         def make() -> Place | None:
             if self._rank:
                 return None
-            target, save = Path(os.path.abspath(choose())), uuid.uuid4().hex[:12]
+            target, save = choose().absolute(), uuid.uuid4().hex[:12]
             scratch = folder.begin(target, save, self._disk)
             self._lock = self._disk.lock(scratch)
             return Place(target, scratch, save)
 
-        place = self._all(make)[0]
-        assert place is not None
-        self._place: Place = place
+        place: Place = self._all(make)[0]
+        self._place = place
 
         def see() -> None:
             if not place.scratch.is_dir():
@@ -86,6 +85,19 @@ class Saving:
 
         self._all(see, keep=False)
         return place
+
+    def run_hooks(self, call: Callable[[], None]) -> None:
+        """Call what the script wants to do in the directory first.
+
+        Raises:
+            CheckpointError: It failed on some rank.
+        """
+        self._all(call)
+
+    @property
+    def progress(self) -> str:
+        """How much of its part this rank has written."""
+        return f"{self._writer.written / 1e9:.1f} of {self._writer.planned / 1e9:.1f} GB"
 
     def take(self, items: Sequence[Item], step: int) -> None:
         """Take the state of the run, and plan who writes what of it.
@@ -189,7 +201,7 @@ class Saving:
     def _all(self, act: Callable[[], Any], *, keep: bool = True) -> list[Any]:
         """`together`; where it fails nothing remains of what was written."""
         try:
-            return together(self._share, self._rank, act if keep else lambda: act() and None)
+            return together(self._share, act if keep else lambda: act() and None)
         except CheckpointError:
             self._give_up()
             raise

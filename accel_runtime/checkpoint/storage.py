@@ -14,24 +14,23 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
@@ -97,6 +96,13 @@ class Writer(StorageWriter):
         self.folder, self._save, self._disk = folder, save, disk
         self.files: dict[str, File] = {}
         """What this rank has written."""
+        self.planned = 0
+        """How many bytes it is to write."""
+
+    @property
+    def written(self) -> int:
+        """How many bytes are in files that are finished."""
+        return sum(file.bytes for file in list(self.files.values()))
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -116,7 +122,7 @@ class Writer(StorageWriter):
         bins = [_bins(plan.items) for plan in plans]
         counts: dict[str, int] = {}
         for rank in bins:
-            for item, parts in rank:
+            for item, _ in rank:
                 counts[item] = counts.get(item, 0) + 1
         given: dict[str, int] = {}
         shares = []
@@ -132,6 +138,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
         write = partial(self._write, plan.items, planner)
+        self.planned = sum(item.tensor_storage_size() or 0 for item in plan.items)
         with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
             results = list(pool.map(write, share.files, share.files.values()))
         done: Future[list[WriteResult]] = Future()
@@ -156,7 +163,7 @@ class Writer(StorageWriter):
         written = datafile.write(self.folder / name, parts, {"format": "pt", "save": self._save}, self._disk)
         self.files[name] = written.file
         return [
-            WriteResult(item.index, part.bytes, _chunk(item, part, name, place))
+            WriteResult(item.index, part.bytes, _chunk(part, name, place))
             for item, part, place in zip(wanted, parts, written.places, strict=True)
         ]
 
@@ -170,7 +177,9 @@ def stored(metadata: Metadata) -> dict[str, Stored]:
     for name, told in metadata.state_dict_metadata.items():
         assert isinstance(told, TensorStorageMetadata)
         dtype = str(told.properties.dtype).removeprefix("torch.")
-        found[name] = Stored(dtype, tuple(told.size), tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets)))
+        found[name] = Stored(
+            dtype, tuple(told.size), tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets))
+        )
     return found
 
 
@@ -200,7 +209,9 @@ class Reader(StorageReader):
         return Metadata(told, storage_data=places)  # type: ignore[arg-type]
 
     @override
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         self._places: Mapping[MetadataIndex, Chunk] = metadata.storage_data
 
     @override
@@ -299,7 +310,9 @@ def _damage(found: Found, name: str, chunks: Sequence[tuple[str, Chunk]]) -> lis
         with path.open("rb", buffering=0) as opened:
             for tensor, chunk in sorted(chunks, key=lambda one: one[1].start):
                 if _hash(opened.fileno(), chunk, room) != chunk.checksum:
-                    wrong.append(f"{path} is damaged: {tensor} does not have its checksum{_other(path, found)}")
+                    wrong.append(
+                        f"{path} is damaged: {tensor} does not have its checksum{_other(path, found)}"
+                    )
     except OSError as error:
         wrong.append(f"{path} cannot be read: {error.strerror}")
     return wrong
@@ -342,7 +355,7 @@ def _part(item: WriteItem, planner: SavePlanner) -> datafile.Part:
     return datafile.Part(name, data.properties.dtype, tuple(data.chunk.sizes), offsets, read)
 
 
-def _chunk(item: WriteItem, part: datafile.Part, file: str, place: tuple[int, str]) -> Chunk:
+def _chunk(part: datafile.Part, file: str, place: tuple[int, str]) -> Chunk:
     offsets = part.offsets or (0,) * len(part.shape)
     return Chunk(file, place[0], part.bytes, place[1], offsets, part.shape)
 
@@ -372,4 +385,3 @@ def _file_name(item: str, number: int, count: int) -> str:
 
 def _threads() -> int:
     return min(4, os.cpu_count() or 1)
-

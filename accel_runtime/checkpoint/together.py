@@ -15,12 +15,11 @@ Share = Callable[[Any], list[Any]]
 """Gives every rank's object, in rank order; all ranks call it."""
 
 
-def together(share: Share, rank: int, act: Callable[[], _T]) -> list[_T]:
+def together(share: Share, act: Callable[[], _T]) -> list[_T]:
     """Do something on every rank.
 
     Args:
         share: Exchanges the outcomes.
-        rank: This rank.
         act: What this rank does.
 
     Returns:
@@ -53,6 +52,6 @@ def _said(error: Exception) -> str:
 
 
 def _told(failed: dict[int, str], world_size: int) -> str:
-    if world_size == 1 or len(set(failed.values())) == 1 and len(failed) == world_size:
+    if world_size == 1 or (len(set(failed.values())) == 1 and len(failed) == world_size):
         return next(iter(failed.values()))
     return "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,7 +17,13 @@ __all__ = ["packed", "unpacked"]
 
 _KEY = "$"
 """The key of a JSON object that stands for something JSON has no word for."""
-_FACTORIES: dict[str, Callable[[], Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -64,10 +70,8 @@ class _Packer:
         self._seen: dict[Any, str] = {}
 
     def pack(self, item: Any, path: str) -> Any:
-        if item is None or type(item) in {bool, int, str}:
+        if item is None or type(item) in {bool, int, str} or (type(item) is float and math.isfinite(item)):
             return item
-        if type(item) is float:
-            return item if math.isfinite(item) else {_KEY: "float", "value": repr(item)}
         if isinstance(item, torch.Tensor):
             return self._tensor(item, path)
         if (plain := _plain(item)) is not None:
@@ -96,18 +100,20 @@ class _Packer:
 
     def _nested(self, item: Any, path: str) -> Any:
         kind = type(item)
-        if kind is list:
-            return [self.pack(value, f"{path}.{index}") for index, value in enumerate(item)]
-        if kind is dict:
-            return self._dict(item, path)
+        if kind in {list, dict}:
+            return self._dict(item, path) if kind is dict else self._list(item, path)
         for word, sequence in _SEQUENCES.items():
             if kind is sequence:
                 ordered = sorted(item, key=repr) if word.endswith("set") else item
-                return {_KEY: word, "items": self.pack(list(ordered), path)}
+                return {_KEY: word, "items": self._list(ordered, path)}
         if kind in {Counter, OrderedDict}:
             return {_KEY: kind.__name__, "items": self._pairs(item, path)}
         if kind is deque:
-            return {_KEY: "deque", "items": self.pack(list(item), path), "maxlen": item.maxlen}
+            return {_KEY: "deque", "items": self._list(item, path), "maxlen": item.maxlen}
+        return self._rare(item, path)
+
+    def _rare(self, item: Any, path: str) -> Any:
+        kind = type(item)
         if kind is defaultdict:
             return self._defaultdict(item, path)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and item.dtype.kind in "biufc":
@@ -118,6 +124,9 @@ class _Packer:
             "it as one of these"
         )
 
+    def _list(self, items: Iterable[Any], path: str) -> list[Any]:
+        return [self.pack(value, f"{path}{_step(path)}{index}") for index, value in enumerate(items)]
+
     def _dict(self, item: dict[Any, Any], path: str) -> Any:
         if all(type(key) is str and key != _KEY for key in item):
             return {key: self.pack(value, f"{path}{_step(path)}{key}") for key, value in item.items()}
@@ -125,7 +134,8 @@ class _Packer:
 
     def _pairs(self, item: Mapping[Any, Any], path: str) -> list[Any]:
         return [
-            [self.pack(key, path), self.pack(value, f"{path}{_step(path)}{key}")] for key, value in item.items()
+            [self.pack(key, path), self.pack(value, f"{path}{_step(path)}{key}")]
+            for key, value in item.items()
         ]
 
     def _defaultdict(self, item: defaultdict[Any, Any], path: str) -> Any:
@@ -155,8 +165,8 @@ def _plain(item: Any) -> dict[str, Any] | None:
         return {_KEY: type(item).__name__, "base64": base64.b64encode(item).decode()}
     if isinstance(item, (torch.dtype, torch.device)):
         return {_KEY: type(item).__name__, "value": str(item).removeprefix("torch.")}
-    if type(item) is complex:
-        return {_KEY: "complex", "value": repr(item)}
+    if type(item) in {complex, float}:
+        return {_KEY: type(item).__name__, "value": repr(item)}
     if isinstance(item, PurePath):
         return {_KEY: "path", "value": str(item)}
     if type(item).__module__ == "numpy" and getattr(item, "shape", None) == () and hasattr(item, "dtype"):
@@ -174,18 +184,7 @@ def _special(text: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         return unpacked(text["tensor"], tensors).numpy()
     if kind in _SCALARS:
         return _SCALARS[kind](text)
-    items = unpacked(text["items"], tensors)
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](items)
-    if kind == "deque":
-        return deque(items, text["maxlen"])
-    if kind == "defaultdict":
-        return defaultdict(_FACTORIES.get(text["factory"] or ""), items)
-    return {"dict": dict, "Counter": _counter, "OrderedDict": OrderedDict}[kind](items)
-
-
-def _counter(items: list[Any]) -> Counter[Any]:
-    return Counter(dict(items))
+    return _CONTAINERS[kind](unpacked(text["items"], tensors), text)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -210,4 +209,12 @@ _SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "device": lambda text: torch.device(text["value"]),
     "path": lambda text: Path(text["value"]),
     "numpy": _numpy,
+}
+_CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+    **{word: lambda items, _, made=made: made(items) for word, made in _SEQUENCES.items()},  # type: ignore[misc]
+    "dict": lambda items, _: dict(items),
+    "OrderedDict": lambda items, _: OrderedDict(items),
+    "Counter": lambda items, _: Counter(dict(items)),
+    "deque": lambda items, text: deque(items, text["maxlen"]),
+    "defaultdict": lambda items, text: defaultdict(_FACTORIES.get(text["factory"] or ""), items),
 }
