@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,6 +21,7 @@ from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.facade.checkpointing import Checkpointing, restarted
 from accel_runtime.facade.exporting import Exporting
 from accel_runtime.facade.in_force import InForce
 from accel_runtime.facade.in_the_loop import InTheLoop
@@ -51,7 +53,9 @@ from accel_runtime.topology import Topology
 __all__ = ["Accelerator"]
 
 
-class Accelerator(Preparing, InTheLoop, InForce, Preempting, Recording, Exporting, Triggers, UnevenInputs):
+class Accelerator(
+    Preparing, InTheLoop, InForce, Checkpointing, Exporting, Preempting, Recording, Triggers, UnevenInputs
+):
     """What a training loop needs to run on any number of processes.
 
     Args:
@@ -134,7 +138,9 @@ class Accelerator(Preparing, InTheLoop, InForce, Preempting, Recording, Exportin
             self._accumulation, self._precision, self._backend, self._models, self._optimizers
         )
         self._loaders: WeakValueDictionary[int, PreparedLoader] = WeakValueDictionary()
+        self._loader_numbers = count()
         self._schedulers: list[PreparedScheduler] = []
+        self._keep_checkpoints(resumes=self.settings.resume or restarted(os.environ))
         given = {"mixed_precision": asked is not None, "device": cpu}
         self._origins = origins(self.settings, given, os.environ)
 
@@ -186,6 +192,7 @@ class Accelerator(Preparing, InTheLoop, InForce, Preempting, Recording, Exportin
         self._optimizers.clear()
         self._schedulers.clear()
         self._loaders.clear()
+        self._loader_numbers = count()
         self._accumulation.reset()
         return release_memory(*objects)
 

@@ -101,6 +101,22 @@ class Accumulation:
         self.fresh = False
         self.passed = True
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the window in hand stands: numbers only, the same on all ranks."""
+        return {
+            "count": self._count,
+            "synced": self.synced,
+            "fresh": self.fresh,
+            "weighted": self.weighted,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the window that `state_dict` was taken in; how long windows are is left as it is."""
+        self._count = int(state_dict["count"])
+        self.synced = bool(state_dict["synced"])
+        self.fresh = bool(state_dict["fresh"])
+        self.weighted = bool(state_dict["weighted"])
+
     def mark(self) -> tuple[int, bool, bool]:
         """Where the count stands, for `undo`."""
         self.passed = False

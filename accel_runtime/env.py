@@ -77,10 +77,12 @@ class Settings:
     """Seconds a collective may wait for the other processes before it is an error."""
     log_level: LogLevel = "auto"
     """The level that `get_logger` sets; `auto` leaves levels to the script."""
+    resume: bool = False
+    """Whether `Accelerator.resume` goes on from the newest checkpoint."""
 
     def to_env(self) -> dict[str, str]:
         """The environment variables that say this."""
-        return {variable(f.name): str(getattr(self, f.name)) for f in fields(self)}
+        return {variable(f.name): _text(getattr(self, f.name)) for f in fields(self)}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
@@ -111,7 +113,13 @@ def nearest(name: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
 
 
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
 def _parse(name: str, text: str, kind: object) -> object:
+    if kind is bool:
+        return _switch(name, text)
     if kind is not int:
         if text in get_args(kind):
             return text

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
+from accel_runtime.checkpoint.names import parameter_names
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
 from accel_runtime.weights import Group, Weight, Weights, groups, silenced
@@ -40,8 +41,11 @@ class Gradients:
     ) -> None:
         self._accumulation = accumulation
         self._precision = precision
-        self._device = backend.device
-        self._weights = Weights(backend, accumulation)
+        self._backend = backend
+        self.device = backend.device
+        """The hardware that is computed on."""
+        self.weights = Weights(backend, accumulation)
+        """The books of losses that have weights."""
         self._models = models
         self._optimizers = optimizers
         self._whole = precision.scaler is None
@@ -86,18 +90,18 @@ class Gradients:
         if factor == 1:
             self._precision.backward(loss, options)
             return
-        with silenced(self._reached, Weight.of(factor, self._device)):
+        with silenced(self._reached, Weight.of(factor, self.device)):
             self._precision.backward(loss * factor, options)
 
     def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]) -> None:
-        given = Weight.of(weight, self._device)
+        given = Weight.of(weight, self.device)
         self._begin(weighted=True)
 
         def run(multiplied: torch.Tensor) -> None:
             with silenced(self._reached, given):
                 self._precision.backward(multiplied, options)
 
-        self._weights.backward(
+        self.weights.backward(
             loss,
             given,
             run,
@@ -123,6 +127,10 @@ class Gradients:
         if size != self._grouped:
             self._groups, self._grouped = groups(models, optimizers), size
         return self._groups
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Every parameter of what is prepared, with the name it has in a checkpoint."""
+        return parameter_names(self._models, self._optimizers, self._backend.original)
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` where the window is complete; else the norm only."""

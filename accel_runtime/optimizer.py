@@ -35,6 +35,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The script's own optimizer."""
         self.step_was_skipped = False
         """Whether the last `step` was left out, because fp16 gradients had overflowed."""
+        self.steps = 0
+        """How many windows it has ended, those of which `step` was left out among them."""
         self._accumulation = accumulation
         self._scaler = scaler
         self._beat = heartbeat()
@@ -70,6 +72,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not accumulation.synced:
             return None
         accumulation.fresh = True
+        self.steps += 1
         if self._beat is not None:
             self._beat.step()
         if self._scaler is None:

@@ -9,12 +9,12 @@ from pathlib import Path
 __all__ = ["ProjectConfiguration"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProjectConfiguration:
-    """The directories of a project, and who writes into them.
+    """The directories of a project, who writes into them, and how checkpoints are named and kept.
 
     Raises:
-        NotImplementedError: A field about checkpoints says something; they come with `save_state`.
+        ValueError: A limit that leaves no checkpoint, or a negative number.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -22,21 +22,24 @@ class ProjectConfiguration:
     logging_dir: str | os.PathLike[str] | None = None
     """Where trackers write their files; None is `project_dir`."""
     automatic_checkpoint_naming: bool = False
-    """Comes with `save_state`, in a later version."""
+    """Whether `save_state` names checkpoints itself: `checkpoints/checkpoint_0`, `checkpoint_1`, ... in `project_dir`."""
     total_limit: int | None = None
-    """Comes with `save_state`, in a later version."""
+    """How many of those are kept; older ones go once a newer one is whole. None keeps all."""
     iteration: int = 0
-    """Comes with `save_state`, in a later version."""
+    """The number of the next; a number that is taken is passed over."""
     save_on_each_node: bool = False
     """Whether `Accelerator.save` writes once on every machine, and not only on the first."""
 
     def __post_init__(self) -> None:
-        for name in ("automatic_checkpoint_naming", "total_limit", "iteration"):
-            if getattr(self, name):
-                raise NotImplementedError(
-                    f"ProjectConfiguration({name}={getattr(self, name)!r}) is about checkpoints, and this version "
-                    "has no save_state yet: leave it out"
-                )
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ValueError(f"total_limit must be at least 1, or None; it is {self.total_limit}")
+        if self.iteration < 0:
+            raise ValueError(f"iteration must be at least 0; it is {self.iteration}")
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Where checkpoints with automatic names lie."""
+        return None if self.project_dir is None else Path(self.project_dir) / "checkpoints"
 
     @property
     def logs(self) -> Path | None:

@@ -14,7 +14,7 @@ import torch
 
 from accel_runtime.backends.base import Backend
 
-__all__ = ["KINDS", "Apart", "agreed", "capture", "restore"]
+__all__ = ["KINDS", "Apart", "agreed", "capture", "fingerprint", "restore"]
 
 KINDS = ("torch", "python", "numpy")
 """The global generators that samplers, datasets and transforms draw from."""
@@ -61,7 +61,7 @@ def agreed(states: States, backend: Backend) -> States:
     """
     if backend.topology.world_size == 1:
         return states
-    prints = backend.all_gather(torch.tensor(_fingerprint(states), device=backend.device))
+    prints = backend.all_gather(torch.tensor(fingerprint(states), device=backend.device))
     if bool((prints == prints[0]).all()):
         return states
     return dict(backend.broadcast_object(states))
@@ -137,7 +137,7 @@ def _numpy() -> Any:
     return None if numpy is None else numpy.random
 
 
-def _fingerprint(states: States) -> int:
+def fingerprint(states: States) -> int:
     """Eight bytes that differ where states differ."""
     text = "".join(f"{kind}{_print(states[kind])}" for kind in sorted(states))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

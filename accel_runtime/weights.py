@@ -70,6 +70,16 @@ class Group:
         self._multiply(torch.where(self.total > 0, unit / self.total, 0.0))
         self._stamp = self._seen()
 
+    def put(self, pending: torch.Tensor | None, total: torch.Tensor | None) -> None:
+        """Take the gradients as they are now for ones with these weights in them."""
+        self.pending, self.total = pending, total
+        self._stamp = self._seen()
+
+    @property
+    def counted(self) -> bool:
+        """Whether the books here are of the gradients as they are now."""
+        return self.open and self._seen() == self._stamp
+
     @property
     def open(self) -> bool:
         """Whether the gradients are not divided yet."""
@@ -110,7 +120,8 @@ class Weights:
     def __init__(self, backend: Backend, accumulation: Accumulation) -> None:
         self._backend = backend
         self._accumulation = accumulation
-        self._unit: torch.Tensor | None = None
+        self.unit: torch.Tensor | None = None
+        """What all weights are divided by inside backward passes, from the first on; `[]`."""
 
     def backward(
         self,
@@ -127,7 +138,7 @@ class Weights:
             run: Runs the backward pass of the loss it is given.
             found: All groups of parameters; as many, in the same order, on all ranks.
         """
-        unit = self._unit = self._first(weight) if self._unit is None else self._unit
+        unit = self.unit = self._first(weight) if self.unit is None else self.unit
         for group in found:
             group.resume(unit)
         before = [group.pending for group in found]

@@ -64,6 +64,13 @@ class Backend(ABC):
         mine = item if self.topology.rank == source else None
         return share_objects(f"broadcast_object from rank {source}", mine, self.agreement)[source]
 
+    @abstractmethod
+    def apart(self) -> Callable[[Any], list[Any]]:
+        """A way to exchange objects that another thread may use while this one goes on: all ranks ask for it together.
+
+        Every call of what is returned gives every rank's picklable object, in rank order.
+        """
+
     def barrier(self) -> None:
         """Wait until every rank is here, whatever line it comes from.
 

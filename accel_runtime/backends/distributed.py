@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import replicated, synced
-from accel_runtime.backends.wire import control_group, wire_of
+from accel_runtime.backends.wire import control_group, side_group, wire_of
 from accel_runtime.env import Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
@@ -98,6 +98,17 @@ class Distributed(Backend):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         dist.broadcast(tensor, src=source, group=self._group(tensor))
         return tensor
+
+    @override
+    def apart(self) -> Callable[[Any], list[Any]]:
+        group = side_group(dist.group.WORLD)
+
+        def share(item: Any) -> list[Any]:
+            found: list[Any] = [None] * self.topology.world_size
+            dist.all_gather_object(found, item, group=group)
+            return found
+
+        return share
 
     @override
     def barrier(self) -> None:
@@ -181,6 +192,7 @@ def _leave() -> None:
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
     time.sleep(_GRACE_S)
     control_group.cache_clear()
+    side_group.cache_clear()
     wire_of.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

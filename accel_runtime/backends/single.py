@@ -45,6 +45,10 @@ class Single(Backend):
         self._turns: Counter[str] = Counter()
 
     @override
+    def apart(self) -> Callable[[Any], list[Any]]:
+        return lambda item: [item]
+
+    @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0)
 

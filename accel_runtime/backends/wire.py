@@ -15,7 +15,7 @@ from accel_runtime.backends.news import News
 from accel_runtime.backends.sockets import SocketWire, connected
 from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
 
-__all__ = ["GlooWire", "control_group", "wire_of"]
+__all__ = ["GlooWire", "control_group", "side_group", "wire_of"]
 
 _SLOTS, _LARGE = 1, 2
 
@@ -24,6 +24,13 @@ _SLOTS, _LARGE = 1, 2
 def control_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:  # noqa: ARG001 - the key
     """The group our own bytes travel on, one for every default group: all ranks call this together."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+@lru_cache(maxsize=1)
+def side_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG001 - the key
+    """The group another thread speaks on, with a day's patience: all ranks call this together."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return group
 
 

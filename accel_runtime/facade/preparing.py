@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -36,6 +36,7 @@ class Preparing:
     _loops: Loops
     _dynamo: TorchDynamoPlugin
     _loaders: WeakValueDictionary[int, PreparedLoader]
+    _loader_numbers: Iterator[int]
     _gradients: Gradients
     _loading: LoaderOptions
     _models: list[nn.Module]
@@ -159,7 +160,7 @@ class Preparing:
             return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
-        self._loaders[id(prepared)] = prepared
+        self._loaders[next(self._loader_numbers)] = prepared
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

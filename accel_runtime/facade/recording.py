@@ -50,7 +50,7 @@ class Recording:
 
     @property
     def save_iteration(self) -> int:
-        """How many checkpoints were named automatically; 0 in this version."""
+        """The number of the next checkpoint that `save_state` names itself."""
         return self.project_configuration.iteration
 
     @property

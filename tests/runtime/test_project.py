@@ -38,10 +38,11 @@ def test_two_directories_that_contradict_each_other_are_refused():
 
 
 @pytest.mark.parametrize(
-    "field", [{"automatic_checkpoint_naming": True}, {"total_limit": 3}, {"iteration": 2}]
+    ("field", "said"),
+    [({"total_limit": 0}, "total_limit must be at least 1"), ({"iteration": -1}, "at least 0")],
 )
-def test_what_is_about_checkpoints_is_refused_until_they_are_here(field):
-    with pytest.raises(NotImplementedError, match=f"{next(iter(field))}=.* no save_state yet"):
+def test_limits_that_leave_no_checkpoint_are_refused(field, said):
+    with pytest.raises(ValueError, match=said):
         ProjectConfiguration(**field)
 
 

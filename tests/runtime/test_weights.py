@@ -294,7 +294,7 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
 def test_no_value_of_a_device_is_waited_for(steps):
     """On `meta` there are no values: whatever looks at one fails."""
     accelerator = Accelerator(gradient_accumulation_steps=steps)
-    accelerator._backend.device = accelerator._gradients._device = torch.device("meta")
+    accelerator._backend.device = accelerator._gradients.device = torch.device("meta")
     model = accelerator.prepare(Bigram())
     for _ in range(2):
         for weight in (7, torch.tensor(7), torch.tensor(7, device="meta")):

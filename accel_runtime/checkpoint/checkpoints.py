@@ -1,0 +1,68 @@
+"""The checkpoints of a project: which there are, which is the newest that is whole, and whether one still is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.folder import Found
+from accel_runtime.checkpoint.storage import damage
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """What `accelerator.checkpoints` is.
+
+    Args:
+        directory: Where `checkpoint_0`, `checkpoint_1`, ... lie; None where the project has no directory.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        """Where they lie."""
+
+    def list(self) -> list[Found]:
+        """Those that are whole as far as manifest and sizes tell, the oldest first; each has a `path` and a `manifest`."""
+        return folder.numbered(self._known())[0]
+
+    def any(self) -> bool:
+        """Whether there is one of such a name, whole or not."""
+        return self.directory is not None and folder.next_number(self.directory) > 0
+
+    def newest(self) -> Found:
+        """The newest of them.
+
+        Raises:
+            CheckpointError: There is none; the message says what is wrong with those of the name.
+        """
+        found, wrong = folder.numbered(self._known())
+        if found:
+            return found[-1]
+        told = "".join(f"\n  {error}" for error in wrong)
+        raise CheckpointError(f"{self._known()} has no checkpoint that is whole{':' if told else ''}{told}")
+
+    def verify(self, checkpoint: str | os.PathLike[str] | None = None) -> Found:
+        """Read every byte of a checkpoint and compare checksums.
+
+        Args:
+            checkpoint: Its directory; None is the newest.
+
+        Raises:
+            CheckpointError: It is damaged; the message names files and tensors.
+        """
+        found = self.newest() if checkpoint is None else folder.find(Path(checkpoint))
+        chunks = [(name, chunk) for name, stored in found.manifest.tensors.items() for chunk in stored.chunks]
+        wrong = damage(found, chunks)
+        if wrong:
+            raise CheckpointError("\n".join(wrong))
+        return found
+
+    def _known(self) -> Path:
+        if self.directory is None:
+            raise CheckpointError(
+                "this project has no directory: Accelerator(project_dir=...) says where its checkpoints are"
+            )
+        return self.directory

@@ -1,0 +1,68 @@
+"""What the next checkpoint is called, and which old ones go once it is whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint.files import Disk
+from accel_runtime.project import ProjectConfiguration
+
+__all__ = ["Retention"]
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+
+
+class Retention:
+    """How a project names and keeps checkpoints, at one save.
+
+    Args:
+        project: Its configuration; the number of the next one is counted there.
+        output_dir: What the script says.
+
+    Raises:
+        ValueError: Nobody says where, or both do.
+    """
+
+    def __init__(self, project: ProjectConfiguration, output_dir: str | os.PathLike[str] | None) -> None:
+        self._project, self._given = project, output_dir
+        if output_dir is None and not project.automatic_checkpoint_naming:
+            raise ValueError(
+                "save_state() was given no directory; ProjectConfiguration(automatic_checkpoint_naming=True) "
+                "together with project_dir names checkpoints itself"
+            )
+        if output_dir is None and project.checkpoints is None:
+            raise ValueError("automatic_checkpoint_naming needs a project_dir: Accelerator(project_dir=...)")
+
+    @property
+    def _automatic(self) -> Path | None:
+        # As in Accelerate, automatic names win over a directory that is given.
+        return self._project.checkpoints if self._project.automatic_checkpoint_naming else None
+
+    def target(self) -> Path:
+        """The name of the next checkpoint; asked on the first rank."""
+        if self._automatic is None:
+            assert self._given is not None
+            return Path(self._given)
+        number = max(self._project.iteration, folder.next_number(self._automatic))
+        return self._automatic / f"checkpoint_{number}"
+
+    def saved(self, target: Path) -> None:
+        """Count it, on every rank."""
+        if self._automatic is not None:
+            self._project.iteration = int(target.name.split("_")[1]) + 1
+
+    def prune(self, disk: Disk) -> None:
+        """Remove what is beyond the limit, and what crashes have left; the newest that is whole always stays."""
+        if self._automatic is None:
+            return
+        try:
+            folder.sweep(self._automatic, self._project.iteration, disk)
+            whole, _ = folder.numbered(self._automatic)
+            limit = self._project.total_limit
+            for old in whole[:-limit] if limit is not None else ():
+                folder.remove(old.path, disk)
+        except OSError as error:
+            _LOG.warning("old checkpoints in %s could not be removed: %s", self._automatic, error)

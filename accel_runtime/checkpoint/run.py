@@ -1,0 +1,152 @@
+"""A run's state, item by item, out of what an `Accelerator` has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.backends.base import Backend
+from accel_runtime.checkpoint import random, window
+from accel_runtime.checkpoint.items import Item, Model, Optimizer, Stateful
+from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.gradients import Gradients
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.precision import Precision
+from accel_runtime.scheduler import PreparedScheduler
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an `Accelerator` has prepared."""
+
+    backend: Backend
+    models: Sequence[nn.Module]
+    optimizers: Sequence[PreparedOptimizer]
+    schedulers: Sequence[PreparedScheduler]
+    loaders: Mapping[int, PreparedLoader]
+    """By the order in which they were prepared; those the script has let go are missing."""
+    precision: Precision
+    accumulation: Accumulation
+    gradients: Gradients
+    registered: Sequence[Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps until now."""
+        return max((optimizer.steps for optimizer in self.optimizers), default=0)
+
+    def states(self) -> list[dict[str, Any]]:
+        """The state of every model, under the names of the script's own module."""
+        return [self.backend.original(model).state_dict() for model in self.models]
+
+    def items(
+        self,
+        models: Sequence[nn.Module] | None = None,
+        states: Sequence[dict[str, Any]] | None = None,
+        *,
+        strict: bool = True,
+    ) -> list[Item]:
+        """All items, in the order in which they are restored.
+
+        Args:
+            models: The script's own modules, where hooks have taken some away.
+            states: Their states, likewise.
+            strict: False lets a model take what fits.
+        """
+        own = [self.backend.original(model) for model in self.models] if models is None else list(models)
+        found = [None] * len(own) if states is None else list(states)
+        names = parameter_names(self.models, self.optimizers, self.backend.original)
+        items: list[Item] = [
+            Model(_numbered("model", index), model, state, strict=strict)
+            for index, (model, state) in enumerate(zip(own, found, strict=False))
+        ]
+        items += [
+            Optimizer(_numbered("optimizer", index), optimizer, names)
+            for index, optimizer in enumerate(self.optimizers)
+        ]
+        stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
+            ("scheduler", enumerate(self.schedulers)),
+            ("registered", enumerate(self.registered)),
+            ("loader", sorted(self.loaders.items())),
+        ]
+        items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
+        if self.precision.scaler is not None:
+            items.append(Stateful("scaler", self.precision.scaler))
+        items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
+        items.append(Random(self.backend.device))
+        return items
+
+
+class Window(Item):
+    """Gradients that are held half-way through an accumulation window, and where the count stands."""
+
+    every_rank = True
+
+    def __init__(self, accumulation: Accumulation, gradients: Gradients) -> None:
+        super().__init__("window")
+        self._accumulation, self._gradients = accumulation, gradients
+
+    @override
+    def tree(self) -> Any:
+        return window.captured(self._accumulation, self._gradients)
+
+    @override
+    def restore(self, tree: Any) -> None:
+        window.restored(tree, self._accumulation, self._gradients)
+
+    @override
+    def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        return window.merged(trees, world_size)
+
+
+class Random(Item):
+    """The streams of random numbers of a process."""
+
+    every_rank = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("random")
+        self._device = device
+
+    @override
+    def tree(self) -> Any:
+        return random.captured(self._device)
+
+    @override
+    def restore(self, tree: Any) -> None:
+        random.restored(tree, self._device)
+
+    @override
+    def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        return random.derived(trees, rank, world_size)
+
+
+class Counters(Item):
+    """How many steps the optimizers have made."""
+
+    def __init__(self, optimizers: Sequence[PreparedOptimizer]) -> None:
+        super().__init__("counters")
+        self._optimizers = optimizers
+
+    @override
+    def tree(self) -> Any:
+        return {"steps": [optimizer.steps for optimizer in self._optimizers]}
+
+    @override
+    def restore(self, tree: Any) -> None:
+        for optimizer, steps in zip(self._optimizers, tree["steps"], strict=False):
+            optimizer.steps = steps
+
+
+def _numbered(kind: str, index: int) -> str:
+    """`model`, `model_1`, `model_2`, ..."""
+    return f"{kind}_{index}" if index else kind

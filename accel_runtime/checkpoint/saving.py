@@ -1,0 +1,240 @@
+"""Writing a checkpoint: agreed on by all ranks, planned by DCP, whole before it has its name."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+import accel_runtime
+from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint.agreed import State, agreed
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.items import Item
+from accel_runtime.checkpoint.manifest import NAME, File, Manifest
+from accel_runtime.checkpoint.staging import Staging
+from accel_runtime.checkpoint.storage import Planner, Writer, stored
+from accel_runtime.checkpoint.together import Share, together
+
+__all__ = ["Place", "Saving"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint goes, as all ranks know it."""
+
+    target: Path
+    """Its name."""
+    scratch: Path
+    """Where it is written."""
+    save: str
+    """A name that no other save has."""
+
+
+class Saving:
+    """One save.
+
+    Args:
+        share: Exchanges objects between the ranks.
+        rank: This rank.
+        world_size: How many there are.
+        disk: Does it.
+    """
+
+    def __init__(self, share: Share, rank: int, world_size: int, disk: Disk) -> None:
+        self._share, self._rank, self._world_size, self._disk = share, rank, world_size, disk
+        self._planner = Planner()
+        self._lock: int | None = None
+
+    def begin(self, choose: Callable[[], Path]) -> Place:
+        """Make the directory to write into.
+
+        Args:
+            choose: Gives the checkpoint's name; the first rank's counts.
+
+        Raises:
+            CheckpointError: It cannot be made, or a rank does not see it.
+        """
+
+        def make() -> Place | None:
+            if self._rank:
+                return None
+            target, save = choose().absolute(), uuid.uuid4().hex[:12]
+            scratch = folder.begin(target, save, self._disk)
+            self._lock = self._disk.lock(scratch)
+            return Place(target, scratch, save)
+
+        place: Place = self._all(make)[0]
+        self._place = place
+
+        def see() -> None:
+            if not place.scratch.is_dir():
+                raise CheckpointError(
+                    f"{place.scratch} was made by rank 0 and is not there on this machine: a checkpoint goes into a "
+                    "directory that all machines share"
+                )
+
+        self._all(see, keep=False)
+        return place
+
+    def run_hooks(self, call: Callable[[], None]) -> None:
+        """Call what the script wants to do in the directory first.
+
+        Raises:
+            CheckpointError: It failed on some rank.
+        """
+        self._all(call)
+
+    @property
+    def progress(self) -> str:
+        """How much of its part this rank has written."""
+        return f"{self._writer.written / 1e9:.1f} of {self._writer.planned / 1e9:.1f} GB"
+
+    def take(self, items: Sequence[Item], step: int) -> None:
+        """Take the state of the run, and plan who writes what of it.
+
+        Raises:
+            CheckpointError: Something cannot be saved.
+        """
+        try:
+            self._state = agreed(items, self._share, self._rank, self._world_size)
+        except CheckpointError:
+            self._give_up()
+            raise
+        self._about = {item.name: item.about for item in items if item.about}
+        self._step = step
+        self._writer = Writer(self._place.scratch, self._place.save, self._disk)
+        self._plan(self._state)
+
+    def stage(self, staging: Staging) -> None:
+        """Copy what this rank writes, so that the script may go on."""
+        planner = self._planner
+        self._planner.staged = staging.copies(
+            {item.index: planner.resolve_data(item) for item in self._mine.items}
+        )
+
+    def finish(self, share: Share) -> Manifest | None:
+        """Write everything, and give the checkpoint its name.
+
+        Args:
+            share: Exchanges objects between the ranks; that of the thread this runs in.
+
+        Returns:
+            The manifest, on the first rank.
+
+        Raises:
+            CheckpointError: It cannot be written; what was there before is as it was, and nothing of this is left.
+        """
+        self._share = share
+        written = self._all(self._write)
+        manifest = self._all(lambda: None if self._rank else self._commit(written))[0]
+        self._unlock()
+        return manifest if self._rank == 0 else None
+
+    def _plan(self, state: State) -> None:
+        planner, writer = self._planner, self._writer
+
+        def own() -> SavePlan:
+            planner.set_up_planner(state.tensors, is_coordinator=self._rank == 0)
+            return planner.create_local_plan()
+
+        plans = self._all(own)
+
+        def everyone() -> SavePlan:
+            divided, self._metadata = planner.create_global_plan(plans)
+            return planner.finish_plan(writer.prepare_global_plan(divided)[self._rank])
+
+        if self._rank == 0:
+            self._all(lambda: self._fits(everyone()), keep=False)
+        else:
+            self._all(lambda: setattr(self, "_mine", everyone()), keep=False)
+
+    def _fits(self, mine: SavePlan) -> None:
+        self._mine = mine
+        needed = sum(told.size.numel() * told.properties.dtype.itemsize for told in _told(self._metadata))
+        room = self._disk.room(self._place.scratch)
+        if needed > room:
+            raise CheckpointError(
+                f"{self._place.target.parent} has room for {room / 1e9:.2f} GB, and this checkpoint takes "
+                f"{needed / 1e9:.2f} GB"
+            )
+
+    def _write(self) -> tuple[list[Any], dict[str, File]]:
+        results = self._writer.write_data(self._mine, self._planner).value()
+        self._planner.staged = {}
+        return results, self._writer.files
+
+    def _commit(self, written: list[tuple[list[Any], dict[str, File]]]) -> Manifest:
+        place, metadata = self._place, self._metadata
+        self._writer.finish(metadata, [results for results, _ in written])
+        files = {name: file for _, own in written for name, file in own.items()}
+        manifest = Manifest(
+            save=place.save,
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            world_size=self._world_size,
+            step=self._step,
+            versions={"accel": accel_runtime.__version__, "torch": str(torch.__version__)},
+            values=self._state.values,
+            own=self._state.own,
+            tensors=stored(metadata),
+            files=files | _of_hooks(place.scratch, files, self._disk),
+            about=self._about,
+        )
+        opened = self._disk.create(place.scratch / NAME)
+        try:
+            self._disk.write(opened, memoryview(manifest.text().encode()))
+            self._disk.sync(opened)
+        finally:
+            self._disk.close(opened)
+        folder.commit(place.scratch, place.target, self._disk)
+        return manifest
+
+    def _all(self, act: Callable[[], Any], *, keep: bool = True) -> list[Any]:
+        """`together`; where it fails nothing remains of what was written."""
+        try:
+            return together(self._share, act if keep else lambda: act() and None)
+        except CheckpointError:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        if self._rank == 0 and hasattr(self, "_place"):
+            folder.discard(self._place.scratch, self._disk)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._disk.close(self._lock)
+            self._lock = None
+
+
+def _told(metadata: Metadata) -> list[Any]:
+    return list(metadata.state_dict_metadata.values())
+
+
+def _of_hooks(scratch: Path, known: dict[str, File], disk: Disk) -> dict[str, File]:
+    """What hooks of the script have written there; it becomes part of the checkpoint."""
+    found = {}
+    for path in sorted(scratch.rglob("*")):
+        name = path.relative_to(scratch).as_posix()
+        if path.is_file() and name not in known and name not in {NAME, folder.UNFINISHED}:
+            found[name] = _synced(path, disk)
+    return found
+
+
+def _synced(path: Path, disk: Disk) -> File:
+    whole = xxhash.xxh3_64()
+    with path.open("rb+") as opened:
+        while data := opened.read(1 << 22):
+            whole.update(data)
+        disk.sync(opened.fileno())
+        return File(opened.tell(), whole.hexdigest())

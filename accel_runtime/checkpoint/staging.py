@@ -1,0 +1,60 @@
+"""Copies of tensors that stay as they are while the script trains on, in memory that is used again and again."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+__all__ = ["Staging"]
+
+_ALIGNED = 64
+_K = TypeVar("_K")
+
+
+class Staging:
+    """Memory of the host for the copies of one save.
+
+    It is as large as the largest save was, and taken from the system once.
+
+    Args:
+        pinned: Whether tensors come from a device that copies faster into pinned memory, and by itself.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """How much it holds."""
+        return self._memory.nbytes
+
+    def copies(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
+        """Contiguous copies on the CPU; those of the call before are overwritten."""
+        starts, end = {}, 0
+        for key, tensor in tensors.items():
+            starts[key] = end
+            end = -(-(end + tensor.nbytes) // _ALIGNED) * _ALIGNED
+        self._reserve(end)
+        found = {}
+        for key, tensor in tensors.items():
+            room = self._memory[starts[key] : starts[key] + tensor.nbytes]
+            found[key] = room.view(tensor.dtype).view(tensor.shape)
+            found[key].copy_(tensor.detach(), non_blocking=self._pinned)
+        if self._pinned:
+            torch.accelerator.synchronize()
+        return found
+
+    def _reserve(self, size: int) -> None:
+        if size <= self._memory.nbytes:
+            return
+        # The old memory goes before the new comes: together they would be more than the state.
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._pinned:
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            # Mapped by itself, it goes back to the system whole.
+            self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

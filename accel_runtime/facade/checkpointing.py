@@ -1,0 +1,273 @@
+"""The part of the facade that saves a run's state and goes on from it."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_runtime.accumulation import Accumulation
+from accel_runtime.checkpoint.background import Background
+from accel_runtime.checkpoint.checkpoints import Checkpoints
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.folder import Found
+from accel_runtime.checkpoint.loading import Loading
+from accel_runtime.checkpoint.retention import Retention
+from accel_runtime.checkpoint.run import Run
+from accel_runtime.checkpoint.saving import Saving
+from accel_runtime.checkpoint.staging import Staging
+from accel_runtime.checkpoint.together import Share
+from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.exchange.objects import share_objects
+from accel_runtime.facade.processes import Processes
+from accel_runtime.gradients import Gradients
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.precision import Precision
+from accel_runtime.project import ProjectConfiguration
+from accel_runtime.scheduler import PreparedScheduler
+
+__all__ = ["Checkpointing", "restarted"]
+
+_Path = str | os.PathLike[str]
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class Checkpointing(Processes):
+    """What `Accelerator` does with checkpoints; `_keep_checkpoints` begins it."""
+
+    _accumulation: Accumulation
+    _gradients: Gradients
+    _loaders: Mapping[int, PreparedLoader]
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _precision: Precision
+    _schedulers: list[PreparedScheduler]
+    project_configuration: ProjectConfiguration
+
+    def _keep_checkpoints(self, *, resumes: bool) -> None:
+        self._resumes = resumes
+        self._disk = Disk()
+        self._registered: list[Any] = []
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._background = Background(tells=self.process_index == 0)
+        self._staging = Staging(pinned=self.device.type == "cuda")
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those with automatic names: which there are, the newest that is whole, whether it still is."""
+        return Checkpoints(self.project_configuration.checkpoints)
+
+    def save_state(
+        self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_save: bool = False
+    ) -> str:
+        """Save everything the run needs to go on: it is whole under its name, or not there.
+
+        Models, optimizers, schedulers, the loss scaler, loaders, registered objects, random streams, and gradients
+        held in an open accumulation window. Every process calls it.
+
+        Args:
+            output_dir: The checkpoint's directory; one that is a checkpoint is replaced once the new one is whole.
+                None with `automatic_checkpoint_naming`, which names it.
+            safe_serialization: True: there are only safetensors and JSON.
+            async_save: Return as soon as the state is copied, and write while the script trains on. What goes wrong
+                comes up at the next step of an optimizer, the next save, `wait_for_checkpoint`, or at the end.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            CheckpointError: It could not be written, by some process; what was there before is still there. Also:
+                something cannot be saved, or the save before has failed.
+            ValueError: No directory; a directory where checkpoints are named automatically; `safe_serialization=False`.
+        """
+        if not safe_serialization:
+            raise ValueError(
+                "safe_serialization=False asks for pickles, which run code when they are loaded; save_state writes "
+                "safetensors and JSON only. accelerator.save(obj, file) writes what torch.save writes"
+            )
+        retention = Retention(self.project_configuration, output_dir)
+        self._background.wait()
+        saving = Saving(self._share("save_state"), self.process_index, self.num_processes, self._disk)
+        place = saving.begin(retention.target)
+        run = self._run()
+        models, states = self._originals(), run.states()
+        saving.run_hooks(lambda: _call(self._save_hooks, models, states, os.fspath(place.scratch)))
+        saving.take(run.items(models, states), run.step)
+        retention.saved(place.target)
+        if not async_save:
+            self._finish(saving, retention, self._share("save_state"))
+            return os.fspath(place.target)
+        share = self._backend.apart()
+        saving.stage(self._staging)
+        self._background.start(
+            lambda: self._finish(saving, retention, share),
+            place.target,
+            lambda: saving.progress,
+            [prepared.optimizer for prepared in self._optimizers],
+        )
+        return os.fspath(place.target)
+
+    def load_state(
+        self,
+        input_dir: _Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+    ) -> Found:
+        """Put back what `save_state` saved, on as many processes or on others; prepare everything before.
+
+        All checksums are verified before anything changes.
+
+        Args:
+            input_dir: A checkpoint's directory, also one that Accelerate wrote; None is the newest that is whole.
+            load_kwargs: Accepted where it is empty: there is nothing left to say.
+            strict: Whether everything saved has to be here and the other way round; False leaves out what does not
+                fit, and a warning names it.
+
+        Returns:
+            The checkpoint, whose `manifest` says step, time and more.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or it does not fit; nothing was changed.
+            ValueError: No directory, and checkpoints are not named automatically; or `load_kwargs`.
+        """
+        if load_kwargs:
+            raise ValueError(f"load_kwargs are not used, and these were given: {', '.join(load_kwargs)}")
+        self._background.wait()
+        share = self._share("load_state")
+        loading = Loading(share, self.process_index, self.num_processes, strict=strict)
+        found = loading.open(partial(_chosen, self.project_configuration, input_dir))
+        run = self._run()
+        models = self._originals()
+        _call(self._load_hooks, models, os.fspath(found.path))
+        loading.load(found, run.items(models, strict=strict))
+        if found.number is not None and input_dir is None:
+            self.project_configuration.iteration = found.number + 1
+        return found
+
+    def resume(self) -> Found | None:
+        """Go on from the newest checkpoint with an automatic name, where the run was started to do so.
+
+        That is with `accel launch --resume`, after a restart of the processes, and where Slurm runs a job again.
+
+        Returns:
+            The checkpoint; None where the run begins anew, because it was not asked to go on or there is none yet.
+
+        Raises:
+            CheckpointError: As for `load_state`; or there are checkpoints, and none is whole.
+        """
+        if not self._resumes:
+            return None
+        there = self._share("resume")(self.process_index == 0 and self._has_any())[0]
+        return self.load_state() if there else None
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is written in the background is whole.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._background.wait()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save these with the run's state, in this order.
+
+        Args:
+            *objects: Each with `state_dict` and `load_state_dict`; the state is numbers, text, tensors, lists and
+                dicts.
+
+        Raises:
+            ValueError: One without.
+        """
+        for thing in objects:
+            if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
+                raise ValueError(
+                    f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(); "
+                    f"{type(thing).__qualname__} has not got both"
+                )
+        self._registered.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` on every process before a state is saved.
+
+        The lists may be changed: models whose weights are taken out are not saved. Files written into `output_dir`,
+        which is not yet the final one, become part of the checkpoint.
+
+        Returns:
+            Its `remove()` takes the hook away.
+        """
+        return _added(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call `hook(models, input_dir)` on every process before a state is loaded; models taken out are left alone.
+
+        Returns:
+            Its `remove()` takes the hook away.
+        """
+        return _added(self._load_hooks, hook)
+
+    def _finish(self, saving: Saving, retention: Retention, share: Share) -> None:
+        if saving.finish(share) is not None:
+            retention.prune(self._disk)
+
+    def _run(self) -> Run:
+        return Run(
+            self._backend,
+            self._models,
+            self._optimizers,
+            self._schedulers,
+            dict(self._loaders),
+            self._precision,
+            self._accumulation,
+            self._gradients,
+            self._registered,
+        )
+
+    def _originals(self) -> list[nn.Module]:
+        return [self._backend.original(model) for model in self._models]
+
+    def _share(self, operation: str) -> Share:
+        if self.num_processes == 1:
+            return lambda item: [item]
+        return lambda item: share_objects(operation, item, self._backend.agreement)
+
+    def _has_any(self) -> bool:
+        found = self.checkpoints
+        return found.any()
+
+
+def restarted(environ: Mapping[str, str]) -> bool:
+    """Whether these processes take the place of others that ended before their time."""
+    counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
+def _chosen(project: ProjectConfiguration, input_dir: _Path | None) -> Path:
+    if input_dir is not None:
+        return Path(input_dir).absolute()
+    if not project.automatic_checkpoint_naming:
+        raise CheckpointError(
+            "load_state() was given no directory; it finds one itself only with "
+            "ProjectConfiguration(automatic_checkpoint_naming=True)"
+        )
+    return Checkpoints(project.checkpoints).newest().path
+
+
+def _call(hooks: Mapping[int, Callable[..., None]], *args: Any) -> None:
+    for hook in hooks.values():
+        hook(*args)
+
+
+def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

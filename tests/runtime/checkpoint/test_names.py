@@ -1,0 +1,67 @@
+"""Every parameter has one name, whatever the run put around its model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator
+from accel_runtime.checkpoint.names import parameter_names
+
+
+class Tied(nn.Module):
+    """A model whose last layer has the weight of its first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def named(*, compiled=False):
+    accelerator = Accelerator(cpu=True)
+    first, second, alone = Tied(), nn.Linear(2, 1), nn.Parameter(torch.zeros(3))
+    groups = [{"params": list(first.parameters())}, {"params": [second.bias, alone]}]
+    first, second, optimizer = accelerator.prepare(
+        torch.compile(first, backend="eager") if compiled else first, second, torch.optim.SGD(groups, lr=0.1)
+    )
+    return list(parameter_names([first, second], [optimizer], accelerator._backend.original).values())
+
+
+NAMES = [
+    "model.first.weight",
+    "model.first.bias",
+    "model.last.bias",
+    "model_1.weight",
+    "model_1.bias",
+    "optimizer.1.1",
+]
+
+
+def test_parameters_are_named_as_in_their_own_model_and_once_however_many_ranks_there_are(ranks):
+    assert ranks.run(named) == [NAMES] * ranks.size
+
+
+def test_a_compiled_model_has_the_names_it_has_without(alone):
+    assert alone.run(lambda: named(compiled=True)) == [NAMES]
+
+
+def test_a_parameter_of_two_models_has_its_name_in_the_first():
+    model = nn.Linear(1, 1)
+    assert set(parameter_names([model, nn.Sequential(model)], [], lambda m: m).values()) == {
+        "model.weight",
+        "model.bias",
+    }
+
+
+def test_a_parameter_without_a_model_is_named_by_its_optimizer_group_and_position():
+    loose = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    optimizers = [torch.optim.SGD(loose[:1]), torch.optim.SGD([{"params": []}, {"params": loose[1:]}])]
+    assert list(parameter_names([], optimizers, lambda m: m).values()) == [
+        "optimizer.0.0",
+        "optimizer_1.1.0",
+        "optimizer_1.1.1",
+    ]
