@@ -62,9 +62,11 @@ class Foreign:
 
 def recognised(folder: Path) -> bool:
     """Whether a directory is what Accelerate's `save_state` wrote."""
-    if not folder.is_dir() or (folder / NAME).exists():
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError:
         return False
-    return any(_MARKS.fullmatch(path.name) for path in folder.iterdir())
+    return NAME not in names and any(map(_MARKS.fullmatch, names))
 
 
 def read(folder: Path, rank: int, device: torch.device | None = None) -> Foreign:
