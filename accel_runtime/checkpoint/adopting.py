@@ -81,11 +81,16 @@ def _planned(path: Path, run: Run, items: Sequence[Item], *, strict: bool) -> _P
     for item in items:
         if isinstance(item, Model) and item.name in trees:
             trees[item.name] = completed(trees[item.name], item.tree())
-    if found.world_size != topology.world_size and found.world_size:
-        trees["random"] = random.derived(streams(path, device), topology.rank, topology.world_size)
+    broken = []
+    if found.world_size not in {0, topology.world_size}:
+        try:
+            trees["random"] = random.derived(streams(path, device), topology.rank, topology.world_size)
+        except CheckpointError as error:
+            broken = [f"random: {error}"]
+            trees.pop("random", None)
     trees["counters"] = {"steps": [_steps(trees, index) for index in range(len(run.optimizers))]}
     trees["window"] = _no_window(run.accumulation)
-    wrong = [*_wrong(found, trees, items)]
+    wrong = list(dict.fromkeys([*_wrong(found, trees, items), *broken]))
     if wrong and strict:
         told = "\n".join(f"  {sentence}" for sentence in wrong)
         raise CheckpointError(

@@ -135,13 +135,15 @@ class _Reader:
 
     def take_streams(self, rank: int, world_size: int, device: torch.device | None) -> None:
         """The random states of a rank, and the step, which all ranks have alike."""
-        file = self._folder / f"random_states_{rank}.pkl"
+        first = self._folder / "random_states_0.pkl"
+        file = self._folder / f"random_states_{rank}.pkl" if world_size else first
         if rank < world_size and file.exists():
             self.take("random", file, lambda _: _streams(_states(self._folder, rank), device))
+        elif not world_size:
+            self.refused.append(Refused("random", file, f"{file} is missing"))
         elif rank >= world_size:
             reason = f"the checkpoint was written by {world_size} processes: it has no random states of rank {rank}"
             self.refused.append(Refused("random", None, reason))
-        first = self._folder / "random_states_0.pkl"
         self.take("counters", first, lambda _: _counters(self._folder))
 
     def refuse_the_rest(self) -> None:

@@ -159,6 +159,33 @@ def test_a_damaged_file_is_told_by_all_processes_and_left_out_where_that_is_aske
         assert epoch == 0
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("damaged", ["random_states_0.pkl", "random_states_1.pkl"])
+def test_random_states_that_are_damaged_are_an_error_on_any_number_of_processes(
+    clusters, tmp_path, world, damaged
+):
+    def run(folder):
+        accelerator = Run().accelerator
+        try:
+            accelerator.load_state(folder)
+        except CheckpointError as error:
+            said = str(error)
+        accelerator.load_state(folder, strict=False)
+        return said
+
+    folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
+    (folder / damaged).write_bytes(b"PK")
+    assert all(f"{folder}/{damaged} cannot be read" in said for said in clusters[world].run(run, folder))
+
+
+def test_random_states_that_are_all_missing_are_an_error(tmp_path):
+    folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
+    for path in folder.glob("random_states_*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"random: {folder}/random_states_0.pkl is missing"):
+        Run().accelerator.load_state(folder)
+
+
 def test_tied_weights_that_a_file_names_once_are_those_of_the_live_model(tmp_path):
     from safetensors.torch import save_file
 
