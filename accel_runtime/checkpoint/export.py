@@ -30,6 +30,7 @@ CHECKSUMS = "xxh3_64"
 _SHARD = "model-{:05}-of-{:05}.safetensors"
 _RESERVED = "__metadata__"
 _UNFINISHED = ".unfinished-"
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OURS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
@@ -199,13 +200,9 @@ def _compare(path: Path, tensors: Mapping[str, torch.Tensor], final: Path) -> No
 def _same(written: torch.Tensor, live: torch.Tensor) -> bool:
     if written.dtype != live.dtype or written.shape != live.shape:
         return False
-    # As bytes: nan is not equal to itself, and 0 is to -0.
-    return _bytes(written).equal(_bytes(_here(live)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # With less than two elements a contiguous tensor may have any stride; its bytes are seen with 1 only.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    # As whole numbers of the same size: nan is not equal to itself, and 0 is to -0.
+    words = _WORDS[live.dtype.itemsize]
+    return written.view(words).equal(_here(live).view(words))
 
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
