@@ -195,6 +195,8 @@ class Optimizer(Item):
 
     @override
     def wrong(self, text: Any, tensors: Mapping[str, Stored]) -> list[str]:
+        if text.get("format") == "torch":
+            return self._unlike_groups(text["state_dict"]["param_groups"])
         if "groups" not in text:
             return []
         saved, here = _flat(text["groups"]), self._called()
@@ -246,6 +248,16 @@ class Optimizer(Item):
                 live = self._optimizer.state.get(parameter, {}).get(key)
                 if _is_tensor(live) and _is_tensor(value) and live.dtype != value.dtype:
                     self._optimizer.state[parameter][key] = value.to(live.device)
+
+    def _unlike_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What torch would say of a state whose parameters have no names."""
+        saved = [len(group["params"]) for group in groups]
+        here = [len(group["params"]) for group in self._optimizer.param_groups]
+        if saved == here:
+            return []
+        return [
+            f"{self.name}: the checkpoint has groups of {saved} parameters, the optimizer here groups of {here}"
+        ]
 
     def _called(self) -> list[str]:
         return [self._names[parameter] for parameter in _flat(self._optimizer.param_groups)]

@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.checkpoint.adopting import adopt
 from accel_runtime.checkpoint.background import Background
 from accel_runtime.checkpoint.checkpoints import Checkpoints
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
+from accel_runtime.checkpoint.foreign import recognised
 from accel_runtime.checkpoint.loading import Loading
 from accel_runtime.checkpoint.retention import Retention
 from accel_runtime.checkpoint.run import Run
@@ -149,6 +151,8 @@ class Checkpointing(Processes):
             raise ValueError(f"load_kwargs are not used, and these were given: {', '.join(load_kwargs)}")
         self._background.wait()
         share = self._share("load_state")
+        if input_dir is not None and share(recognised(Path(input_dir)))[0]:
+            return self._adopt(Path(input_dir).absolute(), share, strict=strict)
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
         found = loading.open(partial(_chosen, self.project_configuration, input_dir))
         run = self._run()
@@ -234,6 +238,11 @@ class Checkpointing(Processes):
     def _finish(self, saving: Saving, retention: Retention, share: Share) -> None:
         if saving.finish(share) is not None:
             retention.prune(self._disk)
+
+    def _adopt(self, path: Path, share: Share, *, strict: bool) -> Found:
+        run, models = self._run(), self._originals()
+        _call(self._load_hooks, models, os.fspath(path))
+        return adopt(path, run, run.items(models, strict=strict), share, strict=strict)
 
     def _run(self) -> Run:
         return Run(
