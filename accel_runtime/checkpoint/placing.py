@@ -15,7 +15,7 @@ from pathlib import Path
 
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.files import Disk, about
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED
 
 __all__ = ["begin", "commit", "discard", "remove", "sweep"]
@@ -52,7 +52,8 @@ def begin(target: Path, save: str, disk: Disk) -> tuple[Path, int | None]:
     try:
         disk.make(scratch)
         opened = disk.lock(scratch)
-        disk.close(disk.create(scratch / UNFINISHED))
+        with about(scratch / UNFINISHED):
+            disk.close(disk.create(scratch / UNFINISHED))
     except OSError:
         discard(scratch, disk)
         if opened is not None:
