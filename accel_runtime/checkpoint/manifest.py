@@ -160,7 +160,7 @@ class Manifest:
             number = body.pop("format")
         except (ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
-        if number != FORMAT:
+        if type(number) is not int or number != FORMAT:
             raise CheckpointError(
                 f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
                 f"it was written by accel {_writer(body)}"
