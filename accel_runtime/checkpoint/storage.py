@@ -39,7 +39,7 @@ from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File, Stored, item_of
 from accel_runtime.checkpoint.spread import spread
 
-__all__ = ["Planner", "Reader", "Writer", "damage", "own_share"]
+__all__ = ["Planner", "Reader", "Writer", "damage", "dtype_of", "own_share"]
 
 _FILE_BYTES = 1 << 28
 """Files are not cut smaller than this, so that two threads have about the same to do and there are few files."""
@@ -180,6 +180,24 @@ def stored(metadata: Metadata) -> dict[str, Stored]:
     return found
 
 
+def dtype_of(name: str, told: Stored) -> torch.dtype:
+    """The dtype of a tensor in a manifest, whose bytes are as many as that takes.
+
+    Raises:
+        CheckpointError: This torch has no such dtype, or there are not as many bytes.
+    """
+    dtype = getattr(torch, told.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{name} is of dtype {told.dtype[:60]!r}, which torch {torch.__version__} does not have"
+        )
+    if told.bytes != math.prod(told.shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{name} is {told.dtype} of shape {list(told.shape)}, and its parts have {told.bytes} bytes"
+        )
+    return dtype
+
+
 class Reader(StorageReader):
     """Reads parts of tensors; they have been verified before.
 
@@ -199,7 +217,7 @@ class Reader(StorageReader):
         told, places = {}, {}
         for name, tensor in self._found.manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            properties = TensorProperties(dtype=dtype_of(name, tensor))
             told[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             for index, chunk in enumerate(tensor.chunks):
                 places[MetadataIndex(name, chunk.offsets, index)] = chunk
@@ -238,7 +256,8 @@ class Reader(StorageReader):
         with (self._found.path / name).open("rb", buffering=0) as opened:
             for item in items:
                 chunk = self._places[item.storage_index]
-                dtype = getattr(torch, self._found.manifest.tensors[item.storage_index.fqn].dtype)
+                fqn = item.storage_index.fqn
+                dtype = dtype_of(fqn, self._found.manifest.tensors[fqn])
                 target = planner.resolve_tensor(item).detach()
                 _read(opened.fileno(), chunk, dtype, item, target)
                 planner.commit_tensor(item, target)
@@ -270,17 +289,11 @@ def _fill(file: int, start: int, room: memoryview) -> None:
 
 
 def own_share(found: Found, items: Iterable[str], rank: int, world_size: int) -> list[tuple[str, Chunk]]:
-    """Of the chunks of these items those this rank verifies, by the names of their tensors."""
-    wanted = set(items)
-    chunks = [
-        (name, chunk)
-        for name, tensor in found.manifest.tensors.items()
-        if item_of(name) in wanted
-        for chunk in tensor.chunks
-    ]
+    """Of the parts of files that make up these items those this rank verifies, by what they are."""
+    chunks = found.manifest.parts(items)
     loads = [0] * world_size
     mine = []
-    for name, chunk in sorted(chunks, key=lambda one: (-one[1].bytes, one[0])):
+    for name, chunk in sorted(chunks, key=lambda one: (-one[1].bytes, one[0], one[1].file, one[1].start)):
         least = loads.index(min(loads))
         loads[least] += chunk.bytes
         if least == rank:

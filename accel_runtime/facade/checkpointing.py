@@ -154,11 +154,15 @@ class Checkpointing(Processes):
         if input_dir is not None and share(recognised(Path(input_dir)))[0]:
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
-        found = loading.open(partial(_chosen, self.project_configuration, input_dir))
-        run = self._run()
-        models = self._originals()
-        _call(self._load_hooks, models, os.fspath(found.path))
-        loading.load(found, run.items(models, strict=strict))
+        try:
+            found = loading.open(partial(_chosen, self.project_configuration, input_dir))
+            models = self._originals()
+            if self._load_hooks:
+                loading.verify(found)
+                loading.run_hooks(lambda: _call(self._load_hooks, models, os.fspath(found.path)))
+            loading.load(found, self._run().items(models, strict=strict))
+        finally:
+            loading.close()
         if found.number is not None and input_dir is None:
             self.project_configuration.iteration = found.number + 1
         return found

@@ -363,7 +363,15 @@ def words(table):
 
 def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own():
     accelerator = Accelerator()
-    assert members(accelerator) == {*PROPERTIES, *METHODS, "describe", "load", "load_model", "preempted", "settings"}
+    assert members(accelerator) == {
+        *PROPERTIES,
+        *METHODS,
+        "describe",
+        "load",
+        "load_model",
+        "preempted",
+        "settings",
+    }
     for name in PROPERTIES:
         getattr(accelerator, name)
     for name in SETTABLE:
