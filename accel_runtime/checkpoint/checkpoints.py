@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.storage import damage
+from accel_runtime.checkpoint.verifying import every_byte
 
 __all__ = ["Checkpoints"]
 
@@ -54,8 +54,7 @@ class Checkpoints:
             CheckpointError: It is damaged; the message names files and tensors.
         """
         found = self.newest() if checkpoint is None else folder.find(Path(checkpoint))
-        chunks = [(name, chunk) for name, stored in found.manifest.tensors.items() for chunk in stored.chunks]
-        wrong = damage(found, chunks)
+        wrong = every_byte(found)
         if wrong:
             raise CheckpointError("\n".join(wrong))
         return found

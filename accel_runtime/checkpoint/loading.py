@@ -11,14 +11,14 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from accel_runtime.checkpoint import folder
-from accel_runtime.checkpoint.agreed import own_name
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import Stored
-from accel_runtime.checkpoint.storage import Reader, damage, own_share
+from accel_runtime.checkpoint.manifest import Stored, own_name
+from accel_runtime.checkpoint.storage import Reader, own_share
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import unpacked
+from accel_runtime.checkpoint.verifying import damage
 
 __all__ = ["Loading"]
 

@@ -12,7 +12,7 @@ import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["NAME", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of"]
+__all__ = ["NAME", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of", "own_name"]
 
 NAME = "checkpoint.json"
 """The file without which a directory is no checkpoint."""
@@ -149,6 +149,11 @@ def checksum(data: bytes | memoryview) -> str:
 def item_of(tensor: str) -> str:
     """The item a tensor belongs to."""
     return tensor.split("/", 1)[0]
+
+
+def own_name(tensor: str, rank: int) -> str:
+    """What a tensor is called that differs from rank to rank."""
+    return f"{tensor}#{rank}"
 
 
 def _stored(stored: dict[str, Any]) -> Stored:
