@@ -121,6 +121,8 @@ def begin(target: Path, save: str, disk: Disk) -> Path:
         CheckpointError: Another process is writing this checkpoint.
         OSError: It cannot be made.
     """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a directory")
     disk.make(target.parent)
     whole = [] if (target / NAME).exists() else _whole(_beside(target))
     for path in _beside(target):

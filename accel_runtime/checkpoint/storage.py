@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File, Stored, item_of
+from accel_runtime.checkpoint.spread import spread
 
 __all__ = ["Planner", "Reader", "Writer", "own_share"]
 
@@ -133,10 +132,8 @@ class Writer(StorageWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
-        write = partial(self._write, plan.items, planner)
         self.planned = sum(item.tensor_storage_size() or 0 for item in plan.items)
-        with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-            results = list(pool.map(write, share.files, share.files.values()))
+        results = spread(lambda file: self._write(plan.items, planner, *file), share.files.items())
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for some in results for result in some])
         return done
@@ -223,9 +220,7 @@ class Reader(StorageReader):
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             files.setdefault(self._places[item.storage_index].file, []).append(item)
-        each = partial(self._read_file, planner)
-        with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-            list(pool.map(each, files, files.values()))
+        spread(lambda file: self._read_file(planner, *file), files.items())
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -330,7 +325,3 @@ def _bins(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:
 
 def _file_name(item: str, number: int, count: int) -> str:
     return f"{item}.safetensors" if count == 1 else f"{item}-{number:05}-of-{count:05}.safetensors"
-
-
-def _threads() -> int:
-    return min(4, os.cpu_count() or 1)

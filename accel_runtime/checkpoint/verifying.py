@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import xxhash
 
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File
+from accel_runtime.checkpoint.spread import spread
 
 __all__ = ["BLOCK", "blocks", "damage", "every_byte"]
 
@@ -23,10 +22,8 @@ _Chunks = Sequence[tuple[str, Chunk]]
 
 def damage(found: Found, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
     """What is wrong with these chunks; a sentence each that names file and tensor."""
-    files = _by_file(chunks)
-    with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-        wrong = pool.map(partial(_damage, found), files, files.values())
-        return [sentence for some in wrong for sentence in some]
+    wrong = spread(lambda file: _damage(found, *file), _by_file(chunks).items())
+    return [sentence for some in wrong for sentence in some]
 
 
 def every_byte(found: Found, progress: Callable[[int], None] = lambda _: None) -> list[str]:
@@ -43,9 +40,8 @@ def every_byte(found: Found, progress: Callable[[int], None] = lambda _: None) -
     parts = _by_file((name, chunk) for name, stored in tensors.items() for chunk in stored.chunks)
     files = found.manifest.files
     own = [(name, chunk) for name, some in parts.items() if name not in files for name, chunk in some]
-    with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-        wrong = pool.map(lambda name: _whole(found, name, parts.get(name, []), progress), files)
-        return [*damage(found, own), *(sentence for some in wrong for sentence in some)]
+    wrong = spread(lambda name: _whole(found, name, parts.get(name, []), progress), files)
+    return [*damage(found, own), *(sentence for some in wrong for sentence in some)]
 
 
 def blocks(file: int, start: int, length: int, room: memoryview) -> Iterator[memoryview]:
@@ -145,7 +141,3 @@ def _other(path: Path, found: Found) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return "" if save == found.manifest.save else "; the file is of another save"
-
-
-def _threads() -> int:
-    return min(4, os.cpu_count() or 1)

@@ -67,7 +67,11 @@ class Checkpointing(Processes):
         return Checkpoints(self.project_configuration.checkpoints)
 
     def save_state(
-        self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_save: bool = False
+        self,
+        output_dir: _Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool | None = None,
     ) -> str:
         """Save everything the run needs to go on: it is whole under its name, or not there.
 
@@ -80,6 +84,7 @@ class Checkpointing(Processes):
             safe_serialization: True: there are only safetensors and JSON.
             async_save: Return as soon as the state is copied, and write while the script trains on. What goes wrong
                 comes up at the next step of an optimizer, the next save, `wait_for_checkpoint`, or at the end.
+                None is what `ProjectConfiguration(async_save=...)` says.
 
         Returns:
             The checkpoint's directory.
@@ -103,7 +108,7 @@ class Checkpointing(Processes):
         saving.run_hooks(lambda: _call(self._save_hooks, models, states, os.fspath(place.scratch)))
         saving.take(run.items(models, states), run.step)
         retention.saved(place.target)
-        if not async_save:
+        if not (self.project_configuration.async_save if async_save is None else async_save):
             self._finish(saving, retention, self._share("save_state"))
             return os.fspath(place.target)
         share = self._backend.apart()
@@ -214,6 +219,17 @@ class Checkpointing(Processes):
             Its `remove()` takes the hook away.
         """
         return _added(self._load_hooks, hook)
+
+    def _reserve(self, prepared: PreparedOptimizer) -> None:
+        """Take memory for saving in the background once an optimizer has its state."""
+        if self.project_configuration.async_save:
+            hooks: list[RemovableHandle] = []
+
+            def stepped(*_: Any) -> None:
+                hooks.pop().remove()
+                self._staging.reserve(self._run().bytes)
+
+            hooks.append(prepared.optimizer.register_step_post_hook(stepped))
 
     def _finish(self, saving: Saving, retention: Retention, share: Share) -> None:
         if saving.finish(share) is not None:
