@@ -88,6 +88,8 @@ class Manifest:
     """Every file but this one, also those that hooks of the script wrote."""
     about: Mapping[str, str] = field(default_factory=dict)
     """For items that a class of the script stands behind, its name."""
+    run: Mapping[str, str] = field(default_factory=dict)
+    """What the run was called by those who started it: `launch`, `slurm_job`."""
 
     @property
     def items(self) -> list[str]:
