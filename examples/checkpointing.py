@@ -28,14 +28,13 @@ def main() -> None:
     accelerator = Accelerator(split_batches=True, project_config=project)
     set_seed(0)
     train_set, _ = digits()
-    model = network().append(nn.Dropout(0.1))  # what it drops is part of what is saved
+    model = nn.Sequential(network(), nn.Dropout(0.1))  # what it drops is part of what is saved
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     loader = DataLoader(train_set, batch_size=32, shuffle=True, drop_last=True)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 
     accelerator.resume()  # with --resume, after a restart, or where Slurm runs the job again
-    loss = torch.zeros(())
     for epoch in range(loader.epoch, args.epochs):
         for images, labels in loader:  # the rest of the epoch it was in
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -54,7 +53,7 @@ def main() -> None:
     weights = hashlib.sha256()
     for tensor in accelerator.unwrap_model(model).state_dict().values():
         weights.update(tensor.cpu().numpy().tobytes())
-    accelerator.print(f"{optimizer.steps} steps, loss {loss.item():.6f}, weights {weights.hexdigest()[:16]}")
+    accelerator.print(f"{optimizer.steps} steps, weights {weights.hexdigest()[:16]}")
 
 
 if __name__ == "__main__":
