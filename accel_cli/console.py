@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["coloured", "error", "failure", "note", "plain", "short", "show", "table"]
+__all__ = ["coloured", "error", "failure", "note", "plain", "reading", "short", "show", "table"]
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
@@ -80,6 +82,31 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     for row in rows:
         grid.add_row(*map(escape, row))
     Console().print(grid)
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal how much of a directory was read.
+
+    Yields:
+        Told which directory it is, how many bytes of it were read, and how many there are (0: not known).
+    """
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(path: str, done: int, total: int) -> None:
+            if path not in tasks:
+                tasks[path] = bar.add_task(Path(path).name, total=total or None)
+            bar.update(tasks[path], completed=done)
+
+        yield tell
 
 
 def _say(head: str, style: str, text: str) -> None:

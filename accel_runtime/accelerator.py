@@ -15,13 +15,14 @@ from accel_runtime import collectives
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
+from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.facade.checkpointing import Checkpointing, restarted
+from accel_runtime.facade.checkpointing import Checkpointing
 from accel_runtime.facade.exporting import Exporting
 from accel_runtime.facade.in_force import InForce
 from accel_runtime.facade.in_the_loop import InTheLoop
@@ -140,7 +141,7 @@ class Accelerator(
         self._loaders: WeakValueDictionary[int, PreparedLoader] = WeakValueDictionary()
         self._loader_numbers = count()
         self._schedulers: list[PreparedScheduler] = []
-        self._keep_checkpoints(resumes=self.settings.resume or restarted(os.environ))
+        self._keep_checkpoints(Resuming(self.settings.resume, Origin.from_env(os.environ)))
         given = {"mixed_precision": asked is not None, "device": cpu}
         self._origins = origins(self.settings, given, os.environ)
 

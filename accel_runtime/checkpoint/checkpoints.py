@@ -9,7 +9,7 @@ from pathlib import Path
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.storage import damage
+from accel_runtime.checkpoint.verifying import every_byte
 
 __all__ = ["Checkpoints"]
 
@@ -60,7 +60,7 @@ class Checkpoints:
             CheckpointError: It is damaged; the message names files and tensors.
         """
         found = self.newest() if checkpoint is None else folder.find(Path(checkpoint))
-        wrong = damage(found, found.manifest.parts(found.manifest.items))
+        wrong = every_byte(found)
         if wrong:
             raise CheckpointError("\n".join(wrong))
         return found

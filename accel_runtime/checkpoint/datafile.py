@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from accel_runtime.checkpoint.dtypes import NAMES
 from accel_runtime.checkpoint.files import Disk, about
 from accel_runtime.checkpoint.manifest import File, checksum
 from accel_runtime.exchange.raw import memory
@@ -22,24 +23,7 @@ __all__ = ["Part", "Written", "bytes_of", "write"]
 
 _SLICE = 1 << 22
 """Bytes that are hashed and written at a time: they are still in the cache when they are written."""
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+_NAMES = {getattr(torch, ours): theirs for ours, theirs in NAMES.items()}
 """What the format calls a dtype; others are written as bytes, and only the manifest knows what they are."""
 
 

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from accel_runtime.checkpoint import folder
-from accel_runtime.checkpoint.agreed import own_name
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import Stored
-from accel_runtime.checkpoint.storage import Reader, damage, dtype_of, own_share
+from accel_runtime.checkpoint.manifest import Stored, own_name
+from accel_runtime.checkpoint.storage import Reader, dtype_of, own_share
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import unpacked
+from accel_runtime.checkpoint.verifying import damage
 
 __all__ = ["Loading"]
 

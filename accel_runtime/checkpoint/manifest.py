@@ -14,7 +14,7 @@ import xxhash
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.form import Doubt, check
 
-__all__ = ["NAME", "UNFINISHED", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of"]
+__all__ = ["NAME", "UNFINISHED", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of", "own_name"]
 
 NAME = "checkpoint.json"
 """The file without which a directory is no checkpoint."""
@@ -97,6 +97,8 @@ class Manifest:
     """Every file but this one, also those that hooks of the script wrote."""
     about: Mapping[str, str] = field(default_factory=dict)
     """For items that a class of the script stands behind, its name."""
+    run: Mapping[str, str] = field(default_factory=dict)
+    """What the run was called by those who started it: `launch`, `slurm_job`."""
 
     @property
     def items(self) -> list[str]:
@@ -194,6 +196,11 @@ def item_of(tensor: str) -> str:
 def _writer(body: dict[str, Any]) -> str:
     versions = body.get("versions")
     return str(versions.get("accel")) if isinstance(versions, dict) else "of another version"
+
+
+def own_name(tensor: str, rank: int) -> str:
+    """What a tensor is called that differs from rank to rank."""
+    return f"{tensor}#{rank}"
 
 
 def _stored(stored: dict[str, Any]) -> Stored:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +49,13 @@ class Saving:
         rank: This rank.
         world_size: How many there are.
         disk: Does it.
+        run: What the run is called.
     """
 
-    def __init__(self, share: Share, rank: int, world_size: int, disk: Disk) -> None:
+    def __init__(
+        self, share: Share, rank: int, world_size: int, disk: Disk, *, run: Mapping[str, str] | None = None
+    ) -> None:
+        self._run = dict(run or {})
         self._share, self._rank, self._world_size, self._disk = share, rank, world_size, disk
         self._planner = Planner()
         self._lock: int | None = None
@@ -191,6 +195,7 @@ class Saving:
             tensors=stored(metadata),
             files=files | _of_hooks(place.scratch, files, self._disk),
             about=self._about,
+            run=self._run,
         )
         self._write_text(place.scratch / NAME, manifest.text())
         placing.commit(place.scratch, place.target, self._disk)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -39,14 +37,12 @@ from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File, Stored, item_of
 from accel_runtime.checkpoint.spread import spread
 
-__all__ = ["Planner", "Reader", "Writer", "damage", "dtype_of", "own_share"]
+__all__ = ["Planner", "Reader", "Writer", "dtype_of", "own_share"]
 
 _FILE_BYTES = 1 << 28
 """Files are not cut smaller than this, so that two threads have about the same to do and there are few files."""
 _FILES = 16
 """About so many files a rank writes at most."""
-_BLOCK = 1 << 22
-"""Bytes that are read and hashed at a time."""
 
 
 class Planner(DefaultSavePlanner):
@@ -299,52 +295,6 @@ def own_share(found: Found, items: Iterable[str], rank: int, world_size: int) ->
         if least == rank:
             mine.append((name, chunk))
     return mine
-
-
-def damage(found: Found, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
-    """What is wrong with these chunks; a sentence each that names file and tensor."""
-    files: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, chunk in chunks:
-        files.setdefault(chunk.file, []).append((name, chunk))
-    wrong = spread(lambda file: _damage(found, *file), files.items())
-    return [sentence for some in wrong for sentence in some]
-
-
-def _damage(found: Found, name: str, chunks: Sequence[tuple[str, Chunk]]) -> list[str]:
-    path, wrong = found.path / name, []
-    room = memoryview(bytearray(_BLOCK))
-    try:
-        with path.open("rb", buffering=0) as opened:
-            for tensor, chunk in sorted(chunks, key=lambda one: one[1].start):
-                if _hash(opened.fileno(), chunk, room) != chunk.checksum:
-                    wrong.append(
-                        f"{path} is damaged: {tensor} does not have its checksum{_other(path, found)}"
-                    )
-    except OSError as error:
-        wrong.append(f"{path} cannot be read: {error.strerror}")
-    return wrong
-
-
-def _hash(file: int, chunk: Chunk, room: memoryview) -> str:
-    found, start, left = xxhash.xxh3_64(), chunk.start, chunk.bytes
-    while left:
-        count = os.preadv(file, [room[:left]], start)
-        if not count:
-            break
-        found.update(room[:count])
-        start, left = start + count, left - count
-    return found.hexdigest()
-
-
-def _other(path: Path, found: Found) -> str:
-    """Says so where the file belongs to another save."""
-    try:
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            save = json.loads(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return "" if save == found.manifest.save else "; the file is of another save"
 
 
 def _part(item: WriteItem, planner: SavePlanner) -> datafile.Part:
