@@ -178,6 +178,7 @@ _FIELDS = {
     "tensors": _object,
     "files": _object,
     "about": _texts,
+    "run": _texts,
 }
 _FILE = {
     "bytes": _count,
