@@ -83,7 +83,10 @@ class Run:
         assert self.log.state["own"][1] == self.rank
         assert len(found) == 1, f"a mixture of steps: {sorted(found)}"
         step = int(found.pop())
-        here, saved = torch.get_rng_state(), torch.Generator().manual_seed(1000 * step + self.rank).get_state()
+        here, saved = (
+            torch.get_rng_state(),
+            torch.Generator().manual_seed(1000 * step + self.rank).get_state(),
+        )
         assert torch.equal(here, saved), "the random state is of another step"
         return step
 

@@ -20,7 +20,9 @@ def pristine(tmp_path_factory):
     """Two checkpoints, of step 3 and 4; a hook has written a file into each."""
     top = tmp_path_factory.mktemp("pristine")
     run = Run(top)
-    run.acc.register_save_state_pre_hook(lambda models, weights, out: (Path(out) / "note.txt").write_text("a note of the hook"))
+    run.acc.register_save_state_pre_hook(
+        lambda models, weights, out: (Path(out) / "note.txt").write_text("a note of the hook")
+    )
     for step in (3, 4):
         run.put(step)
         run.acc.save_state()
@@ -90,7 +92,9 @@ def test_a_bit_that_flips_anywhere_is_noticed_and_the_file_named(run, newest, pr
     for name in names:
         size = (newest / name).stat().st_size
         # The first and last bytes, the header's text and padding, and any others.
-        bits = {0, 7, 8 * 7, 8 * 9, 8 * (size - 1), 8 * (size // 2)} | {chance.randrange(8 * size) for _ in range(8)}
+        bits = {0, 7, 8 * 7, 8 * 9, 8 * (size - 1), 8 * (size // 2)} | {
+            chance.randrange(8 * size) for _ in range(8)
+        }
         for bit in bits:
             flipped(newest / name, bit)
             said = refused_with_offer(run, newest)
@@ -201,7 +205,13 @@ def test_a_manifest_whose_parts_have_wrong_types_is_refused(run, newest):
     original = (newest / NAME).read_bytes()
     for key in whole:
         for wrong in (None, 7.5, "text", [1], {"a": 1}, -1, True):
-            if type(wrong) is type(whole[key]) and key not in {"values", "tensors", "files", "about", "versions"}:
+            if type(wrong) is type(whole[key]) and key not in {
+                "values",
+                "tensors",
+                "files",
+                "about",
+                "versions",
+            }:
                 continue
             rewritten(newest, lambda body, key=key, wrong=wrong: body.update({key: wrong}))
             assert str(newest) in refused(run, newest), (key, wrong)
@@ -215,12 +225,16 @@ def test_a_manifest_whose_parts_have_wrong_types_is_refused(run, newest):
 
 def test_a_newer_format_says_who_wrote_it(run, newest):
     rewritten(newest, lambda body: body.update(format=2, versions={"accel": "9.9"}))
-    assert "format 2, and this version of accel reads format 1: it was written by accel 9.9" in refused(run, newest)
+    assert "format 2, and this version of accel reads format 1: it was written by accel 9.9" in refused(
+        run, newest
+    )
 
 
 def test_hooks_of_loading_are_not_called_on_a_damaged_checkpoint(run, newest):
     called = []
-    run.acc.register_load_state_pre_hook(lambda models, path: called.append((Path(path) / "note.txt").read_text()))
+    run.acc.register_load_state_pre_hook(
+        lambda models, path: called.append((Path(path) / "note.txt").read_text())
+    )
     flipped(newest / "note.txt", 5)
     refused(run, newest)
     assert called == []
@@ -270,7 +284,11 @@ def test_damage_that_one_of_two_ranks_sees_is_raised_on_both(pair, memory):
         try:
             run.acc.load_state()
         except CheckpointError as error:
-            return [file.name for file in files if str(file) in str(error)], len(files), same(run.live(), before)
+            return (
+                [file.name for file in files if str(file) in str(error)],
+                len(files),
+                same(run.live(), before),
+            )
 
     for named, count, unchanged in pair.run(load, memory, 4):
         assert len(named) == count

@@ -75,7 +75,14 @@ def test_two_hundred_runs_killed_at_random_moments_go_on_from_what_they_saved(
 ):
     case = CASES[name] | {"before": 0}
     found = dying(
-        memory, 600, what="at random", case=case, world=world, in_background=in_background, kills=kills, seed=5
+        memory,
+        600,
+        what="at random",
+        case=case,
+        world=world,
+        in_background=in_background,
+        kills=kills,
+        seed=5,
     )
     assert found["kills"] == kills
     assert found["saves"] > kills / 2

@@ -70,12 +70,21 @@ def test_the_payload_would_run(memory):
 
 
 def test_pickles_beside_the_files_are_not_read_and_told(project, newest, trace, caplog):
-    for name in ("optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "pytorch_model.bin", "x.pt"):
+    for name in (
+        "optimizer.bin",
+        "custom_checkpoint_0.pkl",
+        "random_states_0.pkl",
+        "pytorch_model.bin",
+        "x.pt",
+    ):
         (newest / name).write_bytes(pickle.dumps(Payload(trace)))
     torch.save(Payload(trace), newest / "scheduler.bin")
     project.acc.load_state(newest)
     assert project.step() == 3
-    assert "not read: custom_checkpoint_0.pkl, optimizer.bin, pytorch_model.bin, random_states_0.pkl" in caplog.text
+    assert (
+        "not read: custom_checkpoint_0.pkl, optimizer.bin, pytorch_model.bin, random_states_0.pkl"
+        in caplog.text
+    )
 
 
 def test_pickles_in_place_of_any_file_are_refused(project, newest, trace):
@@ -100,7 +109,9 @@ def test_pickles_as_the_bytes_of_files_with_the_right_checksums_are_only_numbers
         for stored in body["tensors"].values():
             for chunk in stored["chunks"]:
                 if chunk["file"] == path.name:
-                    chunk["checksum"] = checksum(bytes(data[chunk["start"] : chunk["start"] + chunk["bytes"]]))
+                    chunk["checksum"] = checksum(
+                        bytes(data[chunk["start"] : chunk["start"] + chunk["bytes"]])
+                    )
 
     forge(newest, resum)
     project.acc.load_state(newest)
@@ -164,10 +175,25 @@ def test_a_dtype_that_is_none_is_refused(project, newest, dtype):
 
 def test_a_dtype_of_another_width_is_refused(project, newest):
     forge(newest, lambda body: body["tensors"]["model/0.weight"].update(dtype="float64"))
-    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in refused(project, newest)
+    assert "model/0.weight is float64 of shape [8, 8], and its parts have 256 bytes" in refused(
+        project, newest
+    )
 
 
-NAMES = ["../../secret", "/etc/passwd", "a/../../secret", "..", ".", "", "a//b", "./a", "a/", NAME, ".unfinished", "a\0b"]
+NAMES = [
+    "../../secret",
+    "/etc/passwd",
+    "a/../../secret",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "./a",
+    "a/",
+    NAME,
+    ".unfinished",
+    "a\0b",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -222,7 +248,8 @@ def halves(*boxes):
 LIES = {
     "elements that are not there": weight(shape=[10**8, 10**7]),
     "a huge shape with huge parts": lambda body: (
-        weight(shape=[10**15])(body), chunk(sizes=[10**15], offsets=[0])(body)
+        weight(shape=[10**15])(body),
+        chunk(sizes=[10**15], offsets=[0])(body),
     ),
     "more bytes than the file": chunk(bytes=10**15),
     "a start beyond the end": chunk(start=10**9),
