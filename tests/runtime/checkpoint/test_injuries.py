@@ -86,7 +86,9 @@ def test_c1_killed_after_the_exchange_all_of_the_new_one_is_there(memory, method
     assert of_one_step(run, memory / "mine") == 2
 
 
-@pytest.mark.parametrize("moment", [("create", "model"), ("create", "checkpoint.json"), ("remove_tree", "")], ids=str)
+@pytest.mark.parametrize(
+    "moment", [("create", "model"), ("create", "checkpoint.json"), ("remove_tree", "")], ids=str
+)
 def test_c4_with_total_limit_1_a_checkpoint_is_there_at_every_moment(memory, moment):
     run = Run(memory, total_limit=1)
     run.put(1)
