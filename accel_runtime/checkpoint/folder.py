@@ -169,7 +169,7 @@ def whole(paths: list[Path]) -> list[Found]:
     found = []
     for path in paths:
         with suppress(CheckpointError):
-            if ".removing" not in path.name:
+            if ".removing" not in path.name and not (path / UNFINISHED).exists():
                 found.append(read(path))
     # One that was replaced is older than what replaced it, whatever the clock says.
     return sorted(found, key=lambda one: (not was_in_place(one.path), one.manifest.saved_at, one.path))

@@ -171,8 +171,7 @@ class Saving:
         room = self._disk.room(self._place.scratch)
         if needed > room:
             raise CheckpointError(
-                f"{self._place.target.parent} has room for {room / 1e9:.2f} GB, and this checkpoint takes "
-                f"{needed / 1e9:.2f} GB"
+                f"{self._place.target.parent} has room for {_size(room)}, and this checkpoint takes {_size(needed)}"
             )
 
     def _write(self) -> tuple[list[Any], dict[str, File]]:
@@ -229,6 +228,10 @@ class Saving:
             with suppress(OSError):
                 self._disk.unlock(self._lock)
             self._lock = None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _told(metadata: Metadata) -> list[Any]:
