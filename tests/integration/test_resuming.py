@@ -177,7 +177,7 @@ def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
 
 
 def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
-    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--project-dir", "project")
+    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--every", 100, "--project-dir", "project")
     done = accel("launch", *options)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
