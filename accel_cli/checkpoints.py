@@ -33,8 +33,13 @@ def ask(command: str, directory: str, progress: Progress = lambda *_: None, **mo
     """
     request = json.dumps({"command": command, "directory": directory, **more})
     child = [sys.executable, "-m", "accel_runtime.checkpoint.shell", request]
+    # In a session of its own: Ctrl-C would reach it twice, and interrupt its putting things in order.
     with subprocess.Popen(
-        child, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        child,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as asked:
         assert asked.stdout
         assert asked.stderr

@@ -47,7 +47,7 @@ def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors[name] = Stored(dtype, tuple(tensor.shape), tuple(chunks[name]))
     manifest = Manifest(
-        f"save{step}",
+        "handmade",
         saved_at,
         world_size,
         step,
@@ -65,7 +65,7 @@ def one_file(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR091
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         piece = piece.narrow(dimension, offset, size)
     part = datafile.Part(name.split("/", 1)[1], tensor.dtype, tuple(piece.shape), offsets, piece.contiguous)
-    written = datafile.write(path, [part], {"save": "save7"}, Disk())
+    written = datafile.write(path, [part], {"save": "handmade"}, Disk())
     start, checksum = written.places[0]
     return written.file, Chunk(file, start, part.bytes, checksum, tuple(offsets), tuple(sizes))
 

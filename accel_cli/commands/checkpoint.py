@@ -36,7 +36,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for other progr
 def list_(directory: _Dir = ".", as_json: _Json = False) -> None:
     """List the checkpoints of a directory, the oldest first, and whether each is whole.
 
-    That is as far as manifests and sizes of files tell; `verify` reads every byte.
+    That is as far as manifests and sizes of files tell; accel checkpoint verify reads every byte.
     """
     from accel_cli import console
     from accel_cli.checkpoints import ask

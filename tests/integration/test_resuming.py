@@ -40,6 +40,15 @@ accelerator.print("ends with", optimizer.steps, accelerator.unwrap_model(model).
 """
 
 
+def slowed(cwd):
+    """The example with a moment's rest in every step, so that a signal comes while it trains."""
+    path = cwd / "train.py"
+    text = EXAMPLE.read_text().replace("import hashlib", "import hashlib\nimport sys\nimport time")
+    text = text.replace("from digits", f"sys.path.append({str(EXAMPLE.parent)!r})\nfrom digits")
+    path.write_text(text.replace("optimizer.zero_grad()", "optimizer.zero_grad(), time.sleep(0.02)"))
+    return path
+
+
 class Run:
     """A launch of the example under way, in the working folder."""
 
@@ -55,7 +64,7 @@ class Run:
             str(processes),
         ]
         self.process = subprocess.Popen(
-            [*command, *options, EXAMPLE, "--epochs", "2", "--every", "20", "--project-dir", "project"],
+            [*command, *options, slowed(cwd), "--epochs", "2", "--every", "20", "--project-dir", "project"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -177,7 +186,7 @@ def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
 
 
 def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
-    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--project-dir", "project")
+    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--every", 100, "--project-dir", "project")
     done = accel("launch", *options)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
