@@ -116,11 +116,15 @@ def _check(tree: Tree, names: dict[nn.Parameter, str]) -> None:
 
 
 def _plain(gradient: torch.Tensor) -> Any:
-    """A gradient as files take it: of a sparse one, its parts."""
+    """A gradient as files take it: of a sparse one its parts, not added up, since sums depend on their order."""
     if gradient.layout is not torch.sparse_coo:
         return gradient
-    gradient = gradient.coalesce()
-    return {"indices": gradient.indices(), "values": gradient.values(), "shape": list(gradient.shape)}
+    return {
+        "indices": gradient._indices(),  # noqa: SLF001 - the public one is for what is added up
+        "values": gradient._values(),  # noqa: SLF001
+        "shape": list(gradient.shape),
+        "coalesced": gradient.is_coalesced(),
+    }
 
 
 def _placed(gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
@@ -131,10 +135,13 @@ def _placed(gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _sparse(parts: dict[str, Any]) -> torch.Tensor:
-    found = torch.sparse_coo_tensor(
-        parts["indices"], parts["values"], tuple(parts["shape"]), check_invariants=True, is_coalesced=True
+    return torch.sparse_coo_tensor(
+        parts["indices"].clone(),
+        parts["values"].clone(),
+        tuple(parts["shape"]),
+        check_invariants=True,
+        is_coalesced=parts["coalesced"],
     )
-    return found.clone()
 
 
 def _mean(gradients: list[Any]) -> Any:
