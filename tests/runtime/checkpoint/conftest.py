@@ -20,3 +20,9 @@ cloudpickle.register_pickle_by_value(played)
 def _by_value(request):
     """What a test module defines travels with the functions it ships."""
     cloudpickle.register_pickle_by_value(request.module)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 process", "2 processes"])
+def some(request, clusters):
+    """One process and two in turn."""
+    return clusters[request.param]

@@ -108,6 +108,7 @@ def row(run, batch, seen):
         batch[0].tolist() if isinstance(batch, (list, tuple)) else batch.tolist(),
         seen,
         [float(group["lr"]) for group in run.optimizer.param_groups],
+        numbers({name: value for name, value in run.kept.items() if isinstance(value, (torch.Tensor, float))}),
         run.accelerator.sync_gradients,
         run.accelerator.save_iteration,
         (torch.rand(()).item(), random.random(), float(np.random.rand())),  # noqa: NPY002
@@ -129,14 +130,13 @@ def walked(script: Script, run: Training, after: Callable[[int, bool], None] = l
 
 def weights(run):
     """The model's state at the end, as numbers."""
-    state = run.accelerator.unwrap_model(run.model).state_dict()
-    return {name: numbers(value) for name, value in state.items()}
+    return numbers(dict(run.accelerator.unwrap_model(run.model).state_dict()))
 
 
 def numbers(value):
     """Any state as what == compares."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
+        plain = value.detach().to_dense().to(torch.complex128 if value.is_complex() else torch.float64)
         return str(value.dtype), plain.tolist()
     if isinstance(value, dict):
         return {key: numbers(one) for key, one in value.items()}
