@@ -14,7 +14,7 @@ import torch
 
 from accel_runtime.backends.base import Backend
 
-__all__ = ["KINDS", "Apart", "agreed", "capture", "fingerprint", "restore"]
+__all__ = ["KINDS", "Apart", "agreed", "capture", "fingerprint", "in_force", "kept", "restore"]
 
 KINDS = ("torch", "python", "numpy")
 """The global generators that samplers, datasets and transforms draw from."""
@@ -29,14 +29,19 @@ def capture(generators: Sequence[torch.Generator] = (), kinds: Sequence[str] = K
     Returns:
         Numbers, text, lists and tensors only, so that they can be saved.
     """
-    states = _in_force(kinds)
+    return {"generators": [generator.get_state() for generator in generators]} | kept(in_force(kinds))
+
+
+def kept(states: States) -> States:
+    """What `in_force` gave, so that it can be saved."""
+    states = dict(states)
     if "python" in states:
         version, numbers, spare = states["python"]
         states["python"] = [version, list(numbers), spare]
     if "numpy" in states:
         name, keys, *rest = states["numpy"]
         states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
-    return {"generators": [generator.get_state() for generator in generators]} | states
+    return states
 
 
 def restore(states: States, generators: Sequence[torch.Generator] = ()) -> None:
@@ -81,11 +86,11 @@ class Apart:
         if states is not None and beside is not None:
             same = states is beside
             kinds = [kind for kind in kinds if not same and _print(states[kind]) != _print(beside.get(kind))]
-        own = _in_force(kinds)
+        own = in_force(kinds)
         if states is not None:
             restore({kind: states[kind] for kind in kinds})
         self._kinds = kinds
-        self._states = _in_force(kinds)
+        self._states = in_force(kinds)
         self._inside = False
         _enforce(own)
 
@@ -95,14 +100,14 @@ class Apart:
         if self._inside or not self._kinds:
             yield
             return
-        own = _in_force(self._kinds)
+        own = in_force(self._kinds)
         self.take_over()
         self._inside = True
         try:
             yield
         finally:
             self._inside = False
-            self._states = _in_force(self._kinds)
+            self._states = in_force(self._kinds)
             _enforce(own)
 
     def take_over(self) -> None:
@@ -110,7 +115,7 @@ class Apart:
         _enforce(self._states)
 
 
-def _in_force(kinds: Sequence[str]) -> States:
+def in_force(kinds: Sequence[str] = KINDS) -> States:
     """What generators give out themselves: quick, but it cannot be saved."""
     states: States = {}
     if "torch" in kinds:

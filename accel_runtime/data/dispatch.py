@@ -103,6 +103,14 @@ class Dispatched(Source):
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
         return self._source.after(steps, start)
 
+    @override
+    def check(self, start: dict[str, Any]) -> None:
+        self._source.check(start)
+
+    @override
+    def following(self, start: dict[str, Any]) -> dict[str, Any]:
+        return self._source.following(start)
+
     def _read(self, loop: Loop, start: dict[str, Any]) -> Iterator[list[Handed]]:
         """What each rank is handed, step by step."""
         walk = self._source.walk(loop, start)

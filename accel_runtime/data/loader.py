@@ -16,6 +16,7 @@ from accel_runtime import rng, tree
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_of
+from accel_runtime.data.separate import elsewhere
 from accel_runtime.data.source import Loop, Source
 from accel_runtime.heartbeat import heartbeat
 
@@ -215,20 +216,34 @@ class PreparedLoader(DataLoader[Any]):
         )
         return {"epoch": progress.epoch, "kind": self._source.kind} | at
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, random_restored: bool = False) -> None:
         """Go on from where `state_dict` was taken, with the next walk.
 
+        Args:
+            state_dict: What `state_dict` gave.
+            random_restored: The caller puts the global random generators back too, as they were then. An epoch that
+                had not begun draws from them as they are when it begins, as it would have without a break; otherwise
+                it draws under the states that `state_dict` kept.
+
         Raises:
-            ValueError: It is not what `state_dict` gave, or gave for a loader of another kind.
+            ValueError: It is not what `state_dict` gave, or gave for a loader of another kind; or it holds for
+                another number of processes or workers only.
         """
         kind = self._source.kind
+        start = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind"}}
+        world = self._backend.topology.world_size
+        if start.get("world_size", world) != world:
+            # First of all: on one process such a loader is of another kind, which says nothing to a person.
+            raise elsewhere(start["world_size"], world)
         if not isinstance(state_dict.get("epoch"), int) or state_dict.get("kind") != kind:
             raise ValueError(
                 f"this loader's state has an epoch and kind={kind!r}; this one has "
                 f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }"
             )
-        self._progress.epoch, self._progress.loop = state_dict["epoch"], None
-        self._progress.resume = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind"}}
+        self._source.check(start)
+        if random_restored:
+            start = self._source.following(start)
+        self._progress.epoch, self._progress.loop, self._progress.resume = state_dict["epoch"], None, start
 
     def skipping(self, steps: int) -> PreparedLoader:
         """This loader without the first steps of every epoch; both count the same epochs."""

@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 from typing_extensions import override
 
@@ -17,6 +19,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.order import Order, order_of
 from accel_runtime.data.sampling import Index, Sharding, Step, slices
 from accel_runtime.data.script import altered, gives_single, sampler_of, slot_of
+from accel_runtime.data.seeding import BatchSeed, epoch_seed, seeding
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.randomness import Apart, agreed, capture, restore
 from accel_runtime.topology import Topology
@@ -49,11 +52,18 @@ class Ordered(Source):
         self._backend = Single(Topology(), backend.device) if for_all else backend
         self._order = order_of(loader, sharding, self._backend, seed)
         sampler = sampler_of(loader)
+        self._generator = loader.generator
         self._generators = _generators(loader, sampler, getattr(sampler, "sampler", None))
         self._steps = _Steps(
             self._order, sampler, None if for_all else sharding.rank, single=gives_single(loader)
         )
         self.inner: DataLoader[Any] = altered(loader, **{slot_of(loader): self._steps})
+        self._walked = self.inner
+        """What draws a seed for workers when a walk begins, as torch always does, unless they are there already."""
+        if loader.num_workers:
+            self._walked = seeding(self.inner, self._steps.batch_seed)
+            # What `DataLoader.__iter__` asks, so that the walk of a subclass sees what it knows.
+            vars(self.inner)["_get_iterator"] = partial(_iterator, self._walked)
 
     @property
     def sharding(self) -> Sharding:
@@ -72,24 +82,24 @@ class Ordered(Source):
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        kinds = self._order.draws_from
-        here = capture(self._generators, kinds)
-        # Nothing is asked of the others where nothing is drawn.
-        random = start.get("random") or (agreed(here, self._backend) if kinds else here)
+        here = capture(self._generators, self._kinds)
+        random = self._random(start, here)
         if random is not here:
             restore({"generators": random["generators"]}, self._generators)
         begun, batches = start.get("position", 0), 0
+        persisted = self._persisted(start)
 
         def where(share: Share | None) -> dict[str, Any]:
             whole = share is not None and share.last
             at = len(self._order.source) if whole else self._beyond(begun, batches)
-            return {"position": at, "random": random}
+            return {"position": at, "random": random} | persisted
 
         loop.where = where
         drawing = Apart(random, here)
         self._steps.begin(begun, loop.epoch, drawing, resumed="random" in start)
-        with drawing():
-            walk = iter(self.inner)
+        if self.inner.num_workers:
+            self._steps.seed = epoch_seed(random, loop.epoch)
+        walk = self._begun(start, drawing, drawn=bool(persisted))
         shares: deque[Share] | None = None
         for batch in walk:
             # Not before the first batch: a subclass may begin its walk as late as that.
@@ -98,13 +108,57 @@ class Ordered(Source):
             batches += 1
             yield batch
 
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """The global generators that count."""
+        kinds = self._order.draws_from
+        # Workers' numbers follow from torch's state.
+        return ("torch",) if self.inner.num_workers and not kinds else kinds
+
+    def _random(self, start: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+        """The random states the epoch is drawn under."""
+        if "random" not in start:
+            # Nothing is asked of the others where nothing is drawn.
+            return agreed(here, self._backend) if self._kinds else here
+        saved: dict[str, Any] = start["random"]
+        # Between two epochs nothing has been drawn yet, and every rank has kept its own.
+        return saved if start.get("position") else agreed(here | saved, self._backend)
+
+    def _persisted(self, start: dict[str, Any]) -> dict[str, Any]:
+        """What a position says of workers that were there when the epoch began, so that no seed was drawn for them."""
+        there = bool(start.get("persisted")) if "random" in start else self._there
+        return {"persisted": True} if there else {}
+
+    @property
+    def _there(self) -> bool:
+        return getattr(self.inner, "_iterator", None) is not None
+
+    def _begun(self, start: dict[str, Any], drawing: Apart, *, drawn: bool) -> Iterator[Any]:
+        """The walk of torch, with the seed for workers drawn if the uninterrupted run draws it here, and only then.
+
+        Args:
+            start: The position it begins at.
+            drawing: The random states the epoch is drawn under.
+            drawn: Whether it was drawn in an earlier epoch, as workers persist.
+        """
+        own = self._generator
+        inside = bool("random" in start and start.get("position"))
+        # Inside an epoch it has been drawn already, and what was drawn from is where it was afterwards.
+        spare = drawn or (inside and own is None and "torch" not in start["random"])
+        vars(self._walked)["generator"] = torch.Generator() if spare else own
+        with drawing():
+            if self._there and not spare and "random" in start:
+                torch.empty((), dtype=torch.int64).random_(generator=own)
+            return iter(self.inner)
+
     @override
     def steps(self) -> int:
         return self._order.steps()
 
     @override
     def beginning(self) -> dict[str, Any]:
-        return {"position": 0, "random": capture(self._generators)}
+        persisted = {"persisted": True} if self._there else {}
+        return {"position": 0, "random": capture(self._generators, self._kinds)} | persisted
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +184,15 @@ class _Steps(Sampler[Any]):
         self.drop_last = bool(getattr(source, "drop_last", False))
         self.shares: deque[Share] = deque()
         """The batches whose indices were given out by the newest iterator and that did not come yet: their steps."""
+        self.seed = 0
+        """What all batches of the epoch have in common, where workers draw random numbers."""
+
+    def batch_seed(self, batch: int) -> BatchSeed:
+        """The random numbers of the n-th batch that the newest iterator gives."""
+        step, rank = divmod(batch, self.ranks) if self._rank is None else (batch, self._rank)
+        stride = self._order.stride
+        each, shared = divmod(stride, self._order.sharding.world_size)
+        return BatchSeed(self.seed, self._next[0] + step * stride + rank * each, rank if shared else 0)
 
     def begin(self, position: int, epoch: int, drawing: Apart, *, resumed: bool) -> None:
         """The next iterator walks from here."""
@@ -174,6 +237,11 @@ class _Steps(Sampler[Any]):
         if self._single:
             return [part.start for part in slices(share)]
         return [None] if len(share.sizes) == 1 else slices(share)
+
+
+def _iterator(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What torch, or a subclass, walks a loader with."""
+    return type(loader)._get_iterator(loader)  # noqa: SLF001
 
 
 def _generators(*parts: Any) -> tuple[Any, ...]:

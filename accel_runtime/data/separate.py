@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -13,10 +14,13 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.sampling import factor
 from accel_runtime.data.source import Loop, Share, Source
+from accel_runtime.randomness import Apart, capture, in_force, kept
 
-__all__ = ["Separate"]
+__all__ = ["Separate", "elsewhere"]
 
 _UNKNOWN = (-1, -1)
+_BEGINNING = ("random", "persisted")
+"""What of a position is the same all through its epoch."""
 
 
 class Separate(Source):
@@ -24,7 +28,7 @@ class Separate(Source):
 
     Ranks may have different numbers of batches. All take as many steps as the longest; a rank that is out
     is given its first batch of the epoch again, of which nothing is valid. A rank without any data is given
-    a batch of another's.
+    a batch of another's. A position has every rank's own in it, and holds for as many ranks only.
 
     Args:
         local: This rank's batches, as one process would walk them.
@@ -36,29 +40,30 @@ class Separate(Source):
         self._local = local
         self._backend = backend
         self._known = _known(loader)
+        self._draws = loader.num_workers == 0
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        world = self._backend.topology.world_size
-        if start.get("world_size", world) != world:
-            raise ValueError(
-                f"this position was taken on {start['world_size']} processes over data split by process, and holds "
-                f"for as many only; there are {world}. Resume with {start['world_size']} processes"
-            )
+        self.check(start)
         step = start.get("position", 0)
-        loop.where = lambda _: {"position": step, "world_size": world}
-        reader = _Reader(self._local, Loop(loop.epoch), self._local.after(step, {}))
+        local = start.get("local", {}) if "local" in start or not step else self._local.after(step, {})
+        began = {"began": start["began"] if "began" in start else capture()} if self._draws else {}
         agree = self._agreement()
+        # Before the walk itself: both may go through the same workers.
+        spare = self._again(loop.epoch, local, began, agree) if step and "random" in local else None
+        with Apart(start["reading"])() if "reading" in start else nullcontext():
+            reader = _Reader(self._local, Loop(loop.epoch), local, draws=self._draws)
+        world = self._backend.topology.world_size
+        loop.where = lambda _: {"position": step, "world_size": world} | began | reader.position()
         now = agree(step, reader)
-        spare = self._spare(reader, now)
-        sizes = [count or next(filter(None, now)) for count in now] if any(now) else []
+        spare = spare or self._spare(reader, now)
         while any(now):
             own, batch, step = now[self._backend.topology.rank], reader.take(), step + 1
             if own and batch is None:
                 raise RuntimeError(f"the sampler gave fewer samples than its length says: no batch {step}")
             valid, now = tuple(now), agree(step, reader)
-            loop.share = self._share(valid, sizes, last=not any(now))
-            yield batch if own else copy.deepcopy(spare)
+            loop.share = self._share(valid, spare.sizes, last=not any(now))
+            yield batch if own else copy.deepcopy(spare.batch)
 
     @override
     def steps(self) -> int:
@@ -73,7 +78,35 @@ class Separate(Source):
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
         if not steps:
             return start
-        return {"position": start.get("position", 0) + steps, "world_size": self._backend.topology.world_size}
+        local = self._local.after(steps, start.get("local", {}))
+        return {
+            "position": start.get("position", 0) + steps,
+            "world_size": self._backend.topology.world_size,
+            "local": local,
+        }
+
+    @override
+    def beginning(self) -> dict[str, Any]:
+        return {"local": self._local.beginning()}
+
+    @override
+    def check(self, start: dict[str, Any]) -> None:
+        world = self._backend.topology.world_size
+        if start.get("world_size", world) != world:
+            raise elsewhere(start["world_size"], world)
+        self._local.check(start.get("local", {}))
+
+    @override
+    def following(self, start: dict[str, Any]) -> dict[str, Any]:
+        return start | {"local": self._local.following(start["local"])} if "local" in start else start
+
+    def _again(self, epoch: int, local: dict[str, Any], began: dict[str, Any], agree: _Agree) -> _Spare:
+        """The spare of an epoch that is gone on with: its start is read once more, as it was then."""
+        with Apart(began.get("began"))():
+            reader = _Reader(self._local, Loop(epoch), {k: local[k] for k in _BEGINNING if k in local})
+        now = agree(0, reader)
+        reader.check()
+        return self._spare(reader, now)
 
     def _agreement(self) -> _Agree:
         """How the numbers of samples of a step become known: from all lengths, or by asking each time."""
@@ -92,25 +125,57 @@ class Separate(Source):
         reader.check()
         return list(counts)
 
-    def _spare(self, reader: _Reader, first: list[int]) -> Any:
-        """The batch this rank is given when it is out: its first, or that of the first rank which has any."""
-        spare = copy.deepcopy(reader.ahead)  # scripts change the batches they are given
+    def _spare(self, reader: _Reader, first: list[int]) -> _Spare:
+        """What this rank is given when it is out: its first batch, or that of the first rank which has any.
+
+        Args:
+            reader: At the start of the epoch.
+            first: Every rank's number of samples there.
+        """
+        batch = copy.deepcopy(reader.ahead)  # scripts change the batches they are given
         if all(first) or not any(first):
-            return spare
+            return _Spare(batch, first)
         giver = next(rank for rank, count in enumerate(first) if count)
-        given = self._backend.broadcast_object(spare, giver)
-        return spare if first[self._backend.topology.rank] else given
+        given = self._backend.broadcast_object(batch, giver)
+        mine = first[self._backend.topology.rank]
+        return _Spare(batch if mine else given, [count or first[giver] for count in first])
 
     def _share(self, valid: tuple[int, ...], first: list[int], *, last: bool) -> Share:
         sizes = tuple(count or size for count, size in zip(valid, first, strict=True))
         return Share(valid, sizes, last, factor(valid, self._backend.topology.rank))
 
 
-class _Reader:
-    """One rank's batches, one ahead."""
+class _Spare(NamedTuple):
+    """What a rank that is out is given."""
 
-    def __init__(self, local: Source, loop: Loop, start: dict[str, Any]) -> None:
+    batch: Any
+    sizes: list[int]
+    """For every rank, how many samples that batch has."""
+
+
+def elsewhere(before: int, now: int) -> ValueError:
+    """The error of a position that holds for another number of processes."""
+    return ValueError(
+        f"this position was taken on {before} processes over data split by process, and holds for as many only; there "
+        f"are {now}. Resume with {before} processes"
+    )
+
+
+class _Reader:
+    """One rank's batches, one ahead.
+
+    Args:
+        local: Where they come from.
+        loop: The walk.
+        start: Its position.
+        draws: Whether reading may draw from the generators of this process.
+    """
+
+    def __init__(self, local: Source, loop: Loop, start: dict[str, Any], *, draws: bool = False) -> None:
         self._loop = loop
+        self._stand = start
+        self._draws = draws
+        self._states: dict[str, Any] = {}
         self._walk = local.walk(loop, start)
         self._error: Exception | None = None
         self.ahead: Any = None
@@ -128,10 +193,18 @@ class _Reader:
         if self._error is not None:
             raise self._error
 
+    def position(self) -> dict[str, Any]:
+        """The position after what was taken, and the random states that what comes next was read under."""
+        reading = {"reading": kept(self._states)} if self._states else {}
+        return {"local": self._stand} | reading
+
     def take(self) -> Any:
         """The batch that came next; the one after it is read."""
         self.check()
         taken = self.ahead
+        if taken is not None:
+            self._stand = self._loop.position()
+            self._states = in_force() if self._draws else {}
         self._read()
         return taken
 

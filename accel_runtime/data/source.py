@@ -51,9 +51,10 @@ class Loop:
 class Source(ABC):
     """Where the batches of one rank come from.
 
-    A position is a dict that is equal on all ranks, valid for another world size, and made of numbers, text,
+    A position is a dict that is equal on all ranks, valid for another world size (but for `Separate`), and made of numbers, text,
     tensors, lists and dicts only, so that it can be saved. Its `position` is a number, in the source's own unit, and
-    its `random` the random states the epoch is drawn under, as `randomness.capture` gives them.
+    its `random` the random states the epoch is drawn under, as `randomness.capture` gives them. A position of 0, or none,
+    is that of an epoch which has not begun.
     """
 
     inner: DataLoader[Any] | None = None
@@ -82,6 +83,13 @@ class Source(ABC):
             f"Accelerator(dataloader_config=DataLoaderConfiguration(even_batches={even}))"
         )
 
+    def check(self, start: dict[str, Any]) -> None:  # noqa: B027 - most positions hold everywhere
+        """Refuse a position that does not hold here.
+
+        Raises:
+            ValueError: It does not.
+        """
+
     @abstractmethod
     def steps(self) -> int:
         """How many steps a whole epoch has; the same on every rank.
@@ -93,6 +101,12 @@ class Source(ABC):
     def beginning(self) -> dict[str, Any]:
         """The position at which the next epoch begins."""
         return {}
+
+    def following(self, start: dict[str, Any]) -> dict[str, Any]:
+        """The position `start` for one who puts the global generators back: an epoch not begun draws from them."""
+        if start.get("position") or "random" not in start:
+            return start
+        return start | {"random": {"generators": start["random"]["generators"]}}
 
     @abstractmethod
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:

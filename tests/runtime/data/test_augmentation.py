@@ -1,0 +1,159 @@
+"""Random numbers a dataset draws: a resumed run goes on with those the uninterrupted run has."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, get_worker_info
+
+from accel_runtime import Accelerator
+
+COUNT = 18
+PART = 2
+
+
+class Noisy:
+    """Samples with random numbers from everywhere in them."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, at):
+        noise = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002 - what datasets use
+        return torch.tensor([at, *noise], dtype=torch.float64)
+
+
+class Together(Noisy):
+    """The same, fetched a batch at a time."""
+
+    def __getitems__(self, indices):
+        shift = random.random()
+        return [self[at] + shift for at in indices]
+
+
+def noisy_collate(samples):
+    return torch.stack(samples) + random.random()
+
+
+def seeded_by_the_worker(worker):
+    random.seed(worker)
+    assert isinstance(get_worker_info().dataset, Noisy)
+
+
+KINDS = {
+    "two": {},
+    "shuffled": {"shuffle": True},
+    "persistent": {"shuffle": True, "persistent_workers": True},
+    "persistent in order": {"persistent_workers": True},
+    "own generator": {"shuffle": True, "persistent_workers": True, "own": True},
+    "far ahead": {"prefetch_factor": 5},
+    "one by one": {"batch_size": None, "shuffle": True},
+    "together": {"data": Together},
+    "initialised": {"worker_init_fn": seeded_by_the_worker},
+    "collated": {"collate_fn": noisy_collate},
+    "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
+    "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
+    "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
+    "without": {"num_workers": 0, "shuffle": True},
+    "without, in order": {"num_workers": 0},
+}
+
+
+def made(kind, workers=None):
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    options = {"num_workers": 2, "batch_size": PART, "data": Noisy} | KINDS[kind]
+    if workers is not None and options["num_workers"]:
+        options["num_workers"] = workers
+    dispatch, own = options.pop("dispatch", False), options.pop("own", False)
+    options |= {"generator": torch.Generator().manual_seed(5)} if own else {}
+    sharded = options.pop("sharded", False)
+    accelerator = Accelerator(dispatch_batches=dispatch)
+    data = options.pop("data")()
+    if sharded:
+        data = Subset(data, range(COUNT // 2 - 3 * accelerator.process_index))
+    loader = DataLoader(data, **options)
+    how = "sharded" if sharded else "global"
+    return accelerator, accelerator.prepare_data_loader(loader, data=how)
+
+
+def step(accelerator, batch):
+    """What a training step sees and draws: all ranks' samples, and the loop's own random numbers."""
+    here = [float(torch.rand(())), random.random(), np.random.rand()]  # noqa: NPY002
+    return accelerator.gather(batch).flatten().tolist() + here
+
+
+def states():
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+
+
+def uninterrupted(kind, epoch, after, apart):
+    """What is saved after so many batches of an epoch, and all steps from there on, to the end of two more epochs."""
+    accelerator, loader = made(kind)
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(3 + apart * accelerator.process_index)
+    for _ in range(epoch):
+        for batch in loader:
+            step(accelerator, batch)
+    saved = loader.state_dict(), states()
+    rest = []
+    for at in range(3):
+        rest.append([])
+        for done, batch in enumerate(loader, 1):
+            rest[-1].append(step(accelerator, batch))
+            if at == 0 and done == after:
+                saved = copy.deepcopy((loader.state_dict(), states()))
+                rest[-1].clear()
+    return saved, rest
+
+
+def resumed(kind, saved, workers):
+    """The same in another process, or as good as one."""
+    accelerator, loader = made(kind, workers)
+    for generator in (torch.manual_seed, random.seed, np.random.seed):
+        generator(99)
+    state, (torchs, pythons, numpys) = saved[accelerator.process_index]
+    loader.load_state_dict(state, random_restored=True)
+    torch.set_rng_state(torchs)
+    random.setstate(pythons)
+    np.random.set_state(numpys)  # noqa: NPY002
+    return [[step(accelerator, batch) for batch in loader] for _ in range(3)]
+
+
+def check(pair, kind, epoch, after, **options):
+    workers, apart = options.get("workers"), options.get("apart", 0)
+    steps = COUNT // (1 if kind == "one by one" else PART) // 2
+    results = pair.run(uninterrupted, kind, epoch, steps - 1 if after < 0 else after, apart)
+    again = pair.run(resumed, kind, [saved for saved, _ in results], workers)
+    assert again == [rest for _, rest in results]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
+    """In the dataset, in collate_fn and in the loop, in the epoch it goes on with and in the next two."""
+    check(pair, kind, 1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("epoch", "after"), [(0, 0), (0, 3), (2, 0), (1, -1)])
+def test_it_does_so_from_any_batch_of_any_epoch(pair, kind, epoch, after):
+    check(pair, kind, epoch, after)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "persistent", "together", "dispatched"])
+def test_the_number_of_workers_does_not_matter(pair, kind):
+    check(pair, kind, 1, 2, workers=1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["two", "shuffled", "persistent", "dispatched", "split by process", "without"]
+)
+@pytest.mark.parametrize("after", [0, 2])
+def test_it_does_so_where_every_rank_draws_numbers_of_its_own(pair, kind, after):
+    """Each loads its own state: they are not the same between two epochs."""
+    check(pair, kind, 1, after, apart=1)
