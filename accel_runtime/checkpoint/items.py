@@ -13,7 +13,7 @@ from typing_extensions import override
 from accel_runtime.checkpoint.manifest import Stored
 from accel_runtime.optimizer import PreparedOptimizer
 
-__all__ = ["Item", "Model", "Optimizer", "Stateful"]
+__all__ = ["Item", "Loader", "Model", "Optimizer", "Stateful"]
 
 _SHOWN = 3
 """So many names of a kind stand in a message."""
@@ -97,6 +97,14 @@ class Stateful(Item):
         self._thing.load_state_dict(tree)
 
 
+class Loader(Stateful):
+    """A prepared loader, whose random numbers go on from those that are restored with it."""
+
+    @override
+    def restore(self, tree: Any) -> None:
+        self._thing.load_state_dict(tree, random_restored=True)
+
+
 class Model(Item):
     """A model's parameters and buffers; they are read into the live ones.
 
@@ -146,11 +154,7 @@ class Model(Item):
     def restore(self, tree: Any) -> None:
         known = {name: value for name, value in tree.items() if name in self._state}
         for name, value in known.items():
-            live = self._state[name]
-            if not _is_tensor(live) or not _is_tensor(value) or live.shape != value.shape:
-                continue
-            if not _same_memory(live, value):
-                live.detach().copy_(value)
+            _write(value, self._state[name])
         if self._needs_its_own():
             self._model.load_state_dict(known, strict=self._strict)
 
@@ -165,7 +169,7 @@ class Model(Item):
 
 
 class Optimizer(Item):
-    """An optimizer's groups and state, by the names of parameters.
+    """An optimizer's groups and state, by the names of parameters; and the parameters that are in no prepared model.
 
     Args:
         name: As for every item.
@@ -191,7 +195,7 @@ class Optimizer(Item):
         extra = {key: value for key, value in state.items() if key not in {"state", "param_groups"}}
         own = {called[key]: value for key, value in state["state"].items() if key in called}
         other = {key: value for key, value in state["state"].items() if key not in called}
-        return {"groups": groups, "state": own, "other": other, "extra": extra}
+        return {"groups": groups, "state": own, "other": other, "extra": extra} | self._parameters()
 
     @override
     def wrong(self, text: Any, tensors: Mapping[str, Stored]) -> list[str]:
@@ -210,11 +214,14 @@ class Optimizer(Item):
                 f"{self.name}: the checkpoint has {len(text['groups'])} groups of parameters, "
                 f"the optimizer here {len(self._optimizer.param_groups)}"
             )
+        for name, tensor in _named(text.get("parameters", {}), self._loose()).items():
+            if name in tensors and (said := _unlike(tensors[name], tensor)):
+                wrong.append(f"{name} is {said}")
         return wrong
 
     @override
     def targets(self, text: Any, tensors: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-        found = {}
+        found = _fitting(_named(text.get("parameters", {}), self._loose()), tensors)
         for name, parameter in zip(self._called(), _flat(self._optimizer.param_groups), strict=True):
             for key, value in text.get("state", {}).get(name, {}).items():
                 told = tensors.get(_name(value))
@@ -238,6 +245,8 @@ class Optimizer(Item):
             {"state": state | tree["other"], "param_groups": groups} | tree["extra"]
         )
         self._keep_dtypes(tree["state"])
+        for name, parameter in self._loose().items():
+            _write(tree.get("parameters", {}).get(name), parameter)
 
     def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """In torch, loading casts a state to its parameter's dtype; what was float32 beside a bfloat16 parameter stays so."""
@@ -246,6 +255,16 @@ class Optimizer(Item):
                 live = self._optimizer.state.get(parameter, {}).get(key)
                 if _is_tensor(live) and _is_tensor(value) and live.dtype != value.dtype:
                     self._optimizer.state[parameter][key] = value.to(live.device)
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        loose = self._loose()
+        return {"parameters": loose} if loose else {}
+
+    def _loose(self) -> dict[str, torch.Tensor]:
+        """The parameters that are in no prepared model: nobody else saves them."""
+        begin = f"{self.name}."
+        names = {self._names[p]: p for p in _flat(self._optimizer.param_groups)}
+        return {name: p for name, p in names.items() if name.startswith(begin)}
 
     def _called(self) -> list[str]:
         return [self._names[parameter] for parameter in _flat(self._optimizer.param_groups)]
@@ -293,6 +312,14 @@ def _unlike(told: Stored, live: torch.Tensor) -> str:
         return f"{list(told.shape)} in the checkpoint and {list(live.shape)} here"
     dtype = str(live.dtype).removeprefix("torch.")
     return "" if dtype == told.dtype else f"{told.dtype} in the checkpoint and {dtype} here"
+
+
+def _write(value: Any, live: Any) -> None:
+    """Copy into a live tensor what was read elsewhere, where it fits."""
+    if not _is_tensor(live) or not _is_tensor(value) or live.shape != value.shape:
+        return
+    if not _same_memory(live, value):
+        live.detach().copy_(value)
 
 
 def _is_tensor(value: Any) -> bool:

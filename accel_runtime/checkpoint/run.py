@@ -13,7 +13,7 @@ from typing_extensions import override
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint import random, window
-from accel_runtime.checkpoint.items import Item, Model, Optimizer, Stateful
+from accel_runtime.checkpoint.items import Item, Loader, Model, Optimizer, Stateful
 from accel_runtime.checkpoint.names import parameter_names
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.gradients import Gradients
@@ -76,9 +76,9 @@ class Run:
         stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
             ("scheduler", enumerate(self.schedulers)),
             ("registered", enumerate(self.registered)),
-            ("loader", sorted(self.loaders.items())),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
+        items += [Loader(_numbered("loader", index), loader) for index, loader in sorted(self.loaders.items())]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]

@@ -178,7 +178,7 @@ def every_point(script: Script, folder: str, points: Sequence[int] | None = None
             at, (came, should) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
             wrong.append((name, at, came, should))
         elif finally_ != end:
-            wrong.append((name, finally_, end))
+            wrong.append((name, {key: (finally_[key], end[key]) for key in end if finally_[key] != end[key]}))
     return wrong, len(places), len(rows)
 
 
