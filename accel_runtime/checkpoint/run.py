@@ -65,7 +65,8 @@ class Run:
         own = [self.backend.original(model) for model in self.models] if models is None else list(models)
         found = [None] * len(own) if states is None else list(states)
         names = parameter_names(self.models, self.optimizers, self.backend.original)
-        items: list[Item] = [
+        items: list[Item] = [Replicas(self.backend, self.models)]
+        items += [
             Model(_numbered("model", index), model, state, strict=strict)
             for index, (model, state) in enumerate(zip(own, found, strict=False))
         ]
@@ -78,12 +79,31 @@ class Run:
             ("registered", enumerate(self.registered)),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
-        items += [Loader(_numbered("loader", index), loader) for index, loader in sorted(self.loaders.items())]
+        items += [
+            Loader(_numbered("loader", index), loader) for index, loader in sorted(self.loaders.items())
+        ]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
         items.append(Random(self.backend.device))
         return items
+
+
+class Replicas(Item):
+    """What is remembered from step to step by what makes the ranks' models one."""
+
+    def __init__(self, backend: Backend, models: Sequence[nn.Module]) -> None:
+        super().__init__("replicas")
+        self._backend, self._models = backend, models
+
+    @override
+    def tree(self) -> Any:
+        return [self._backend.replica(model) for model in self._models]
+
+    @override
+    def restore(self, tree: Any) -> None:
+        for model, state in zip(self._models, tree, strict=False):
+            self._backend.restore_replica(model, state)
 
 
 class Window(Item):

@@ -29,8 +29,8 @@ class Script:
     """Arguments of the Accelerator."""
     model: Callable[[], nn.Module] = lambda: nn.Linear(3, 1)
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = (
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9)
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = lambda o: torch.optim.lr_scheduler.StepLR(
+        o, 2, 0.9
     )
     loader: Callable[[Any], DataLoader[Any]] = lambda data: DataLoader(data, batch_size=2, shuffle=True)
     dataset: Callable[[], Any] = lambda: Samples(COUNT)
@@ -108,7 +108,9 @@ def row(run, batch, seen):
         batch[0].tolist() if isinstance(batch, (list, tuple)) else batch.tolist(),
         seen,
         [float(group["lr"]) for group in run.optimizer.param_groups],
-        numbers({name: value for name, value in run.kept.items() if isinstance(value, (torch.Tensor, float))}),
+        numbers(
+            {name: value for name, value in run.kept.items() if isinstance(value, (torch.Tensor, float))}
+        ),
         run.accelerator.sync_gradients,
         run.accelerator.save_iteration,
         (torch.rand(()).item(), random.random(), float(np.random.rand())),  # noqa: NPY002

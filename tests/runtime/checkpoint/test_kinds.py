@@ -12,7 +12,12 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler as schedules
 
-from accel_runtime import GradientAccumulationPlugin, GradScalerKwargs, LocalSGD
+from accel_runtime import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    LocalSGD,
+)
 
 
 class Odd(nn.Module):
@@ -39,7 +44,12 @@ class Odd(nn.Module):
         self.note["shift"] = self.note["shift"] + self.low.float()
         turned = torch.view_as_real(inputs * self.turned).sum((1, 2))[:, None]
         scale = 1 + self.note["calls"] / 100 + self.note["shift"].sum() / 100
-        return self.inner(inputs) * self.gain * scale.tanh() + (inputs @ self.wide).sum(1, keepdim=True) + turned / 3 + self.nothing.sum()
+        return (
+            self.inner(inputs) * self.gain * scale.tanh()
+            + (inputs @ self.wide).sum(1, keepdim=True)
+            + turned / 3
+            + self.nothing.sum()
+        )
 
     def get_extra_state(self):
         return self.note
@@ -77,7 +87,9 @@ class Hooked(nn.Module):
 
     @staticmethod
     def rename(module, state, prefix, _):
-        state[f"{prefix}outer.weight"] = state.pop(f"{prefix}inner.weight") * 1.0  # a copy, as converters make
+        state[f"{prefix}outer.weight"] = (
+            state.pop(f"{prefix}inner.weight") * 1.0
+        )  # a copy, as converters make
         state[f"{prefix}times"] = torch.tensor(module.times)
 
     @staticmethod
@@ -112,7 +124,12 @@ class Free(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state |= {"z": parameter.detach().clone(), "history": [], "mode": "fast", "last": (0, 0.0)}
+                    state |= {
+                        "z": parameter.detach().clone(),
+                        "history": [],
+                        "mode": "fast",
+                        "last": (0, 0.0),
+                    }
                 state["z"].sub_(parameter.grad, alpha=group["lr"])
                 state["history"] = [*state["history"][-2:], float(parameter.grad.sum())]
                 state["last"] = (group["k"], sum(state["history"]))
@@ -388,6 +405,16 @@ def test_windows_continue(ranks, kind, tmp_path):
     continues(ranks, Script(model=layers, **WINDOWS[kind]), tmp_path, points[ranks.size])
 
 
+def as_views(**more):
+    handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=True, **more)]
+    return lambda: {"kwargs_handlers": handlers, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize("more", [{}, {"find_unused_parameters": True}, {"comm_hook": "bf16"}])
+def test_gradients_that_are_views_of_buckets_continue(clusters, more, tmp_path):
+    continues(clusters[3], Script(model=normed, options=as_views(**more)), tmp_path, [1, 2, 4])
+
+
 # Several, and beside -----------------------------------------------------------------------
 
 
@@ -396,7 +423,9 @@ def adversary(run):
     critic = nn.Linear(1, 1)
     judge = torch.optim.Adam(critic.parameters(), lr=0.02)
     schedule = schedules.StepLR(judge, 3, 0.5)
-    run.kept["critic"], run.kept["judge"], run.kept["schedule"] = run.accelerator.prepare(critic, judge, schedule)
+    run.kept["critic"], run.kept["judge"], run.kept["schedule"] = run.accelerator.prepare(
+        critic, judge, schedule
+    )
 
 
 def against(run, batch):
