@@ -13,11 +13,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["captured", "restored"]
+
+
+_DIST: Any = torch.distributed
 
 
 def captured(model: DistributedDataParallel) -> dict[str, Any]:
@@ -35,20 +37,20 @@ def restored(model: DistributedDataParallel, state: dict[str, Any]) -> None:
         _arrange(model, wanted)
 
 
-def _layout(model: DistributedDataParallel) -> list[list[str]] | None:
+def _layout(model: Any) -> list[list[str]] | None:
     """The names of the parameters in every bucket, once one that is due has been arranged anew."""
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     try:
         with suppress(RuntimeError):  # the step before is not complete: the next forward pass says so
             model.reducer._rebuild_buckets()  # noqa: SLF001
-        with _WithoutCopies():
+        with _WithoutCopies():  # type: ignore[no-untyped-call]
             buckets = model.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
     except AttributeError:
         return None
     return [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
 
 
-def _arrange(model: DistributedDataParallel, wanted: list[list[str]]) -> None:
+def _arrange(model: Any, wanted: list[list[str]]) -> None:
     parameters, sparse = model._build_params_for_reducer()  # noqa: SLF001
     named = dict(model.module.named_parameters())
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -59,7 +61,7 @@ def _arrange(model: DistributedDataParallel, wanted: list[list[str]]) -> None:
     with _Assigned(lambda *_: (found[::-1], [model.bucket_bytes_cap] * len(found))):
         model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # noqa: SLF001
     for hook, state in model._comm_hooks:  # noqa: SLF001
-        dist._register_comm_hook(model.reducer, state, hook)  # noqa: SLF001
+        _DIST._register_comm_hook(model.reducer, state, hook)  # noqa: SLF001
 
 
 class _Assigned:
@@ -69,14 +71,14 @@ class _Assigned:
         self._assign = assign
 
     def __enter__(self) -> None:
-        self._own = dist._compute_bucket_assignment_by_size  # noqa: SLF001
-        dist._compute_bucket_assignment_by_size = self._assign  # noqa: SLF001
+        self._own = _DIST._compute_bucket_assignment_by_size  # noqa: SLF001
+        _DIST._compute_bucket_assignment_by_size = self._assign  # noqa: SLF001
 
     def __exit__(self, *_: object) -> None:
-        dist._compute_bucket_assignment_by_size = self._own  # noqa: SLF001
+        _DIST._compute_bucket_assignment_by_size = self._own  # noqa: SLF001
 
 
-class _WithoutCopies(TorchDispatchMode):
+class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, zeros of a tensor's form are that tensor: only what stands in buckets is wanted, not their memory."""
 
     def __torch_dispatch__(

@@ -38,13 +38,16 @@ UNFINISHED = ".unfinished"
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Found:
     """A checkpoint on the disk."""
 
     path: Path
     """Its directory."""
     manifest: Manifest
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
 
     @property
     def number(self) -> int | None:
@@ -63,7 +66,7 @@ def read(folder: Path) -> Found:
     try:
         text = path.read_text()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
+        raise CheckpointError(f"{folder} is no checkpoint: {_lacking(folder)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     manifest = Manifest.parsed(text, path)
@@ -79,6 +82,12 @@ def read(folder: Path) -> Found:
                 f"{folder / name} is damaged: it has {size} bytes and should have {file.bytes}"
             )
     return Found(folder, manifest)
+
+
+def _lacking(folder: Path) -> str:
+    if not folder.exists():
+        return "it does not exist"
+    return f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
 
 
 def find(target: Path) -> Found:

@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.checkpoint.manifest import Stored
+from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 
 __all__ = ["Item", "Loader", "Model", "Optimizer", "Stateful"]
@@ -97,12 +98,24 @@ class Stateful(Item):
         self._thing.load_state_dict(tree)
 
 
-class Loader(Stateful):
-    """A prepared loader, whose random numbers go on from those that are restored with it."""
+class Loader(Item):
+    """A prepared loader, whose random numbers go on from those that are restored with it.
+
+    One that the script has let go, when it saved or when it loads, has no state.
+    """
+
+    def __init__(self, name: str, loader: PreparedLoader | None) -> None:
+        super().__init__(name)
+        self._loader = loader
+
+    @override
+    def tree(self) -> Any:
+        return None if self._loader is None else self._loader.state_dict()
 
     @override
     def restore(self, tree: Any) -> None:
-        self._thing.load_state_dict(tree, random_restored=True)
+        if self._loader is not None and tree is not None:
+            self._loader.load_state_dict(tree, random_restored=True)
 
 
 class Model(Item):
@@ -209,11 +222,7 @@ class Optimizer(Item):
             wrong.append(f"{self.name}: the checkpoint has no state for {_some(missing)}")
         if beyond:
             wrong.append(f"{self.name}: the optimizer here does not have {_some(beyond)}")
-        if not wrong and len(text["groups"]) != len(self._optimizer.param_groups):
-            wrong.append(
-                f"{self.name}: the checkpoint has {len(text['groups'])} groups of parameters, "
-                f"the optimizer here {len(self._optimizer.param_groups)}"
-            )
+        wrong += [] if wrong else self._regrouped(text["groups"])
         for name, tensor in _named(text.get("parameters", {}), self._loose()).items():
             if name in tensors and (said := _unlike(tensors[name], tensor)):
                 wrong.append(f"{name} is {said}")
@@ -236,10 +245,7 @@ class Optimizer(Item):
             self._optimizer.load_state_dict(tree["state_dict"])
             return
         called = dict(zip(self._called(), range(len(self._called())), strict=True))
-        groups = [
-            group | {"params": [called[name] for name in group["params"] if name in called]}
-            for group in tree["groups"]
-        ]
+        groups = self._groups(tree["groups"], called)
         state = {called[name]: dict(own) for name, own in tree["state"].items() if name in called}
         self._optimizer.load_state_dict(
             {"state": state | tree["other"], "param_groups": groups} | tree["extra"]
@@ -247,6 +253,32 @@ class Optimizer(Item):
         self._keep_dtypes(tree["state"])
         for name, parameter in self._loose().items():
             _write(tree.get("parameters", {}).get(name), parameter)
+
+    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        here = self._optimizer.param_groups
+        if len(saved) != len(here):
+            return [
+                f"{self.name}: the checkpoint has {len(saved)} groups of parameters, the optimizer here {len(here)}"
+            ]
+        differ = [
+            str(index)
+            for index, (group, live) in enumerate(zip(saved, here, strict=True))
+            if set(group["params"]) != {self._names[parameter] for parameter in live["params"]}
+        ]
+        if not differ:
+            return []
+        return [f"{self.name}: group {', '.join(differ)} has other parameters in the checkpoint than here"]
+
+    def _groups(self, saved: Sequence[Mapping[str, Any]], called: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The groups as torch takes them, which goes by the place of a parameter: with those here, as they are here."""
+        here = self._optimizer.param_groups
+        same = len(saved) == len(here)
+        groups = []
+        for index, live in enumerate(here):
+            own = {key: value for key, value in live.items() if key == "param_names" or not same}
+            places = [called[self._names[parameter]] for parameter in live["params"]]
+            groups.append((dict(saved[index]) if same else {}) | own | {"params": places})
+        return groups
 
     def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """In torch, loading casts a state to its parameter's dtype; what was float32 beside a bfloat16 parameter stays so."""
@@ -311,7 +343,10 @@ def _unlike(told: Stored, live: torch.Tensor) -> str:
     if told.shape != tuple(live.shape):
         return f"{list(told.shape)} in the checkpoint and {list(live.shape)} here"
     dtype = str(live.dtype).removeprefix("torch.")
-    return "" if dtype == told.dtype else f"{told.dtype} in the checkpoint and {dtype} here"
+    same = dtype == told.dtype
+    return (
+        "" if same else f"{told.dtype} in the checkpoint and {dtype} here, to which strict=False converts it"
+    )
 
 
 def _write(value: Any, live: Any) -> None:

@@ -17,7 +17,7 @@ from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import Stored
 from accel_runtime.checkpoint.storage import Reader, damage, own_share
-from accel_runtime.checkpoint.together import Share, together
+from accel_runtime.checkpoint.together import Share, same, together
 from accel_runtime.checkpoint.values import unpacked
 
 __all__ = ["Loading"]
@@ -41,14 +41,32 @@ class Loading:
     def __init__(self, share: Share, rank: int, world_size: int, *, strict: bool) -> None:
         self._share, self._rank, self._world_size, self._strict = share, rank, world_size, strict
 
-    def open(self, choose: Callable[[], Path]) -> Found:
+    def open(self, choose: Callable[[], Path], given: str | None) -> Found:
         """The checkpoint that the first rank chooses, seen by all.
+
+        Args:
+            choose: Gives its directory.
+            given: What the script said; the same on all ranks.
 
         Raises:
             CheckpointError: There is none, or it is damaged.
         """
-        path = self._all(lambda: choose() if self._rank == 0 else Path())[0]
-        return self._own(lambda: folder.find(path))
+        told = self._all(lambda: (given, choose() if self._rank == 0 else Path()))
+        (_, path), said = told[0], [one for one, _ in told]
+
+        def find() -> Found:
+            same("load_state", said)
+            return folder.find(path)
+
+        return self._own(find)
+
+    def run_hooks(self, call: Callable[[], None]) -> None:
+        """Call what the script wants to do first.
+
+        Raises:
+            CheckpointError: It failed on some rank.
+        """
+        self._own(call)
 
     def load(self, found: Found, items: Sequence[Item]) -> list[str]:
         """Restore items.
@@ -81,11 +99,13 @@ class Loading:
         """What does not fit."""
         manifest, names = found.manifest, {item.name for item in items}
         wrong = [
-            f"{name}: nothing of the kind is prepared here" for name in manifest.items if name not in names
+            f"{_called(name, manifest.about.get(name))}: it is in the checkpoint, and nothing of the kind here"
+            for name in manifest.items
+            if name not in names
         ]
         for item in items:
             if item.name not in manifest.items:
-                wrong.append(f"{item.name}: the checkpoint has none")
+                wrong.append(f"{_called(item.name, item.about)}: it is here, and not in the checkpoint")
                 continue
             wrong += item.wrong(self._text(found, item), self._tensors(found, item, self._rank))
         if wrong and self._strict:
@@ -167,7 +187,7 @@ class Loading:
 
     def _tell(self, found: Found, left_out: Sequence[str]) -> None:
         if left_out:
-            _LOG.warning("%s was loaded without: %s", found.path, "; ".join(left_out))
+            _LOG.warning("%s was loaded as far as it fits: %s", found.path, "; ".join(left_out))
         if unknown := folder.strangers(found):
             names = ", ".join(str(path.relative_to(found.path)) for path in unknown[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", found.path, names)
@@ -196,6 +216,10 @@ def _fetch(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
 
 def _empty(stored: Stored) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+
+
+def _called(name: str, about: str | None) -> str:
+    return f"{name} ({about})" if about else name
 
 
 def _offer(found: Found) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class Run:
     models: Sequence[nn.Module]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
-    loaders: Mapping[int, PreparedLoader]
-    """By the order in which they were prepared; those the script has let go are missing."""
+    loaders: Sequence[PreparedLoader | None]
+    """In the order in which they were prepared; None where the script has let one go."""
     precision: Precision
     accumulation: Accumulation
     gradients: Gradients
@@ -50,25 +50,29 @@ class Run:
 
     def items(
         self,
-        models: Sequence[nn.Module] | None = None,
-        states: Sequence[dict[str, Any]] | None = None,
+        states: Mapping[int, dict[str, Any]] | None = None,
         *,
+        without: Container[int] = (),
         strict: bool = True,
     ) -> list[Item]:
         """All items, in the order in which they are restored.
 
         Args:
-            models: The script's own modules, where hooks have taken some away.
-            states: Their states, likewise.
+            states: The states of models by their numbers, as hooks of the script have left them; None is that of all.
+            without: The numbers of models that hooks have taken away.
             strict: False lets a model take what fits.
         """
-        own = [self.backend.original(model) for model in self.models] if models is None else list(models)
-        found = [None] * len(own) if states is None else list(states)
         names = parameter_names(self.models, self.optimizers, self.backend.original)
         items: list[Item] = [Replicas(self.backend, self.models)]
         items += [
-            Model(_numbered("model", index), model, state, strict=strict)
-            for index, (model, state) in enumerate(zip(own, found, strict=False))
+            Model(
+                _numbered("model", index),
+                self.backend.original(model),
+                None if states is None else states[index],
+                strict=strict,
+            )
+            for index, model in enumerate(self.models)
+            if index not in without and (states is None or index in states)
         ]
         items += [
             Optimizer(_numbered("optimizer", index), optimizer, names)
@@ -79,9 +83,7 @@ class Run:
             ("registered", enumerate(self.registered)),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
-        items += [
-            Loader(_numbered("loader", index), loader) for index, loader in sorted(self.loaders.items())
-        ]
+        items += [Loader(_numbered("loader", index), loader) for index, loader in enumerate(self.loaders)]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]

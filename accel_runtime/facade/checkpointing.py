@@ -46,6 +46,7 @@ class Checkpointing(Processes):
     _accumulation: Accumulation
     _gradients: Gradients
     _loaders: Mapping[int, PreparedLoader]
+    _loaders_prepared: int
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
@@ -97,11 +98,12 @@ class Checkpointing(Processes):
         retention = Retention(self.project_configuration, output_dir)
         self._background.wait()
         saving = Saving(self._share("save_state"), self.process_index, self.num_processes, self._disk)
-        place = saving.begin(retention.target)
+        place = saving.begin(retention.target, _text(output_dir))
         run = self._run()
-        models, states = self._originals(), run.states()
-        saving.run_hooks(lambda: _call(self._save_hooks, models, states, os.fspath(place.scratch)))
-        saving.take(run.items(models, states), run.step)
+        states = run.states()
+        left = list(states)
+        saving.run_hooks(lambda: _call(self._save_hooks, self._originals(), left, os.fspath(place.scratch)))
+        saving.take(run.items(_left(states, left)), run.step)
         retention.saved(place.target)
         if not async_save:
             self._finish(saving, retention, self._share("save_state"))
@@ -145,11 +147,12 @@ class Checkpointing(Processes):
         self._background.wait()
         share = self._share("load_state")
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
-        found = loading.open(partial(_chosen, self.project_configuration, input_dir))
-        run = self._run()
+        found = loading.open(partial(_chosen, self.project_configuration, input_dir), _text(input_dir))
         models = self._originals()
-        _call(self._load_hooks, models, os.fspath(found.path))
-        loading.load(found, run.items(models, strict=strict))
+        left = list(models)
+        loading.run_hooks(lambda: _call(self._load_hooks, left, os.fspath(found.path)))
+        gone = [index for index, model in enumerate(models) if not any(model is other for other in left)]
+        loading.load(found, self._run().items(without=gone, strict=strict))
         if found.number is not None and input_dir is None:
             self.project_configuration.iteration = found.number + 1
         return found
@@ -225,7 +228,7 @@ class Checkpointing(Processes):
             self._models,
             self._optimizers,
             self._schedulers,
-            dict(self._loaders),
+            [self._loaders.get(number) for number in range(self._loaders_prepared)],
             self._precision,
             self._accumulation,
             self._gradients,
@@ -260,6 +263,17 @@ def _chosen(project: ProjectConfiguration, input_dir: _Path | None) -> Path:
             "ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     return Checkpoints(project.checkpoints).newest().path
+
+
+def _text(path: _Path | None) -> str | None:
+    return None if path is None else os.path.abspath(path)  # noqa: PTH100 - `..` goes too
+
+
+def _left(states: list[dict[str, Any]], left: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By the numbers of their models, the states that hooks have left in a list, or put in their places."""
+    if len(left) == len(states):
+        return dict(enumerate(left))
+    return {index: state for index, state in enumerate(states) if any(state is other for other in left)}
 
 
 def _call(hooks: Mapping[int, Callable[..., None]], *args: Any) -> None:
