@@ -90,7 +90,7 @@ def saved(tmp_path):
 def test_another_architecture_is_named(saved):
     refused(
         saved,
-        "model: the checkpoint has no 1.weight",
+        "model: the checkpoint has no 0.weight, 0.bias, 1.weight and 1 more",
         "the model here has no",
         model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
     )
