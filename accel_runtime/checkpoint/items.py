@@ -28,7 +28,7 @@ class Item(ABC):
     """
 
     every_rank = False
-    """Whether `merged` wants the states of all ranks; else that of the first will do."""
+    """Whether `merged` wants the states of all ranks, equal or not; else that of the first will do where they differ."""
 
     def __init__(self, name: str) -> None:
         self.name = name

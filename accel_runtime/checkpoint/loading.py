@@ -156,11 +156,13 @@ class Loading:
         return unpacked(self._text(found, item, rank), {name: targets[names[name]] for name in told})
 
     def _divided(self, found: Found, item: Item) -> bool:
-        """Whether the ranks that saved had different states, and there are as many no more."""
+        """Whether the ranks that saved may have had different states, and there are as many no more."""
         if found.manifest.world_size == self._world_size:
             return False
-        return item.name in found.manifest.own or any(
-            "#" in name for name in found.manifest.tensors_of(item.name)
+        return (
+            item.every_rank
+            or item.name in found.manifest.own
+            or any("#" in name for name in found.manifest.tensors_of(item.name))
         )
 
     def _text(self, found: Found, item: Item, rank: int | None = None) -> Any:

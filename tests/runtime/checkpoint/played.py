@@ -34,9 +34,9 @@ class Script:
     )
     loader: Callable[[Any], DataLoader[Any]] = lambda data: DataLoader(data, batch_size=2, shuffle=True)
     dataset: Callable[[], Any] = lambda: Samples(COUNT)
-    step: Callable[[Any, Any], Any] = lambda run, batch: learn(run, batch)
+    step: Callable[[Any, Any], Any] = lambda run, batch: learn(run, batch)  # noqa: PLW0108 - it stands below
     """Trains on a batch, and returns what it saw."""
-    more: Callable[[Any], None] = lambda run: None
+    more: Callable[[Any], None] = lambda _: None
     """Is called with everything prepared, before anything is loaded."""
 
 
@@ -161,7 +161,7 @@ def uninterrupted(script: Script, folder: str, points: Sequence[int] | None = No
     return rows, end, places
 
 
-def resumed(script: Script, folder: str, name: str, before: Callable[[Training], None] = lambda run: None):
+def resumed(script: Script, folder: str, name: str, before: Callable[[Training], None] = lambda _: None):
     """What fresh objects see after loading."""
     run = begun(script, 77)
     before(run)

@@ -29,7 +29,7 @@ STEPS, EPOCHS = 4, 2
 
 def split():
     plugin = GradientAccumulationPlugin(num_steps=3)
-    config = DataLoaderConfiguration(split_batches=True)
+    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     return {"dataloader_config": config, "gradient_accumulation_plugin": plugin}
 
 
@@ -111,9 +111,7 @@ def test_what_four_wrote_is_read_on_fewer_and_more(clusters, four, tmp_path):
 
 
 def with_own_batches(folder, load):
-    script = Script(
-        loader=lambda data: DataLoader(data, batch_size=2), dataset=lambda: Samples(48)
-    )
+    script = Script(loader=lambda data: DataLoader(data, batch_size=2), dataset=lambda: Samples(48))
     run = begun(script, 5)
     if load:
         run.accelerator.load_state(folder)
@@ -257,7 +255,7 @@ def once(folder):
 
 def warm():
     """What torch imports at the first use of shards."""
-    import torch._dynamo  # noqa: F401, PLC0415
+    import torch._dynamo  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +330,7 @@ def test_safetensors_reads_a_replicated_model(clusters, tmp_path):
     assert numbers(safetensors_of(folder, "model")) == want["model"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_sharded_models(sharding, tmp_path):
     folder = tmp_path / "saved"
     want = sharding[3].run(put, str(folder), "fsdp")[0][0]

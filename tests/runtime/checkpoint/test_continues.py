@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import cloudpickle
 import pytest
 import torch
-from played import COUNT, Samples, Script, continues, learn, point
-from torch import nn
+from played import COUNT, Script, begun, continues, learn, point, resumed, uninterrupted, walked
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from accel_runtime import DataLoaderConfiguration
+from accel_runtime import Accelerator, DataLoaderConfiguration
 
 
 class Backwards(Sampler):
@@ -69,8 +72,8 @@ def configured(**options):
 
 
 LOADERS = {
-    "in order": lambda: with_loader(),
-    "shuffled": lambda: {},
+    "in order": with_loader,
+    "shuffled": dict,
     "a generator": lambda: {
         "loader": lambda data: DataLoader(
             data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed())
@@ -96,3 +99,86 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_continue(ranks, kind, tmp_path):
     continues(ranks, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
+
+
+# In whatever order ------------------------------------------------------------------------
+
+
+def half_way():
+    """A run that is saved with gradients held, at its fourth step."""
+    return Script(options=lambda: {"gradient_accumulation_steps": 3})
+
+
+def a_step(run):
+    learn(run, next(iter(run.loader)))
+
+
+def with_gradients(run):
+    """Two passes of a window, left open."""
+    for _ in range(2):
+        a_step(run)
+    assert run.model.weight.grad.any()
+
+
+def twice(folder):
+    return lambda run: run.accelerator.load_state(folder)
+
+
+BEFORE = {
+    "a first step": lambda _: a_step,
+    "gradients": lambda _: with_gradients,
+    "having been loaded": twice,
+    "a walk under way": lambda _: lambda run: [None for _ in zip(range(3), run.loader, strict=False)],
+    "an epoch": lambda _: lambda run: [learn(run, batch) for batch in run.loader],
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_loading_after(alone, what, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    assert resumed(half_way(), tmp_path, "4", BEFORE[what](tmp_path / "4")) == (rows[4:], end)
+
+
+def test_what_was_loaded_can_be_saved_at_once(alone, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    run = begun(half_way(), 77)
+    run.accelerator.load_state(tmp_path / "4")
+    run.accelerator.save_state(tmp_path / "again")
+    assert walked(half_way(), run) == (rows[4:], end)
+    assert resumed(half_way(), tmp_path, "again") == (rows[4:], end)
+
+
+def test_saving_changes_nothing(ranks, tmp_path):
+    """The run that is never saved sees what the run sees that is saved at every step."""
+    saved = ranks.run(uninterrupted, half_way(), str(tmp_path), [2, 3, 4])
+    assert [one[:2] for one in saved] == [
+        one[:2] for one in ranks.run(uninterrupted, half_way(), str(tmp_path), [])
+    ]
+
+
+def test_a_fresh_process_continues(alone, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    call = tmp_path / "call"
+    call.write_bytes(cloudpickle.dumps((resumed, half_way(), str(tmp_path), "4")))
+    text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.strip() == repr((rows[4:], end))
+
+
+def test_a_loader_that_is_let_go_is_not_missed(alone, tmp_path):
+    def run(*, keep):
+        accelerator = Accelerator()
+        first, second = accelerator.prepare(DataLoader(range(4)), DataLoader(range(6), shuffle=True))
+        walk = iter(second)
+        return accelerator, second, walk, first if keep else None
+
+    accelerator, _, walk, _ = run(keep=False)
+    next(walk)
+    accelerator.save_state(tmp_path / "saved")
+    rest = [int(batch) for batch in walk]
+    for keep in (False, True):
+        again, loader, *_ = run(keep=keep)
+        again.load_state(tmp_path / "saved")
+        assert [int(batch) for batch in loader] == rest

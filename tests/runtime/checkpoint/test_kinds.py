@@ -115,7 +115,7 @@ class Free(torch.optim.Optimizer):
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "train_mode": True})
 
-    def step(self, closure=None):
+    def step(self, closure=None):  # noqa: ARG002 - what optimizers take
         for group in self.param_groups:
             group["k"] += 1
             group["weight_sum"] += 1 / group["k"]

@@ -28,7 +28,7 @@ class Kept:
         self.value = state["value"]
 
 
-def made(
+def made(  # noqa: PLR0913 - so many of each
     accelerator=None, model=None, *, optimizers=1, schedulers=1, loaders=1, models=1, kept=1, groups=1, seed=0
 ):
     """A run with so many of everything, and all its state as a value."""
@@ -66,6 +66,10 @@ def stepped(model, optimizer):
     optimizer.zero_grad()
 
 
+def within(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 def refused(folder, *told, **how):
     """Loading is refused with these words, and everything is as it was."""
     accelerator, state, _ = made(seed=9, **how)
@@ -97,9 +101,8 @@ def test_another_architecture_is_named(saved):
     refused(saved, "model/weight is [3, 2] in the checkpoint and [4, 2] here", model=nn.Linear(2, 4))
     refused(
         saved,
-        "model: the checkpoint has no",
-        "weight",
-        "model here has no bias",
+        "model: the model here has no bias",
+        "optimizer: the optimizer here does not have model.bias",
         model=nn.Linear(2, 3, bias=False),
     )
 
@@ -217,11 +220,11 @@ def on_the_main_process_only(folder):
     accelerator, *_ = made()
     with pytest.raises(MismatchError, match="save_state"):
         accelerator.save_state(folder) if accelerator.is_main_process else accelerator.wait_for_everyone()
-    return sorted(os.listdir(Path(folder).parent))
 
 
 def test_saving_on_the_main_process_only_ends_at_once(pair, tmp_path):
-    assert pair.run(on_the_main_process_only, str(tmp_path / "saved")) == [[], []]
+    pair.run(on_the_main_process_only, str(tmp_path / "saved"))
+    assert not list(tmp_path.iterdir())
 
 
 def into_different_directories(folder):
@@ -232,7 +235,7 @@ def into_different_directories(folder):
         accelerator.save_state(own)
     told.append(str(raised.value))
     accelerator.wait_for_everyone()
-    left = sorted(os.listdir(folder))
+    left = within(folder)
     accelerator.wait_for_everyone()
     accelerator.save_state(Path(folder) / "0")
     before = state()
@@ -269,7 +272,7 @@ def with_a_hook_that_fails(folder):
         accelerator.load_state(f"{folder}/good")
     assert state() == before
     accelerator.wait_for_everyone()
-    return sorted(os.listdir(folder))
+    return within(folder)
 
 
 def test_a_hook_that_fails_on_one_rank_fails_on_all(pair, tmp_path):
@@ -282,7 +285,7 @@ def with_an_object_that_fails(folder):
     with pytest.raises(CheckpointError, match="rank 1: registered/value cannot be saved"):
         accelerator.save_state(f"{folder}/saved")
     accelerator.wait_for_everyone()
-    return os.listdir(folder)
+    return within(folder)
 
 
 def test_what_cannot_be_saved_on_one_rank_fails_on_all(pair, tmp_path):
@@ -353,7 +356,7 @@ def project(folder, **options):
 
 
 def names(folder):
-    return sorted(os.listdir(folder / "checkpoints"))
+    return within(folder / "checkpoints")
 
 
 def test_numbers_go_on(tmp_path):
