@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -139,7 +138,7 @@ class Accelerator(
             self._accumulation, self._precision, self._backend, self._models, self._optimizers
         )
         self._loaders: WeakValueDictionary[int, PreparedLoader] = WeakValueDictionary()
-        self._loader_numbers = count()
+        self._loaders_prepared = 0
         self._schedulers: list[PreparedScheduler] = []
         self._keep_checkpoints(Resuming(self.settings.resume, Origin.from_env(os.environ)))
         given = {"mixed_precision": asked is not None, "device": cpu}
@@ -193,7 +192,7 @@ class Accelerator(
         self._optimizers.clear()
         self._schedulers.clear()
         self._loaders.clear()
-        self._loader_numbers = count()
+        self._loaders_prepared = 0
         self._accumulation.reset()
         return release_memory(*objects)
 

@@ -114,6 +114,13 @@ class Backend(ABC):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
 
+    def replica(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - what several have
+        """What a replicated model remembers from step to step beside its state; all ranks ask together."""
+        return {}
+
+    def restore_replica(self, model: nn.Module, state: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from what `replica` gave, as far as it holds here."""
+
     @abstractmethod
     def leave(self) -> None:
         """Say that this backend is not used any more; its process group ends with its last user."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from accel_runtime.backends import buckets
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.wire import control_group, side_group, wire_of
@@ -156,6 +157,15 @@ class Distributed(Backend):
     @override
     def original(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def replica(self, model: nn.Module) -> dict[str, Any]:
+        return buckets.captured(model) if isinstance(model, DistributedDataParallel) else {}
+
+    @override
+    def restore_replica(self, model: nn.Module, state: dict[str, Any]) -> None:
+        if state and isinstance(model, DistributedDataParallel):
+            buckets.restored(model, state)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

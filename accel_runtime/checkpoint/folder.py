@@ -33,13 +33,16 @@ _BESIDE = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
 """Directories on their way to or from a name: the name, where they are, and the save."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Found:
     """A checkpoint on the disk."""
 
     path: Path
     """Its directory."""
     manifest: Manifest
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
 
     @property
     def number(self) -> int | None:
@@ -80,6 +83,12 @@ def read(folder: Path) -> Found:
                 f"{folder / name} is damaged: it has {told.st_size} bytes and should have {file.bytes}"
             )
     return Found(folder, manifest)
+
+
+def _lacking(folder: Path) -> str:
+    if not folder.exists():
+        return "it does not exist"
+    return f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
 
 
 def find(target: Path) -> Found:
@@ -139,7 +148,7 @@ def manifest_of(folder: Path) -> Manifest:
     try:
         return Manifest.parsed(path.read_bytes().decode(), path)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
+        raise CheckpointError(f"{folder} is no checkpoint: {_lacking(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

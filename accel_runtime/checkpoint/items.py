@@ -11,9 +11,10 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.checkpoint.manifest import Stored
+from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 
-__all__ = ["Item", "Model", "Optimizer", "Stateful"]
+__all__ = ["Item", "Loader", "Model", "Optimizer", "Stateful"]
 
 _SHOWN = 3
 """So many names of a kind stand in a message."""
@@ -26,8 +27,10 @@ class Item(ABC):
         name: What it is called in a checkpoint.
     """
 
+    moved = False
+    """Whether what is restored was saved by another number of processes."""
     every_rank = False
-    """Whether `merged` wants the states of all ranks; else that of the first will do."""
+    """Whether `merged` wants the states of all ranks, equal or not; else that of the first will do where they differ."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,6 +100,26 @@ class Stateful(Item):
         self._thing.load_state_dict(tree)
 
 
+class Loader(Item):
+    """A prepared loader, whose random numbers go on from those that are restored with it.
+
+    One that the script has let go, when it saved or when it loads, has no state.
+    """
+
+    def __init__(self, name: str, loader: PreparedLoader | None) -> None:
+        super().__init__(name)
+        self._loader = loader
+
+    @override
+    def tree(self) -> Any:
+        return None if self._loader is None else self._loader.state_dict()
+
+    @override
+    def restore(self, tree: Any) -> None:
+        if self._loader is not None and tree is not None:
+            self._loader.load_state_dict(tree, random_restored=True)
+
+
 class Model(Item):
     """A model's parameters and buffers; they are read into the live ones.
 
@@ -146,11 +169,7 @@ class Model(Item):
     def restore(self, tree: Any) -> None:
         known = {name: value for name, value in tree.items() if name in self._state}
         for name, value in known.items():
-            live = self._state[name]
-            if not _is_tensor(live) or not _is_tensor(value) or live.shape != value.shape:
-                continue
-            if not _same_memory(live, value):
-                live.detach().copy_(value)
+            _write(value, self._state[name])
         if self._needs_its_own():
             self._model.load_state_dict(known, strict=self._strict)
 
@@ -165,7 +184,7 @@ class Model(Item):
 
 
 class Optimizer(Item):
-    """An optimizer's groups and state, by the names of parameters.
+    """An optimizer's groups and state, by the names of parameters; and the parameters that are in no prepared model.
 
     Args:
         name: As for every item.
@@ -191,7 +210,7 @@ class Optimizer(Item):
         extra = {key: value for key, value in state.items() if key not in {"state", "param_groups"}}
         own = {called[key]: value for key, value in state["state"].items() if key in called}
         other = {key: value for key, value in state["state"].items() if key not in called}
-        return {"groups": groups, "state": own, "other": other, "extra": extra}
+        return {"groups": groups, "state": own, "other": other, "extra": extra} | self._parameters()
 
     @override
     def wrong(self, text: Any, tensors: Mapping[str, Stored]) -> list[str]:
@@ -207,16 +226,15 @@ class Optimizer(Item):
             wrong.append(f"{self.name}: the checkpoint has no state for {_some(missing)}")
         if beyond:
             wrong.append(f"{self.name}: the optimizer here does not have {_some(beyond)}")
-        if not wrong and len(text["groups"]) != len(self._optimizer.param_groups):
-            wrong.append(
-                f"{self.name}: the checkpoint has {len(text['groups'])} groups of parameters, "
-                f"the optimizer here {len(self._optimizer.param_groups)}"
-            )
+        wrong += [] if wrong else self._regrouped(text["groups"])
+        for name, tensor in _named(text.get("parameters", {}), self._loose()).items():
+            if name in tensors and (said := _unlike(tensors[name], tensor)):
+                wrong.append(f"{name} is {said}")
         return wrong
 
     @override
     def targets(self, text: Any, tensors: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-        found = {}
+        found = _fitting(_named(text.get("parameters", {}), self._loose()), tensors)
         for name, parameter in zip(self._called(), _flat(self._optimizer.param_groups), strict=True):
             for key, value in text.get("state", {}).get(name, {}).items():
                 told = tensors.get(_name(value))
@@ -231,15 +249,40 @@ class Optimizer(Item):
             self._optimizer.load_state_dict(tree["state_dict"])
             return
         called = dict(zip(self._called(), range(len(self._called())), strict=True))
-        groups = [
-            group | {"params": [called[name] for name in group["params"] if name in called]}
-            for group in tree["groups"]
-        ]
+        groups = self._groups(tree["groups"], called)
         state = {called[name]: dict(own) for name, own in tree["state"].items() if name in called}
         self._optimizer.load_state_dict(
             {"state": state | tree["other"], "param_groups": groups} | tree["extra"]
         )
         self._keep_dtypes(tree["state"])
+        for name, parameter in self._loose().items():
+            _write(tree.get("parameters", {}).get(name), parameter)
+
+    def _regrouped(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        here = self._optimizer.param_groups
+        if len(saved) != len(here):
+            return [
+                f"{self.name}: the checkpoint has {len(saved)} groups of parameters, the optimizer here {len(here)}"
+            ]
+        differ = [
+            str(index)
+            for index, (group, live) in enumerate(zip(saved, here, strict=True))
+            if set(group["params"]) != {self._names[parameter] for parameter in live["params"]}
+        ]
+        if not differ:
+            return []
+        return [f"{self.name}: group {', '.join(differ)} has other parameters in the checkpoint than here"]
+
+    def _groups(self, saved: Sequence[Mapping[str, Any]], called: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The groups as torch takes them, which goes by the place of a parameter: with those here, as they are here."""
+        here = self._optimizer.param_groups
+        same = len(saved) == len(here)
+        groups = []
+        for index, live in enumerate(here):
+            own = {key: value for key, value in live.items() if key == "param_names" or not same}
+            places = [called[self._names[parameter]] for parameter in live["params"]]
+            groups.append((dict(saved[index]) if same else {}) | own | {"params": places})
+        return groups
 
     def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """In torch, loading casts a state to its parameter's dtype; what was float32 beside a bfloat16 parameter stays so."""
@@ -258,6 +301,16 @@ class Optimizer(Item):
         return [
             f"{self.name}: the checkpoint has groups of {saved} parameters, the optimizer here groups of {here}"
         ]
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        loose = self._loose()
+        return {"parameters": loose} if loose else {}
+
+    def _loose(self) -> dict[str, torch.Tensor]:
+        """The parameters that are in no prepared model: nobody else saves them."""
+        begin = f"{self.name}."
+        names = {self._names[p]: p for p in _flat(self._optimizer.param_groups)}
+        return {name: p for name, p in names.items() if name.startswith(begin)}
 
     def _called(self) -> list[str]:
         return [self._names[parameter] for parameter in _flat(self._optimizer.param_groups)]
@@ -304,7 +357,18 @@ def _unlike(told: Stored, live: torch.Tensor) -> str:
     if told.shape != tuple(live.shape):
         return f"{list(told.shape)} in the checkpoint and {list(live.shape)} here"
     dtype = str(live.dtype).removeprefix("torch.")
-    return "" if dtype == told.dtype else f"{told.dtype} in the checkpoint and {dtype} here"
+    same = dtype == told.dtype
+    return (
+        "" if same else f"{told.dtype} in the checkpoint and {dtype} here, to which strict=False converts it"
+    )
+
+
+def _write(value: Any, live: Any) -> None:
+    """Copy into a live tensor what was read elsewhere, where it fits."""
+    if not _is_tensor(live) or not _is_tensor(value) or live.shape != value.shape:
+        return
+    if not _same_memory(live, value):
+        live.detach().copy_(value)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -18,7 +18,7 @@ from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import Stored, own_name
 from accel_runtime.checkpoint.storage import Reader, dtype_of, own_share
-from accel_runtime.checkpoint.together import Share, together
+from accel_runtime.checkpoint.together import Share, same, together
 from accel_runtime.checkpoint.values import unpacked
 from accel_runtime.checkpoint.verifying import damage
 
@@ -46,8 +46,12 @@ class Loading:
         self._lock: int | None = None
         self._verified = False
 
-    def open(self, choose: Callable[[], Path]) -> Found:
+    def open(self, choose: Callable[[], Path], given: str | None = None) -> Found:
         """The checkpoint that the first rank chooses, seen by all; nobody removes it before `close`.
+
+        Args:
+            choose: Gives its directory.
+            given: What the script said; the same on all ranks.
 
         Raises:
             CheckpointError: There is none, or it is damaged.
@@ -61,9 +65,11 @@ class Loading:
                 raise CheckpointError(f"{error}\n{_offer(path)}") from error
             return found.path, found.manifest.save
 
-        path, save = self._all(lambda: chosen() if self._rank == 0 else (Path(), ""))[0]
+        told = self._all(lambda: (given, chosen() if self._rank == 0 else (Path(), "")))
+        (_, (path, save)), said = told[0], [one for one, _ in told]
 
         def seen() -> Found:
+            same("load_state", said)
             self._hold(path)
             found = folder.read(path)
             if found.manifest.save != save:
@@ -118,6 +124,7 @@ class Loading:
 
             def restore() -> None:
                 for item in wanted:
+                    item.moved = found.manifest.world_size != self._world_size
                     item.restore(trees[item.name])
 
             self._own(restore)
@@ -135,11 +142,13 @@ class Loading:
         manifest, names = found.manifest, {item.name for item in items}
         self._sound(found, [item for item in items if item.name in manifest.items])
         wrong = [
-            f"{name}: nothing of the kind is prepared here" for name in manifest.items if name not in names
+            f"{_called(name, manifest.about.get(name))}: it is in the checkpoint, and nothing of the kind here"
+            for name in manifest.items
+            if name not in names
         ]
         for item in items:
             if item.name not in manifest.items:
-                wrong.append(f"{item.name}: the checkpoint has none")
+                wrong.append(f"{_called(item.name, item.about)}: it is here, and not in the checkpoint")
                 continue
             try:
                 wrong += item.wrong(self._text(found, item), self._tensors(found, item, self._rank))
@@ -209,11 +218,13 @@ class Loading:
         return unpacked(self._text(found, item, rank), {name: targets[names[name]] for name in told})
 
     def _divided(self, found: Found, item: Item) -> bool:
-        """Whether the ranks that saved had different states, and there are as many no more."""
+        """Whether the ranks that saved may have had different states, and there are as many no more."""
         if found.manifest.world_size == self._world_size:
             return False
-        return item.name in found.manifest.own or any(
-            "#" in name for name in found.manifest.tensors_of(item.name)
+        return (
+            item.every_rank
+            or item.name in found.manifest.own
+            or any("#" in name for name in found.manifest.tensors_of(item.name))
         )
 
     def _text(self, found: Found, item: Item, rank: int | None = None) -> Any:
@@ -240,7 +251,7 @@ class Loading:
 
     def _tell(self, found: Found, left_out: Sequence[str]) -> None:
         if left_out:
-            _LOG.warning("%s was loaded without: %s", found.path, "; ".join(left_out))
+            _LOG.warning("%s was loaded as far as it fits: %s", found.path, "; ".join(left_out))
         if unknown := folder.strangers(found):
             names = ", ".join(str(path.relative_to(found.path)) for path in unknown[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", found.path, names)
@@ -273,6 +284,10 @@ def _fetch(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
 
 def _empty(stored: Stored) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+
+
+def _called(name: str, about: str | None) -> str:
+    return f"{name} ({about})" if about else name
 
 
 def _offer(path: Path) -> str:

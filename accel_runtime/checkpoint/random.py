@@ -57,8 +57,8 @@ def restored(tree: Tree, device: torch.device) -> None:
 def derived(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
     """The states of a rank of another world size.
 
-    A stream that was the same on all ranks is the same on all. One that was not begins anew on every rank, from a
-    seed that follows from all the old states, the rank and the world size.
+    A stream that was the same on several ranks is the same on all. One that was not, and that of a single rank, begins
+    anew on every rank, from a seed that follows from all the old states, the rank and the world size.
 
     Args:
         trees: What `captured` gave on the old ranks, in their order.
@@ -71,7 +71,7 @@ def derived(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
 
 def _derived(kind: str, states: list[Any], rank: int, world_size: int) -> Any:
     prints = [None if state is None else fingerprint({kind: state}) for state in states]
-    if len(set(prints)) == 1:
+    if len(prints) > 1 and len(set(prints)) == 1:
         return states[0]
     return {"seed": _hashed(kind, prints, rank, world_size)}
 

@@ -23,11 +23,16 @@ class Retention:
         output_dir: What the script says.
 
     Raises:
-        ValueError: Nobody says where, or both do.
+        ValueError: Nobody says where; or every machine is to have one of its own.
     """
 
     def __init__(self, project: ProjectConfiguration, output_dir: str | os.PathLike[str] | None) -> None:
         self._project, self._given = project, output_dir
+        if project.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True asks for files on every machine, and save_state() writes one checkpoint for all "
+                "processes, into a directory that all machines share: leave it out. save() honours it"
+            )
         if output_dir is None and not project.automatic_checkpoint_naming:
             raise ValueError(
                 "save_state() was given no directory; ProjectConfiguration(automatic_checkpoint_naming=True) "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from typing_extensions import override
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint import random, window
-from accel_runtime.checkpoint.items import Item, Model, Optimizer, Stateful
+from accel_runtime.checkpoint.items import Item, Loader, Model, Optimizer, Stateful
 from accel_runtime.checkpoint.names import parameter_names
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.gradients import Gradients
@@ -35,8 +35,8 @@ class Run:
     models: Sequence[nn.Module]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
-    loaders: Mapping[int, PreparedLoader]
-    """By the order in which they were prepared; those the script has let go are missing."""
+    loaders: Sequence[PreparedLoader | None]
+    """In the order in which they were prepared; None where the script has let one go."""
     precision: Precision
     accumulation: Accumulation
     gradients: Gradients
@@ -63,24 +63,29 @@ class Run:
 
     def items(
         self,
-        models: Sequence[nn.Module] | None = None,
-        states: Sequence[dict[str, Any]] | None = None,
+        states: Mapping[int, dict[str, Any]] | None = None,
         *,
+        without: Container[int] = (),
         strict: bool = True,
     ) -> list[Item]:
         """All items, in the order in which they are restored.
 
         Args:
-            models: The script's own modules, where hooks have taken some away.
-            states: Their states, likewise.
+            states: The states of models by their numbers, as hooks of the script have left them; None is that of all.
+            without: The numbers of models that hooks have taken away.
             strict: False lets a model take what fits.
         """
-        own = [self.backend.original(model) for model in self.models] if models is None else list(models)
-        found = [None] * len(own) if states is None else list(states)
         names = parameter_names(self.models, self.optimizers, self.backend.original)
-        items: list[Item] = [
-            Model(_numbered("model", index), model, state, strict=strict)
-            for index, (model, state) in enumerate(zip(own, found, strict=False))
+        items: list[Item] = [Replicas(self.backend, self.models)]
+        items += [
+            Model(
+                _numbered("model", index),
+                self.backend.original(model),
+                None if states is None else states[index],
+                strict=strict,
+            )
+            for index, model in enumerate(self.models)
+            if index not in without and (states is None or index in states)
         ]
         items += [
             Optimizer(_numbered("optimizer", index), optimizer, names)
@@ -89,14 +94,31 @@ class Run:
         stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
             ("scheduler", enumerate(self.schedulers)),
             ("registered", enumerate(self.registered)),
-            ("loader", sorted(self.loaders.items())),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
+        items += [Loader(_numbered("loader", index), loader) for index, loader in enumerate(self.loaders)]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
         items.append(Random(self.backend.device))
         return items
+
+
+class Replicas(Item):
+    """What is remembered from step to step by what makes the ranks' models one."""
+
+    def __init__(self, backend: Backend, models: Sequence[nn.Module]) -> None:
+        super().__init__("replicas")
+        self._backend, self._models = backend, models
+
+    @override
+    def tree(self) -> Any:
+        return [self._backend.replica(model) for model in self._models]
+
+    @override
+    def restore(self, tree: Any) -> None:
+        for model, state in zip(self._models, tree, strict=False):
+            self._backend.restore_replica(model, state)
 
 
 class Window(Item):

@@ -24,7 +24,7 @@ from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.storage import Planner, Writer, stored
-from accel_runtime.checkpoint.together import Share, together
+from accel_runtime.checkpoint.together import Share, same, together
 
 __all__ = ["Place", "Saving"]
 
@@ -60,11 +60,12 @@ class Saving:
         self._planner = Planner()
         self._lock: int | None = None
 
-    def begin(self, choose: Callable[[], Path]) -> Place:
+    def begin(self, choose: Callable[[], Path], given: str | None = None) -> Place:
         """Make the directory to write into.
 
         Args:
-            choose: Gives the checkpoint's name; the first rank's counts.
+            choose: Gives the checkpoint's name; asked on the first rank.
+            given: What the script said; the same on all ranks.
 
         Raises:
             CheckpointError: It cannot be made, or a rank does not see it.
@@ -75,12 +76,15 @@ class Saving:
                 return None
             target, save = _plain(choose()), uuid.uuid4().hex[:12]
             scratch, self._lock = placing.begin(target, save, self._disk)
-            return Place(target, scratch, save)
+            self._place = Place(target, scratch, save)
+            return self._place
 
-        place: Place = self._all(make)[0]
-        self._place = place
+        told = self._all(lambda: (given, make()))
+        place: Place = told[0][1]
+        self._place, said = place, [one for one, _ in told]
 
         def see() -> None:
+            same("save_state", said)
             if not place.scratch.is_dir():
                 raise CheckpointError(
                     f"{place.scratch} was made by rank 0 and is not there on this machine: a checkpoint goes into a "
@@ -111,7 +115,7 @@ class Saving:
         """
         try:
             self._state = agreed(items, self._share, self._rank, self._world_size)
-        except BaseException:
+        except BaseException:  # whatever it is, nothing is left
             self._give_up()
             raise
         self._about = {item.name: item.about for item in items if item.about}
@@ -213,7 +217,7 @@ class Saving:
         """`together`; where it fails nothing remains of what was written."""
         try:
             return together(self._share, act if keep else lambda: act() and None)
-        except BaseException:
+        except BaseException:  # whatever it is, nothing is left
             self._give_up()
             raise
 

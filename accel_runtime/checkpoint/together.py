@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from accel_runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["Share", "together"]
+__all__ = ["Share", "same", "together"]
 
 _T = TypeVar("_T")
 
@@ -38,9 +38,26 @@ def together(share: Share, act: Callable[[], _T]) -> list[_T]:
     failed = {number: text for number, (text, _) in enumerate(outcomes) if text is not None}
     if not failed:
         return [value for _, value in outcomes]
-    if isinstance(own, CheckpointError) and len(set(failed.values())) == 1:
+    if isinstance(own, CheckpointError) and len(failed) == len(outcomes) and len(set(failed.values())) == 1:
         raise own
     raise CheckpointError(_told(failed, len(outcomes))) from own
+
+
+def same(operation: str, given: Sequence[str | None]) -> None:
+    """Refuse directories that differ from rank to rank.
+
+    Args:
+        operation: What they were given to.
+        given: What each rank was given.
+
+    Raises:
+        CheckpointError: They differ.
+    """
+    if len(set(given)) > 1:
+        told = ", ".join(f"rank {rank}: {path or 'none'}" for rank, path in enumerate(given))
+        raise CheckpointError(
+            f"{operation}() was given different directories ({told}); a checkpoint is one for all ranks"
+        )
 
 
 def _said(error: Exception) -> str:

@@ -41,6 +41,8 @@ class Order(ABC):
         self.source = source
         """The script's sampler, or batch sampler."""
         self.sharding = sharding
+        self.seed: int | None = None
+        """With a number, a shuffled order is drawn anew for every epoch from `seed + epoch`."""
         self._backend = backend
 
     @property
@@ -80,7 +82,7 @@ class Samples(Order):
 
     def __init__(self, sampler: Any, sharding: Sharding, backend: Backend, seed: int | None = None) -> None:
         super().__init__(sampler, sharding, backend)
-        self._seed = seed
+        self.seed = seed
 
     @property
     @override
@@ -117,10 +119,10 @@ class Samples(Order):
         return _split(drawn, position, self.stride)
 
     def _seeded(self, epoch: int) -> Any:
-        if self._seed is None or type(self.source) is not RandomSampler:
+        if self.seed is None or type(self.source) is not RandomSampler:
             return self.source
         sampler = copy.copy(self.source)
-        sampler.generator = torch.Generator().manual_seed(self._seed + epoch)
+        sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
         return sampler
 
 

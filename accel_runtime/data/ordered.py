@@ -86,13 +86,14 @@ class Ordered(Source):
         random = self._random(start, here)
         if random is not here:
             restore({"generators": random["generators"]}, self._generators)
+        self._order.seed = start.get("seed", self._order.seed)
         begun, batches = start.get("position", 0), 0
         persisted = self._persisted(start)
 
         def where(share: Share | None) -> dict[str, Any]:
             whole = share is not None and share.last
             at = len(self._order.source) if whole else self._beyond(begun, batches)
-            return {"position": at, "random": random} | persisted
+            return {"position": at, "random": random} | persisted | self._seed
 
         loop.where = where
         drawing = Apart(random, here)
@@ -107,6 +108,11 @@ class Ordered(Source):
             loop.share = shares.popleft()
             batches += 1
             yield batch
+
+    @property
+    def _seed(self) -> dict[str, int]:
+        """What a position says of the seed that orders are drawn from, if they are."""
+        return {} if self._order.seed is None else {"seed": self._order.seed}
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -158,7 +164,7 @@ class Ordered(Source):
     @override
     def beginning(self) -> dict[str, Any]:
         persisted = {"persisted": True} if self._there else {}
-        return {"position": 0, "random": capture(self._generators, self._kinds)} | persisted
+        return {"position": 0, "random": capture(self._generators, self._kinds)} | persisted | self._seed
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:

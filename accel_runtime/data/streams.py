@@ -116,7 +116,7 @@ class Stream(Source):
     def _walk(self, start: dict[str, Any], apart: Apart | None) -> Steps:
         others = len(self._recipe.ranks) - 1
         if self._kept is None or start:
-            bare = _Bare(self._loader, Reading(self._recipe, start, apart))
+            bare = _Bare(self._drawn(start), Reading(self._recipe, start, apart))
             self._kept = bare if self._loader.persistent_workers else None
         else:
             bare = self._kept
@@ -126,6 +126,11 @@ class Stream(Source):
             batches = [batch, *islice(walk, others)]
             made, *_ = [bare.aside.popleft() for _ in batches]
             yield made, batches
+
+    def _drawn(self, start: dict[str, Any]) -> DataLoader[Any]:
+        """The loader; inside an epoch, torch's seed for workers, also where there are none, was drawn already."""
+        inside = "random" in start and not self._generators and self._loader.num_workers == 0
+        return altered(self._loader, generator=torch.Generator()) if inside else self._loader
 
     def _unskipped(self, walk: Steps, skip: int, place: _Place) -> Steps:
         """Without the steps that workers with parts of their own could not leave out themselves."""

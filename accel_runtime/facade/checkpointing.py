@@ -51,6 +51,7 @@ class Checkpointing(Processes):
     _accumulation: Accumulation
     _gradients: Gradients
     _loaders: Mapping[int, PreparedLoader]
+    _loaders_prepared: int
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
@@ -110,11 +111,12 @@ class Checkpointing(Processes):
         self._background.wait()
         share, marks = self._share("save_state"), self._resuming.origin.marks
         saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks)
-        place = saving.begin(retention.target)
+        place = saving.begin(retention.target, _text(output_dir))
         run = self._run()
-        models, states = self._originals(), run.states()
-        saving.run_hooks(lambda: _call(self._save_hooks, models, states, os.fspath(place.scratch)))
-        saving.take(run.items(models, states), run.step)
+        states = run.states()
+        left = list(states)
+        saving.run_hooks(lambda: _call(self._save_hooks, self._originals(), left, os.fspath(place.scratch)))
+        saving.take(run.items(_left(states, left)), run.step)
         retention.saved(place.target)
         if not (self.project_configuration.async_save if async_save is None else async_save):
             self._finish(saving, retention, self._share("save_state"))
@@ -162,12 +164,12 @@ class Checkpointing(Processes):
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
         try:
-            found = loading.open(partial(_chosen, self.project_configuration, input_dir))
-            models = self._originals()
+            found = loading.open(partial(_chosen, self.project_configuration, input_dir), _text(input_dir))
+            gone: list[int] = []
             if self._load_hooks:
                 loading.verify(found)
-                loading.run_hooks(lambda: _call(self._load_hooks, models, os.fspath(found.path)))
-            loading.load(found, self._run().items(models, strict=strict))
+                loading.run_hooks(lambda: gone.extend(self._taken(found.path)))
+            loading.load(found, self._run().items(without=gone, strict=strict))
         finally:
             loading.close()
         if found.number is not None and input_dir is None:
@@ -264,9 +266,15 @@ class Checkpointing(Processes):
             retention.prune(self._disk)
 
     def _adopt(self, path: Path, share: Share, *, strict: bool) -> Found:
-        run, models = self._run(), self._originals()
-        _call(self._load_hooks, models, os.fspath(path))
-        return adopt(path, run, run.items(models, strict=strict), share, strict=strict)
+        run, gone = self._run(), self._taken(path)
+        return adopt(path, run, run.items(without=gone, strict=strict), share, strict=strict)
+
+    def _taken(self, path: Path) -> list[int]:
+        """Which models the script's own hooks load, after they have."""
+        models = self._originals()
+        left = list(models)
+        _call(self._load_hooks, left, os.fspath(path))
+        return [index for index, model in enumerate(models) if not any(model is other for other in left)]
 
     def _run(self) -> Run:
         return Run(
@@ -274,7 +282,7 @@ class Checkpointing(Processes):
             self._models,
             self._optimizers,
             self._schedulers,
-            dict(self._loaders),
+            [self._loaders.get(number) for number in range(self._loaders_prepared)],
             self._precision,
             self._accumulation,
             self._gradients,
@@ -312,6 +320,17 @@ def _chosen(project: ProjectConfiguration, input_dir: _Path | None) -> Path:
             "ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
     return Checkpoints(project.checkpoints).newest().path
+
+
+def _text(path: _Path | None) -> str | None:
+    return None if path is None else os.path.abspath(path)  # noqa: PTH100 - `..` goes too
+
+
+def _left(states: list[dict[str, Any]], left: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By the numbers of their models, the states that hooks have left in a list, or put in their places."""
+    if len(left) == len(states):
+        return dict(enumerate(left))
+    return {index: state for index, state in enumerate(states) if any(state is other for other in left)}
 
 
 def _call(hooks: Mapping[int, Callable[..., None]], *args: Any) -> None:

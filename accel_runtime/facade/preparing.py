@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -36,7 +36,7 @@ class Preparing:
     _loops: Loops
     _dynamo: TorchDynamoPlugin
     _loaders: WeakValueDictionary[int, PreparedLoader]
-    _loader_numbers: Iterator[int]
+    _loaders_prepared: int
     _gradients: Gradients
     _loading: LoaderOptions
     _models: list[nn.Module]
@@ -162,7 +162,8 @@ class Preparing:
             return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
-        self._loaders[next(self._loader_numbers)] = prepared
+        self._loaders[self._loaders_prepared] = prepared
+        self._loaders_prepared += 1
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -1,0 +1,184 @@
+"""A run that is saved and loaded is the run that was not interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from played import COUNT, Script, begun, continues, learn, point, resumed, uninterrupted, walked
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from accel_runtime import Accelerator, DataLoaderConfiguration
+
+
+class Backwards(Sampler):
+    """A sampler of the script's own that draws, too."""
+
+    def __iter__(self):
+        yield from reversed(torch.randperm(COUNT).tolist())
+
+    def __len__(self):
+        return COUNT
+
+
+class Uneven(BatchSampler):
+    """Batches of the script's own."""
+
+    def __init__(self):
+        self.batches = [[0, 1, 2], [3, 4], [5, 6, 7], [8], [9, 10, 11], [12, 13]]
+
+    def __iter__(self):
+        yield from (self.batches[at] for at in torch.randperm(len(self.batches)).tolist())
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class Stream(IterableDataset):
+    """So many points in order."""
+
+    def __iter__(self):
+        return (point(index) for index in range(COUNT))
+
+
+class Stateful(IterableDataset):
+    """A stream that says where it stands."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < COUNT:
+            self.at += 1
+            yield point(self.at - 1)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def with_loader(**options):
+    return {"loader": lambda data: DataLoader(data, **({"batch_size": 2} | options))}
+
+
+def configured(**options):
+    return {"options": lambda: {"dataloader_config": DataLoaderConfiguration(**options)}}
+
+
+LOADERS = {
+    "in order": with_loader,
+    "shuffled": dict,
+    "a generator": lambda: {
+        "loader": lambda data: DataLoader(
+            data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(torch.initial_seed())
+        )
+    },
+    "drop_last": lambda: with_loader(batch_size=4, drop_last=True, shuffle=True),
+    "a sampler": lambda: with_loader(sampler=Backwards()),
+    "a batch sampler": lambda: {"loader": lambda data: DataLoader(data, batch_sampler=Uneven())},
+    "seedable": lambda: configured(use_seedable_sampler=True),
+    "seedable with a seed": lambda: configured(use_seedable_sampler=True, data_seed=4),
+    "split": lambda: configured(split_batches=True) | with_loader(batch_size=6, shuffle=True),
+    "uneven": lambda: configured(even_batches=False),
+    "dispatched": lambda: configured(dispatch_batches=True),
+    "workers": lambda: with_loader(shuffle=True, num_workers=2),
+    "persistent workers": lambda: with_loader(shuffle=True, num_workers=1, persistent_workers=True),
+    "a stream": lambda: {"dataset": Stream} | with_loader(),
+    "a stream dispatched": lambda: {"dataset": Stream} | with_loader() | configured(dispatch_batches=True),
+    "a stream with state": lambda: {"dataset": Stateful} | with_loader(),
+    "a stream with state and a worker": lambda: {"dataset": Stateful} | with_loader(num_workers=1),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_data_continue(ranks, kind, tmp_path):
+    continues(ranks, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
+
+
+# In whatever order ------------------------------------------------------------------------
+
+
+def half_way():
+    """A run that is saved with gradients held, at its fourth step."""
+    return Script(options=lambda: {"gradient_accumulation_steps": 3})
+
+
+def a_step(run):
+    learn(run, next(iter(run.loader)))
+
+
+def with_gradients(run):
+    """Two passes of a window, left open."""
+    for _ in range(2):
+        a_step(run)
+    assert run.model.weight.grad.any()
+
+
+def twice(folder):
+    return lambda run: run.accelerator.load_state(folder)
+
+
+BEFORE = {
+    "a first step": lambda _: a_step,
+    "gradients": lambda _: with_gradients,
+    "having been loaded": twice,
+    "a walk under way": lambda _: lambda run: [None for _ in zip(range(3), run.loader, strict=False)],
+    "an epoch": lambda _: lambda run: [learn(run, batch) for batch in run.loader],
+}
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_loading_after(alone, what, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    assert resumed(half_way(), tmp_path, "4", BEFORE[what](tmp_path / "4")) == (rows[4:], end)
+
+
+def test_what_was_loaded_can_be_saved_at_once(alone, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    run = begun(half_way(), 77)
+    run.accelerator.load_state(tmp_path / "4")
+    run.accelerator.save_state(tmp_path / "again")
+    assert walked(half_way(), run) == (rows[4:], end)
+    assert resumed(half_way(), tmp_path, "again") == (rows[4:], end)
+
+
+def test_saving_changes_nothing(ranks, tmp_path):
+    """The run that is never saved sees what the run sees that is saved at every step."""
+    saved = ranks.run(uninterrupted, half_way(), str(tmp_path), [2, 3, 4])
+    assert [one[:2] for one in saved] == [
+        one[:2] for one in ranks.run(uninterrupted, half_way(), str(tmp_path), [])
+    ]
+
+
+def test_a_fresh_process_continues(alone, tmp_path):
+    rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
+    call = tmp_path / "call"
+    call.write_bytes(cloudpickle.dumps((resumed, half_way(), str(tmp_path), "4")))
+    text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.strip() == repr((rows[4:], end))
+
+
+def test_a_loader_that_is_let_go_is_not_missed(alone, tmp_path):
+    def run(*, keep):
+        accelerator = Accelerator()
+        first, second = accelerator.prepare(DataLoader(range(4)), DataLoader(range(6), shuffle=True))
+        walk = iter(second)
+        return accelerator, second, walk, first if keep else None
+
+    accelerator, _, walk, _ = run(keep=False)
+    next(walk)
+    accelerator.save_state(tmp_path / "saved")
+    rest = [int(batch) for batch in walk]
+    for keep in (False, True):
+        again, loader, *_ = run(keep=keep)
+        again.load_state(tmp_path / "saved")
+        assert [int(batch) for batch in loader] == rest
