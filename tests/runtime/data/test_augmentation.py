@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from accel_runtime import Accelerator
 
@@ -36,6 +36,40 @@ class Together(Noisy):
         return [self[at] + shift for at in indices]
 
 
+class Flow(IterableDataset):
+    """The same as a stream."""
+
+    def __iter__(self):
+        return (Noisy()[at] for at in range(COUNT))
+
+
+class Stateful(Flow):
+    """A stream that says where it stands."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < COUNT:
+            self.at += 1
+            yield Noisy()[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Divided(Flow):
+    """A stream that splits itself among its workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return (Noisy()[at] for at in range(info.id, COUNT, info.num_workers))
+
+
 def noisy_collate(samples):
     return torch.stack(samples) + random.random()
 
@@ -59,6 +93,12 @@ KINDS = {
     "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
     "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
     "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
+    "a stream": {"data": Flow, "collate_fn": noisy_collate},
+    "a persistent stream": {"data": Flow, "persistent_workers": True},
+    "a stream with a state": {"data": Stateful, "persistent_workers": True},
+    "a stream that divides itself": {"data": Divided, "own": True},
+    "a dispatched stream": {"data": Stateful, "dispatch": True},
+    "a stream with a state, without": {"data": Stateful, "num_workers": 0},
     "without": {"num_workers": 0, "shuffle": True},
     "without, in order": {"num_workers": 0},
 }
