@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,16 +14,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from typing_extensions import override
 
+from accel_runtime.data.passing import Samples
 from accel_runtime.data.prints import printed
 from accel_runtime.data.sampling import Sharding, slices
 from accel_runtime.data.seeding import begin, hashed
-from accel_runtime.randomness import Apart, alike, in_force, portable, restore
+from accel_runtime.randomness import Apart
 
-__all__ = ["Made", "Reading", "Recipe", "misplaced", "stateful"]
-
-
-_Aside = Callable[[], AbstractContextManager[None]]
-"""Puts random states in force."""
+__all__ = ["Made", "Reading", "Recipe", "misplaced"]
 
 
 class Made(NamedTuple):
@@ -63,10 +57,10 @@ class Recipe:
     single: bool = False
     """Whether a batch is one sample, as with `batch_size=None`."""
 
-
-def stateful(dataset: Any) -> bool:
-    """Whether a dataset can say where it stands, and be put there."""
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    @property
+    def keep(self) -> int:
+        """How many samples of the start of an epoch may be repeated at its end."""
+        return self.sharding.size if self.sharding.even and self.sharding.world_size > 1 else 0
 
 
 class Reading(IterableDataset[tuple[Made, list[Any]]]):
@@ -117,7 +111,9 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             begin = Apart() if parts is None or seat.own is None else copy.copy(seat.own)
             if "reading" in where:
                 seat.own = None  # what is read under is said here
-        source = _Samples(self._recipe, self._apart, replay, begin)
+        source = Samples(
+            self._recipe.dataset, self._recipe.keep, apart=self._apart, replay=replay, begin=begin
+        )
         try:
             source.open(where.get("state"), where.get("reading"))
             whole = seat is None or not seat.splits()
@@ -161,7 +157,7 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         return seat
 
     def _made(
-        self, source: _Samples, samples: int, skip: int, *, whole: bool
+        self, source: Samples, samples: int, skip: int, *, whole: bool
     ) -> Iterator[tuple[Made, list[Any]]]:
         """The batches of this reader.
 
@@ -198,7 +194,7 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         alone = len(self._recipe.ranks) == self._recipe.sharding.world_size and self._seat is None
         return 0 if alone else printed(batch, running)
 
-    def _collated(self, batch: list[Any], source: _Samples) -> list[Any]:
+    def _collated(self, batch: list[Any], source: Samples) -> list[Any]:
         """The batch of every rank, out of one global batch."""
         sharding, collate = self._recipe.sharding, self._recipe.collate
         share = sharding.share(len(batch), last=False)
@@ -291,89 +287,6 @@ class _Seat:
             torch_seed: Any = torchs._generate_state  # noqa: SLF001 - what torch seeds NumPy with
             state = torch_seed(base, place)
             sys.modules["numpy"].random.seed(state)
-
-
-class _Samples:
-    """The samples of one walk over a dataset, from any position."""
-
-    def __init__(
-        self, recipe: Recipe, apart: Apart | None, replay: Apart | None = None, begin: Apart | None = None
-    ) -> None:
-        self._dataset = recipe.dataset
-        self._stateful = stateful(recipe.dataset)
-        self._keep = recipe.sharding.size if recipe.sharding.even and recipe.sharding.world_size > 1 else 0
-        self._after: _Aside = nullcontext if apart is None else apart
-        self._aside: _Aside = self._after if replay is None else replay
-        self._again: _Aside = self._after if begin is None else begin
-        self._begin: list[Any] = []
-        self._initial: Any = None
-        self._iterator: Iterator[Any] = iter(())
-        self._states: dict[str, Any] = {}
-
-    def open(self, state: Any, reading: dict[str, Any] | None = None) -> None:
-        """Begin to read, at a state of the dataset's or at the start; the first sample is fetched.
-
-        Args:
-            state: The dataset's.
-            reading: The random states to go on under; None: those in force.
-        """
-        if state is not None:
-            self._initial = copy.deepcopy(self._dataset.state_dict())
-            self._dataset.load_state_dict(copy.deepcopy(state))
-        with self._aside():
-            self._states = in_force() if self._stateful else {}
-            if reading is not None:
-                restore(reading)
-            iterator = iter(self._dataset)
-            first = list(islice(iterator, 1))
-        self._iterator = chain(first, iterator) if first else iter(())
-
-    def replayed(self, beyond: int) -> None:
-        """All before the position has been read again: so much was read beyond it, and the rest is read as it was."""
-        if self._aside is not self._after:
-            with self._aside():
-                found = list(islice(self._iterator, beyond))
-            self._iterator = chain(found, self._iterator) if len(found) == beyond else iter(found)
-            self._aside = self._after
-
-    def read(self, count: int, beyond: int) -> tuple[list[Any], Any, dict[str, Any] | None]:
-        """So many more samples and some beyond, or what there is.
-
-        Returns:
-            The samples, and the dataset's state before those beyond, if it has one and there are to be any, with the
-            random states it was taken under, unless they are those of the start.
-        """
-        state, reading = None, None
-        with self._aside():
-            found = list(islice(self._iterator, count))
-            if self._stateful and beyond:
-                state = copy.deepcopy(self._dataset.state_dict())
-                reading = in_force()
-            found += islice(self._iterator, beyond)
-        if len(found) < count + beyond:
-            self._iterator = iter(())
-        if len(self._begin) < self._keep:
-            self._begin += found[: self._keep - len(self._begin)]
-        return found, state, None if reading is None or alike(reading, self._states) else portable(reading)
-
-    def skip(self, count: int) -> None:
-        """Read so many samples for nothing."""
-        self.read(min(count, self._keep), 0)
-        with self._aside():
-            deque(islice(self._iterator, max(0, count - self._keep)), maxlen=0)
-
-    def begin(self) -> list[Any]:
-        """The first samples of the epoch, once all have been read."""
-        if self._initial is not None:
-            self._dataset.load_state_dict(copy.deepcopy(self._initial))
-            with self._again():
-                self._begin = list(islice(iter(self._dataset), self._keep))
-        return self._begin
-
-    def close(self) -> None:
-        """Have the next walk begin at the start."""
-        if self._initial is not None:
-            self._dataset.load_state_dict(self._initial)
 
 
 def misplaced(workers: int) -> ValueError:
