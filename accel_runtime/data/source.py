@@ -113,8 +113,13 @@ class Source(ABC):
         return {}
 
     def following(self, start: dict[str, Any]) -> dict[str, Any]:
-        """The position `start` for one who puts the global generators back: an epoch not begun draws from them."""
-        if inside(start) or "random" not in start:
+        """The position `start` for one who puts the global generators back: what comes next draws from them.
+
+        An epoch that has not begun is drawn from them; and what was read in turn with the loop goes on so.
+        """
+        if inside(start):
+            return start | {"restored": True}
+        if "random" not in start:
             return start
         return start | {"random": {"generators": start["random"]["generators"]}}
 

@@ -125,11 +125,11 @@ class Stream(Source):
         if random is not here:
             restore({"generators": random["generators"]}, self._generators)
         resumed, alone = inside(start), self._loader.num_workers == 0
-        live = bool(start.get("live")) if resumed else random is here
+        live = bool(start.get("live") and start.get("restored")) if resumed else random is here
         leads = self._backend.topology.rank == 0 and not resumed and fingerprint(random) == fingerprint(here)
         apart = None if random is here else Apart(random)
         reads = self._reads(random) if alone and not live else None
-        # What was read as the loop went on is read again on its own, up to where it stood, and then as the loop goes on.
+        # What was read in turn with the loop is read again on its own, up to where it stood, and then in turn again.
         replay, begin = (
             self._reads(random) if alone and resumed and wanted else None for wanted in (live, True)
         )
