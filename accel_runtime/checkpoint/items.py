@@ -117,7 +117,7 @@ class Loader(Item):
     @override
     def restore(self, tree: Any) -> None:
         if self._loader is not None and tree is not None:
-            self._loader.load_state_dict(tree, random_restored=True)
+            self._loader.load_state_dict(tree, random_restored=not self.moved)
 
 
 class Model(Item):
