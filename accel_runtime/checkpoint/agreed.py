@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.digest import digest
+from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import checksum, own_name
 from accel_runtime.checkpoint.together import Share, together
@@ -33,6 +34,20 @@ class State:
     """Those that this rank may write; DCP decides who does where several may."""
 
 
+@dataclass
+class _Taken:
+    """The state of one rank."""
+
+    texts: dict[str, Any] = field(default_factory=dict)
+    """JSON by item."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def prints(self) -> tuple[dict[str, str], dict[str, int | None]]:
+        """What tells whether other ranks have the same: of texts, and of tensors; None for one that is sharded."""
+        texts = {name: checksum(json.dumps(text).encode()) for name, text in self.texts.items()}
+        return texts, {name: None if _is_sharded(own) else digest(own) for name, own in self.tensors.items()}
+
+
 def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> State:
     """Take the state of all items.
 
@@ -43,53 +58,62 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> S
         world_size: How many there are.
 
     Raises:
-        CheckpointError: Something cannot be saved, on some rank; raised on all.
+        CheckpointError: Something cannot be saved, on some rank, or the ranks consist of other items; raised on all.
     """
-    texts: dict[str, Any] = {}
-    tensors: dict[str, torch.Tensor] = {}
+    taken = _Taken()
 
     def take() -> tuple[dict[str, str], dict[str, int | None]]:
         for item in items:
-            texts[item.name], own = packed(item.tree(), item.name)
-            tensors.update(own)
-        if world_size == 1:
-            return {}, {}
-        prints = {name: None if _is_sharded(tensor) else digest(tensor) for name, tensor in tensors.items()}
-        return {name: checksum(json.dumps(text).encode()) for name, text in texts.items()}, prints
+            taken.texts[item.name], tensors = packed(item.tree(), item.name)
+            taken.tensors.update(tensors)
+        return taken.prints() if world_size > 1 else ({}, {})
 
     told = together(share, take)
     if world_size == 1:
-        return State(texts, {}, tensors)
-    return _divided(texts, tensors, told, share, rank)
+        return State(taken.texts, {}, taken.tensors)
+    texts, tensors = [text for text, _ in told], [tensor for _, tensor in told]
+    _same_items(texts)
+    return _divided(taken, _unequal(texts), _unequal(tensors), share, rank)
 
 
-def _divided(
-    texts: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    told: Sequence[tuple[dict[str, str], dict[str, int | None]]],
-    share: Share,
-    rank: int,
-) -> State:
-    differ = {name for name in texts if len({prints.get(name) for prints, _ in told}) > 1}
-    known = set().union(*(prints for _, prints in told))
-    apart = {name for name in known if len({prints.get(name, "none") for _, prints in told}) > 1}
-    state = State({name: text for name, text in texts.items() if name not in differ})
-    small = {name: tensor for name, tensor in tensors.items() if name in apart and tensor.nbytes <= _SMALL}
-    if differ or apart:
-        mine = (
-            {name: texts[name] for name in differ},
-            {name: tensor.cpu() for name, tensor in small.items()},
+def _same_items(texts: Sequence[Mapping[str, str]]) -> None:
+    everywhere = set.intersection(*map(set, texts))
+    lone = {name: number for number, own in enumerate(texts) for name in own if name not in everywhere}
+    if lone:
+        listed = ", ".join(f"{name} on rank {number}" for name, number in lone.items())
+        raise CheckpointError(
+            f"not all ranks have the same to save: {listed}; prepare and register alike everywhere"
         )
-        everyone = share(mine)
-        state.own = {name: [own[name] for own, _ in everyone] for name in sorted(differ)}
-        if rank == 0:
-            for number, (_, given) in enumerate(everyone):
-                state.tensors.update({own_name(name, number): tensor for name, tensor in given.items()})
-    for name, tensor in tensors.items():
-        if name not in apart:
-            state.tensors[name] = tensor
-        elif name not in small:
-            state.tensors[own_name(name, rank)] = tensor
+
+
+def _unequal(told: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The names for which not all ranks have the same."""
+    names = set().union(*told)
+    return {name for name in names if any(name not in own or own[name] != told[0].get(name) for own in told)}
+
+
+def _divided(taken: _Taken, differ: set[str], apart: set[str], share: Share, rank: int) -> State:
+    """What of a rank's state it may write.
+
+    Args:
+        taken: The rank's state.
+        differ: The items whose JSON is not the same everywhere.
+        apart: The tensors that are not.
+        share: Exchanges objects between the ranks.
+        rank: This rank.
+    """
+    state = State({name: text for name, text in taken.texts.items() if name not in differ})
+    large = {name: own for name, own in taken.tensors.items() if name in apart and own.nbytes > _SMALL}
+    if differ or apart:
+        small = {
+            name: own.cpu() for name, own in taken.tensors.items() if name in apart and name not in large
+        }
+        everyone = share(({name: taken.texts[name] for name in differ}, small))
+        state.own = {name: [texts[name] for texts, _ in everyone] for name in sorted(differ)}
+        for number, (_, tensors) in enumerate(everyone if rank == 0 else ()):
+            state.tensors |= {own_name(name, number): tensor for name, tensor in tensors.items()}
+    state.tensors |= {name: own for name, own in taken.tensors.items() if name not in apart}
+    state.tensors |= {own_name(name, rank): own for name, own in large.items()}
     return state
 
 

@@ -22,6 +22,7 @@ from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import NAME, Chunk, Stored
+from accel_runtime.checkpoint.sizes import shown
 from accel_runtime.checkpoint.verifying import BLOCK, blocks
 
 __all__ = ["Merged", "Wish", "merge"]
@@ -122,9 +123,7 @@ def _check(target: Path, size: int, *, several: bool) -> None:
         raise RequestError(f"{target} is there already, and would be read in place of the several files")
     room = Disk().room(target.parent)
     if size > room:
-        raise CheckpointError(
-            f"{target.parent} has room for {room / 1e9:.2f} GB, and {size / 1e9:.2f} are needed"
-        )
+        raise CheckpointError(f"{target.parent} has room for {shown(room)}, and {shown(size)} are needed")
 
 
 def _entry(found: Found, name: str, tensor: str, dtype: str | None) -> _Entry:

@@ -22,6 +22,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk, about
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
+from accel_runtime.checkpoint.sizes import shown
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.storage import Planner, Writer, stored
 from accel_runtime.checkpoint.together import Share, same, together
@@ -105,7 +106,7 @@ class Saving:
     @property
     def progress(self) -> str:
         """How much of its part this rank has written."""
-        return f"{self._writer.written / 1e9:.1f} of {self._writer.planned / 1e9:.1f} GB"
+        return f"{shown(self._writer.written)} of {shown(self._writer.planned)}"
 
     def take(self, items: Sequence[Item], step: int) -> None:
         """Take the state of the run, and plan who writes what of it.
@@ -175,7 +176,7 @@ class Saving:
         room = self._disk.room(self._place.scratch)
         if needed > room:
             raise CheckpointError(
-                f"{self._place.target.parent} has room for {_size(room)}, and this checkpoint takes {_size(needed)}"
+                f"{self._place.target.parent} has room for {shown(room)}, and this checkpoint takes {shown(needed)}"
             )
 
     def _write(self) -> tuple[list[Any], dict[str, File]]:
@@ -232,10 +233,6 @@ class Saving:
             with suppress(OSError):
                 self._disk.unlock(self._lock)
             self._lock = None
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _told(metadata: Metadata) -> list[Any]:

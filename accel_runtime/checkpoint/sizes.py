@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["size_of"]
+__all__ = ["shown", "size_of"]
 
 _UNITS = {"B": 1} | {
     f"{prefix}{ending}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for ending, base in (("B", 1000), ("iB", 1024))
 }
+_SHOWN = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -31,6 +32,12 @@ def size_of(given: int | str, what: str) -> int:
             f"({', '.join(_UNITS)}); it is {given!r}{_bits(given)}"
         )
     return size
+
+
+def shown(count: int) -> str:
+    """A number of bytes for people."""
+    unit, base = next(((unit, base) for unit, base in _SHOWN if count >= base), ("B", 1))
+    return f"{count / base:.2f} {unit}" if base > 1 else f"{count} B"
 
 
 def _written(given: object) -> int | None:
