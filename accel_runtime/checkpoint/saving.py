@@ -28,6 +28,8 @@ from accel_runtime.checkpoint.together import Share, together
 
 __all__ = ["Place", "Saving"]
 
+_GB = 10**9
+
 
 @dataclass(frozen=True)
 class Place:
@@ -226,7 +228,7 @@ class Saving:
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= _GB else f"{count / 1e6:.2f} MB"
 
 
 def _told(metadata: Metadata) -> list[Any]:
