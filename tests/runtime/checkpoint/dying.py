@@ -34,7 +34,7 @@ class Dying(Probe):
         super().__init__(exchanges=exchanges)
         self._at = at
 
-    def before(self, number, path):
+    def before(self, number, path):  # noqa: ARG002 - whatever the call
         if number == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(PATIENCE_S)  # another thread may be faster than the signal
@@ -57,7 +57,7 @@ def forked(world, function, *args):
                     os.environ.update({name: str(value) for name, value in place.items()})
                 function(*args)
                 code = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - whatever it is, it is printed
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
@@ -104,7 +104,7 @@ def run_in(case, folder, disk=None):
 
 def save(case, folder, step, at=0, which=None):
     """Save once; the process dies at call `at`, if it is rank `which`, or any for None."""
-    disk = Dying(at if which in {None, int(os.environ.get("RANK", 0))} else 0, exchanges=case["exchanges"])
+    disk = Dying(at if which in {None, int(os.environ.get("RANK", "0"))} else 0, exchanges=case["exchanges"])
     run = run_in(case, folder, disk)
     run.put(step)
     run.acc.save_state(target_of(case, folder))
@@ -182,7 +182,7 @@ def train(case, folder, in_background, pipe):
         told = [1, step - 1 if in_background else step]
 
 
-def at_random(case, folder, world, in_background, kills, seed):
+def at_random(case, folder, *, world, in_background, kills, seed):
     """Kill runs at random moments; how many saves were made, and which steps were loaded."""
     chance = random.Random(seed)
     known, loaded, saves = 0, [], 0

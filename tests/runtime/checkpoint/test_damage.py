@@ -21,7 +21,7 @@ def pristine(tmp_path_factory):
     top = tmp_path_factory.mktemp("pristine")
     run = Run(top)
     run.acc.register_save_state_pre_hook(
-        lambda models, weights, out: (Path(out) / "note.txt").write_text("a note of the hook")
+        lambda *args: (Path(args[2]) / "note.txt").write_text("a note of the hook")
     )
     for step in (3, 4):
         run.put(step)
@@ -233,7 +233,7 @@ def test_a_newer_format_says_who_wrote_it(run, newest):
 def test_hooks_of_loading_are_not_called_on_a_damaged_checkpoint(run, newest):
     called = []
     run.acc.register_load_state_pre_hook(
-        lambda models, path: called.append((Path(path) / "note.txt").read_text())
+        lambda *args: called.append((Path(args[1]) / "note.txt").read_text())
     )
     flipped(newest / "note.txt", 5)
     refused(run, newest)

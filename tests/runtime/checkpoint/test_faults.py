@@ -62,7 +62,7 @@ def belongings(case, folder):
         return {}
     mine = folder / "mine"
     found = {str(path.relative_to(mine)): path.read_text() for path in mine.rglob("*.txt")}
-    return found | {"empty": (mine / "plans" / "empty").is_dir(), "link": os.readlink(mine / "link")}
+    return found | {"empty": (mine / "plans" / "empty").is_dir(), "link": str((mine / "link").readlink())}
 
 
 def prepared(case, folder, run):
@@ -111,7 +111,7 @@ def saved(case, folder, run, disk, step):
     return None
 
 
-def one_call_fails(run, folder, case, which, error, at):
+def one_call_fails(run, folder, case, which, error, at):  # noqa: PLR0913, PLR0917
     """A save in which a call fails on one rank; what it said, and which calls that rank made."""
     where = folder / f"{at}"
     before = prepared(case, where, run)
@@ -159,7 +159,7 @@ def turns(calls, quick):
     ]
 
 
-def every_call_fails_in_turn(folder, name, which, error, quick, part=slice(None)):
+def every_call_fails_in_turn(folder, name, which, error, quick, part=slice(None)):  # noqa: PLR0913, PLR0917
     """Every call of a rank's save; None as the error takes them in turn. How many saves failed."""
     case = CASES[name]
     run = run_of(case)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def test_a_file_system_that_becomes_full_leaves_the_checkpoint_before(small):
     class NoForesight(Disk):
         """Says that there is room, as where others write at the same time."""
 
-        def room(self, folder):
+        def room(self, folder):  # noqa: ARG002 - it says the same of all
             return 1 << 60
 
     run = Run(small, width=80, disk=NoForesight())  # 80 KB or so a checkpoint
@@ -260,124 +259,6 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(memory):
 def test_hooks_that_make_links_are_told_to_write_files(memory):
     run = Run(memory)
     run.put(1)
-    run.acc.register_save_state_pre_hook(
-        lambda models, weights, out: (Path(out) / "big").symlink_to("/dev/null")
-    )
+    run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
     assert "is a link that a hook has made" in failed(run)
     assert not list(memory.rglob(".*"))
-
-
-def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
-    errors = saves_at_once(memory, Disk)
-    assert all("is being written by another process" in error for error in errors), errors
-    run = Run(memory, automatic=False)
-    run.put(99)
-    assert run.acc.load_state(memory / "mine").manifest.step == run.step()
-    assert [path.name for path in memory.iterdir()] == ["mine"]
-
-
-def saves_at_once(memory, disk):
-    """Two processes save into one directory again and again; what went wrong, but for what loses a race."""
-    pids, ends = [], []
-    for number in range(2):
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if not pid:
-            said = ""
-            try:
-                said = saving_again_and_again(memory, disk(), number)
-            finally:
-                os.write(theirs, said.encode() + b"\nend")
-                os._exit(0)
-        os.close(theirs)
-        pids.append(pid)
-        ends.append(ours)
-    told = ""
-    for pid, end in zip(pids, ends, strict=True):
-        with os.fdopen(end) as answers:
-            text = answers.read()
-        os.waitpid(pid, 0)
-        assert text.endswith("\nend"), text
-        told += text.removesuffix("\nend")
-    return [line for line in told.splitlines() if line and "No such file or directory" not in line]
-
-
-def saving_again_and_again(memory, disk, number):
-    run, said = Run(memory, automatic=False, disk=disk), ""
-    for turn in range(25):
-        run.put(100 * (1 + number) + turn)
-        try:
-            run.acc.save_state(memory / "mine")
-        except CheckpointError as error:
-            said += f"{error}\n"
-        except BaseException as error:
-            return f"{said}{error!r}"
-    return said
-
-
-def test_several_runs_in_one_directory_number_on(memory):
-    one, other = Run(memory), Run(memory)
-    for step, run in enumerate([one, other, other, one], 1):
-        run.put(step)
-        run.acc.save_state()
-    assert [found.manifest.step for found in one.acc.checkpoints.list()] == [1, 2, 3, 4]
-    assert [found.number for found in one.acc.checkpoints.list()] == [0, 1, 2, 3]
-
-
-def test_a_checkpoint_that_is_being_loaded_is_not_pruned_before_the_next_save(memory):
-    reader, writer = Run(memory), Run(memory, total_limit=1)
-    writer.put(1)
-    writer.acc.save_state()
-    writer.put(2)
-    inside, written = threading.Event(), threading.Event()
-
-    def hook(models, path):
-        inside.set()
-        assert written.wait(20)
-
-    reader.acc.register_load_state_pre_hook(hook)
-    loading = threading.Thread(target=reader.acc.load_state)
-    loading.start()
-    assert inside.wait(20)
-    writer.acc.save_state()
-    assert len(writer.acc.checkpoints.list()) == 2
-    written.set()
-    loading.join()
-    assert reader.log.state["step"] == 1
-    writer.acc.save_state()
-    assert len(writer.acc.checkpoints.list()) == 1
-
-
-def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_a_clear_error(memory, monkeypatch):
-    run = Run(memory)
-    run.put(1)
-    path = Path(run.acc.save_state())
-    run.put(5)
-    from accel_runtime.checkpoint import loading
-
-    def gone(found, chunks, was=loading.damage):
-        shutil.rmtree(path)
-        return was(found, chunks)
-
-    monkeypatch.setattr(loading, "damage", gone)
-    with pytest.raises(CheckpointError, match="cannot be read: No such file or directory"):
-        run.acc.load_state()
-    assert run.step() == 5
-
-
-def test_a_file_that_fails_after_all_was_verified_says_what_the_state_is_now(memory, monkeypatch):
-    run = Run(memory)
-    run.put(1)
-    path = Path(run.acc.save_state())
-    run.put(5)
-    from accel_runtime.checkpoint import loading
-
-    def gone(found, chunks, was=loading.damage):
-        wrong = was(found, chunks)
-        (path / "optimizer.safetensors").unlink()
-        return wrong
-
-    monkeypatch.setattr(loading, "damage", gone)
-    with pytest.raises(CheckpointError, match="neither what it had nor all of") as raised:
-        run.acc.load_state()
-    assert "optimizer.safetensors" in str(raised.value)

@@ -65,7 +65,7 @@ trees = st.recursive(
 )
 
 
-def equal(one, other):
+def equal(one, other):  # noqa: PLR0911 - a kind a line
     """Equal in value and type, all the way down, in the same order; NaN is itself."""
     if type(one) is not type(other):
         return False
