@@ -14,7 +14,18 @@ import torch
 
 from accel_runtime.backends.base import Backend
 
-__all__ = ["KINDS", "Apart", "agreed", "capture", "fingerprint", "in_force", "kept", "restore"]
+__all__ = [
+    "KINDS",
+    "Apart",
+    "agreed",
+    "alike",
+    "capture",
+    "fingerprint",
+    "in_force",
+    "kept",
+    "portable",
+    "restore",
+]
 
 KINDS = ("torch", "python", "numpy")
 """The global generators that samplers, datasets and transforms draw from."""
@@ -32,9 +43,16 @@ def capture(generators: Sequence[torch.Generator] = (), kinds: Sequence[str] = K
     return {"generators": [generator.get_state() for generator in generators]} | kept(in_force(kinds))
 
 
+def portable(states: States) -> States:
+    """What `in_force` gave, without tensors, which would go to another process through shared memory."""
+    return states | ({"torch": states["torch"].numpy().tobytes()} if "torch" in states else {})
+
+
 def kept(states: States) -> States:
-    """What `in_force` gave, so that it can be saved."""
+    """What `in_force` gave, or `portable`, so that it can be saved."""
     states = dict(states)
+    if isinstance(states.get("torch"), bytes):
+        states["torch"] = torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8)
     if "python" in states:
         version, numbers, spare = states["python"]
         states["python"] = [version, list(numbers), spare]
@@ -56,6 +74,15 @@ def restore(states: States, generators: Sequence[torch.Generator] = ()) -> None:
         name, keys, *rest = live["numpy"]
         live["numpy"] = (name, keys.numpy().astype("uint32"), *rest)
     _enforce(live)
+
+
+def alike(states: States, others: States) -> bool:
+    """Whether what `in_force` gave at two times is the same."""
+    if states.keys() != others.keys() or states.get("python") != others.get("python"):
+        return False
+    pairs = zip(states.get("numpy", ()), others.get("numpy", ()), strict=True)
+    numpys = all(bool((one == two).all()) if hasattr(one, "all") else one == two for one, two in pairs)
+    return numpys and ("torch" not in states or torch.equal(states["torch"], others["torch"]))
 
 
 def agreed(states: States, backend: Backend) -> States:

@@ -230,7 +230,7 @@ class PreparedLoader(DataLoader[Any]):
                 another number of processes or workers only.
         """
         kind = self._source.kind
-        start = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind"}}
+        start = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind", "restored"}}
         world = self._backend.topology.world_size
         if start.get("world_size", world) != world:
             # First of all: on one process such a loader is of another kind, which says nothing to a person.

@@ -20,7 +20,7 @@ from accel_runtime.data.order import Order, order_of
 from accel_runtime.data.sampling import Index, Sharding, Step, slices
 from accel_runtime.data.script import altered, gives_single, sampler_of, slot_of
 from accel_runtime.data.seeding import BatchSeed, epoch_seed, seeding
-from accel_runtime.data.source import Loop, Share, Source
+from accel_runtime.data.source import Loop, Share, Source, ahead, inside
 from accel_runtime.randomness import Apart, agreed, capture, restore
 from accel_runtime.topology import Topology
 
@@ -128,7 +128,7 @@ class Ordered(Source):
             return agreed(here, self._backend) if self._kinds else here
         saved: dict[str, Any] = start["random"]
         # Between two epochs nothing has been drawn yet, and every rank has kept its own.
-        return saved if start.get("position") else agreed(here | saved, self._backend)
+        return saved if inside(start) else agreed(here | saved, self._backend)
 
     def _persisted(self, start: dict[str, Any]) -> dict[str, Any]:
         """What a position says of workers that were there when the epoch began, so that no seed was drawn for them."""
@@ -148,9 +148,8 @@ class Ordered(Source):
             drawn: Whether it was drawn in an earlier epoch, as workers persist.
         """
         own = self._generator
-        inside = bool("random" in start and start.get("position"))
         # Inside an epoch it has been drawn already, and what was drawn from is where it was afterwards.
-        spare = drawn or (inside and own is None and "torch" not in start["random"])
+        spare = drawn or (inside(start) and own is None and "torch" not in start["random"])
         vars(self._walked)["generator"] = torch.Generator() if spare else own
         with drawing():
             if self._there and not spare and "random" in start:
@@ -168,7 +167,8 @@ class Ordered(Source):
 
     @override
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        return start | {"position": start.get("position", 0) + steps * self._order.stride}
+        at = start.get("position", 0) + steps * self._order.stride
+        return start | {"position": at} | ahead(steps, start)
 
     def _beyond(self, begun: int, batches: int) -> int:
         """The position after so many batches, which are those of several ranks where one reads for all."""

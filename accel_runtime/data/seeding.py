@@ -15,7 +15,7 @@ from typing_extensions import override
 from accel_runtime.data.script import altered, sampler_of, slot_of
 from accel_runtime.randomness import fingerprint
 
-__all__ = ["BatchSeed", "begin", "epoch_seed", "seeding"]
+__all__ = ["BatchSeed", "begin", "epoch_seed", "hashed", "seeding"]
 
 
 class BatchSeed(NamedTuple):
@@ -30,8 +30,8 @@ class BatchSeed(NamedTuple):
 
     @property
     def number(self) -> int:
-        """A number that any change of the parts changes."""
-        return _hashed(f"{self.epoch} {self.position} {self.part}")
+        """What their generators are seeded with."""
+        return hashed(*self)
 
 
 class _Fetch(NamedTuple):
@@ -50,7 +50,7 @@ def epoch_seed(states: dict[str, Any], epoch: int) -> int:
         epoch: Its number. Workers that persist draw nothing when an epoch begins, so that states may stay the same.
     """
     kinds = ("generators", "torch")
-    return _hashed(f"{epoch} {fingerprint({kind: states[kind] for kind in kinds if kind in states})}")
+    return hashed(epoch, fingerprint({kind: states[kind] for kind in kinds if kind in states}))
 
 
 def begin(seed: int) -> None:
@@ -125,5 +125,7 @@ class _Unwrapping:
             self._init(worker)
 
 
-def _hashed(text: str) -> int:
+def hashed(*parts: int) -> int:
+    """A seed that any change of the parts changes."""
+    text = " ".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["Loop", "Share", "Source"]
+__all__ = ["Loop", "Share", "Source", "ahead", "inside"]
 
 
 class Share(NamedTuple):
@@ -46,6 +46,16 @@ class Loop:
     def position(self) -> dict[str, Any]:
         """Where the walk stands, counting the batches handed out."""
         return self.where(self.share)
+
+
+def inside(start: dict[str, Any]) -> bool:
+    """Whether a position lies in an epoch that had begun, so that what is drawn at its start has been drawn."""
+    return "random" in start and bool(start.get("position")) and not start.get("ahead")
+
+
+def ahead(steps: int, start: dict[str, Any]) -> dict[str, Any]:
+    """What a position says of itself that lies so many steps after `start`, in an epoch that may not have begun."""
+    return {"ahead": True} if steps and not inside(start) else {}
 
 
 class Source(ABC):
@@ -103,8 +113,13 @@ class Source(ABC):
         return {}
 
     def following(self, start: dict[str, Any]) -> dict[str, Any]:
-        """The position `start` for one who puts the global generators back: an epoch not begun draws from them."""
-        if start.get("position") or "random" not in start:
+        """The position `start` for one who puts the global generators back: what comes next draws from them.
+
+        An epoch that has not begun is drawn from them; and what was read in turn with the loop goes on so.
+        """
+        if inside(start):
+            return start | {"restored": True}
+        if "random" not in start:
             return start
         return start | {"random": {"generators": start["random"]["generators"]}}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,9 +18,9 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.alike import among_ranks, among_workers
 from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.script import altered
-from accel_runtime.data.source import Loop, Source
-from accel_runtime.data.workers import Made, Reading, Recipe
-from accel_runtime.randomness import Apart, agreed, capture, restore
+from accel_runtime.data.source import Loop, Source, ahead, inside
+from accel_runtime.data.workers import Made, Reading, Recipe, misplaced
+from accel_runtime.randomness import Apart, agreed, capture, fingerprint, kept, restore
 from accel_runtime.topology import Topology
 
 __all__ = ["Stream", "split_by_node"]
@@ -65,17 +66,28 @@ class Stream(Source):
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
+        self.check(start)
+        if "random" in start:
+            restore({"generators": start["random"]["generators"]}, self._generators)
         here = capture(self._generators)
-        random = start.get("random") or agreed(here, self._backend)
+        random = self._random(start, here)
         place = _Place(start, random, self._loader.num_workers)
         loop.where = lambda _: place.position()
         steps = among_workers(
-            self._unskipped(self._started(start, random, here), start.get("skip", 0), place)
+            self._unskipped(self._started(start, random, here, place), start.get("skip", 0), place)
         )
         for made, batches, last in among_ranks(_with_end(steps, self._loader.num_workers), self._backend):
             place.move(made)
             loop.share = self.sharding.share(made.size, last=last)
             yield from batches
+
+    def _random(self, start: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+        """The random states the epoch is begun under; `here` itself, where all ranks are in the same."""
+        if inside(start):
+            return dict(start["random"])
+        # Between two epochs nothing has been drawn yet, and every rank has kept its own.
+        saved = here | start.get("random", {})
+        return agreed(here if fingerprint(saved) == fingerprint(here) else saved, self._backend)
 
     @override
     def steps(self) -> int:
@@ -91,21 +103,44 @@ class Stream(Source):
         if not steps:
             return start
         samples = start.get("position", 0) + steps * self.sharding.size
-        return start | {"position": samples, "skip": start.get("skip", 0) + steps}
+        skip = start.get("skip", 0) + steps
+        return start | {"position": samples, "skip": skip} | ahead(steps, start)
 
-    def _started(self, start: dict[str, Any], random: dict[str, Any], here: dict[str, Any]) -> Steps:
+    @override
+    def beginning(self) -> dict[str, Any]:
+        return {"random": capture(self._generators)} | (
+            self._kept.beginning(self._kept.walks) if self._kept else {}
+        )
+
+    @override
+    def check(self, start: dict[str, Any]) -> None:
+        parts = start.get("workers")
+        if parts is not None and len(parts) != self._loader.num_workers:
+            raise misplaced(len(parts))
+
+    def _started(
+        self, start: dict[str, Any], random: dict[str, Any], here: dict[str, Any], place: _Place
+    ) -> Steps:
         """All batches; the first is read under random states that are the same on all ranks."""
         if random is not here:
             restore({"generators": random["generators"]}, self._generators)
-        leads = self._backend.topology.rank == 0 and "random" not in start
+        resumed, alone = inside(start), self._loader.num_workers == 0
+        live = bool(start.get("live") and start.get("restored")) if resumed else random is here
+        leads = self._backend.topology.rank == 0 and not resumed and fingerprint(random) == fingerprint(here)
         apart = None if random is here else Apart(random)
-        reads = apart if self._loader.num_workers == 0 else None
-        if reads and not self._generators:
-            with reads():  # torch draws a seed for workers, also where there are none
-                torch.empty((), dtype=torch.int64).random_()
-        walk = iter(self._walk(start, reads))
+        reads = self._reads(random) if alone and not live else None
+        # What was read in turn with the loop is read again on its own, up to where it stood, and then in turn again.
+        replay, begin = (
+            self._reads(random) if alone and resumed and wanted else None for wanted in (live, True)
+        )
+        bare = self._bare(start, Reading(self._recipe, start, reads, replay, begin))
+        walks = bare.walks
+        place.epoch = lambda: _said(live=alone and live) | bare.beginning(walks)
+        # Inside an epoch the seed for workers has been drawn, and what it was drawn from is where it was afterwards.
+        bare.drawing(spare=bool(start.get("walks")) or (alone and resumed and not self._generators))
+        walk = iter(self._walk(bare))
         # With workers only their seeds are drawn here.
-        with nullcontext() if apart is None or reads or leads else apart():
+        with nullcontext() if apart is None or alone or leads else apart():
             first = next(walk, None)
         if reads and leads:
             reads.take_over()  # the states of the first rank go on as if it were alone
@@ -113,24 +148,31 @@ class Stream(Source):
             yield first
             yield from walk
 
-    def _walk(self, start: dict[str, Any], apart: Apart | None) -> Steps:
+    def _reads(self, random: dict[str, Any]) -> Apart:
+        """The random states that an epoch begun under these is read under, without workers."""
+        reads = Apart(random)
+        if not self._generators:
+            with reads():  # torch draws a seed for workers, also where there are none
+                torch.empty((), dtype=torch.int64).random_()
+        return reads
+
+    def _bare(self, start: dict[str, Any], reading: Reading) -> _Bare:
+        """What torch walks; where workers persist, it is kept as long as no position is given."""
+        if self._kept is not None and not start:
+            return self._kept
+        bare = _Bare(self._loader, reading, start)
+        self._kept = bare if self._loader.persistent_workers else None
+        return bare
+
+    def _walk(self, bare: _Bare) -> Steps:
         others = len(self._recipe.ranks) - 1
-        if self._kept is None or start:
-            bare = _Bare(self._drawn(start), Reading(self._recipe, start, apart))
-            self._kept = bare if self._loader.persistent_workers else None
-        else:
-            bare = self._kept
         bare.aside.clear()
+        bare.walks += 1
         walk = iter(bare.loader)
         for batch in walk:
             batches = [batch, *islice(walk, others)]
             made, *_ = [bare.aside.popleft() for _ in batches]
             yield made, batches
-
-    def _drawn(self, start: dict[str, Any]) -> DataLoader[Any]:
-        """The loader; inside an epoch, torch's seed for workers, also where there are none, was drawn already."""
-        inside = "random" in start and not self._generators and self._loader.num_workers == 0
-        return altered(self._loader, generator=torch.Generator()) if inside else self._loader
 
     def _unskipped(self, walk: Steps, skip: int, place: _Place) -> Steps:
         """Without the steps that workers with parts of their own could not leave out themselves."""
@@ -144,13 +186,39 @@ class Stream(Source):
 class _Bare:
     """A copy of the script's loader whose walk gives bare batches, and puts aside how they were made."""
 
-    def __init__(self, loader: DataLoader[Any], reading: Reading) -> None:
-        aside: deque[Made] = deque()
-        self.aside = aside
-        ours = {"dataset": reading, "batch_sampler": None, "collate_fn": _same, "worker_init_fn": None}
-        inner = altered(loader, **ours, drop_last=False, _IterableDataset_len_called=None)
+    def __init__(self, loader: DataLoader[Any], reading: Reading, start: dict[str, Any]) -> None:
+        self.aside: deque[Made] = deque()
+        self.walks: int = start.get("walks", 0)
+        """How many walks its workers have begun, or the workers in whose place they are."""
+        self._seeds: list[int] = [start["base"]] if "base" in start else []
+        self._script = loader
+        ours: dict[str, Any] = {
+            "dataset": reading,
+            "batch_sampler": None,
+            "collate_fn": _same,
+            "worker_init_fn": None,
+        }
+        self._inner = altered(loader, **ours, drop_last=False, _IterableDataset_len_called=None)
         # What `DataLoader.__iter__` asks, so that the walk of a subclass sees nothing but batches.
-        self.loader = altered(loader, _get_iterator=lambda: _Walk(inner, aside))
+        # Not a method: in a cycle, workers end only when the collector comes.
+        self.loader = altered(loader, _get_iterator=partial(_walk, self._inner, self.aside, self._seeds))
+
+    def drawing(self, *, spare: bool) -> None:
+        """Have torch draw a seed for workers from the script's generator, or from a spare one."""
+        vars(self._inner)["generator"] = torch.Generator() if spare else self._script.generator
+
+    def beginning(self, walks: int) -> dict[str, Any]:
+        """What says the random numbers of workers that persist: their first seed, and the walks they began before."""
+        if not self._script.persistent_workers:
+            return {}
+        return {"walks": walks} | ({"base": self._seeds[0]} if self._seeds else {})
+
+
+def _walk(loader: DataLoader[Any], aside: deque[Made], seeds: list[int]) -> _Walk:
+    """A walk; its seed joins those of the walks before it."""
+    walk = _Walk(loader, aside)
+    seeds.append(walk.base)
+    return walk
 
 
 class _Walk:
@@ -161,6 +229,8 @@ class _Walk:
         self._inner: Any = type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
         self._aside = aside
         self._ready: deque[tuple[Made, Any]] = deque()
+        self.base = int(self._inner._base_seed)  # noqa: SLF001 - what workers are told
+        """The seed its workers have in common."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -193,33 +263,41 @@ class _Place:
         self._random = random
         self._made: Made | None = None
         self._samples: int = start.get("position", 0)
-        self._parts: list[dict[str, Any]] = start.get("workers") or [{"position": 0}] * max(1, workers)
+        self._parts: list[dict[str, Any] | Made] = start.get("workers") or [{"position": 0}] * max(1, workers)
+        self.epoch: Callable[[], dict[str, Any]] = dict
+        """What a position says of its epoch, beside its random states."""
 
     def move(self, made: Made) -> None:
         """A batch is handed out, or left out."""
         self._made = made
         self._samples += made.size
         if made.worker is not None:
-            self._parts = [
-                _stand(made) if worker == made.worker else part for worker, part in enumerate(self._parts)
-            ]
+            self._parts = [made if worker == made.worker else part for worker, part in enumerate(self._parts)]
 
     def position(self) -> dict[str, Any]:
         """The position after the last batch."""
         made = self._made
         if made is None:
             return self._start
+        epoch = {"random": self._random} | self.epoch()
         if made.worker is None:
-            return {"random": self._random, "whole": True} | _stand(made)
+            return epoch | {"whole": True} | _stand(made)
         turn = (made.worker + 1) % len(self._parts)
-        return {"position": self._samples, "random": self._random, "workers": self._parts, "turn": turn}
+        parts = [_stand(part) if isinstance(part, Made) else part for part in self._parts]
+        return epoch | {"position": self._samples, "workers": parts, "turn": turn}
 
 
 def _stand(made: Made) -> dict[str, Any]:
     if made.last:  # a dataset may have set itself back to its start already
         return {"position": made.samples, "ended": True}
     state = {} if made.state is None else {"state": made.state, "state_at": made.samples}
-    return {"position": made.samples} | state
+    reading = {} if made.reading is None else {"reading": kept(made.reading)}
+    return {"position": made.samples} | state | reading
+
+
+def _said(**facts: bool) -> dict[str, Any]:
+    """Those that are so."""
+    return {name: True for name, fact in facts.items() if fact}
 
 
 def _with_end(walk: Steps, workers: int) -> Iterator[tuple[Made, list[Any], bool]]:

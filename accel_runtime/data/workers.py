@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +14,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from typing_extensions import override
 
+from accel_runtime.data.passing import Samples
 from accel_runtime.data.prints import printed
 from accel_runtime.data.sampling import Sharding, slices
+from accel_runtime.data.seeding import begin, hashed
 from accel_runtime.randomness import Apart
 
-__all__ = ["Made", "Reading", "Recipe", "stateful"]
-
-_STRIDE = 1_000_003  # apart from the seeds of any number of workers, which follow one another
+__all__ = ["Made", "Reading", "Recipe", "misplaced"]
 
 
 class Made(NamedTuple):
@@ -43,6 +40,8 @@ class Made(NamedTuple):
     """The print of what was read up to its end."""
     state: Any
     """The dataset's own state at its end, or None."""
+    reading: dict[str, Any] | None
+    """With a state: the random states it was taken under, unless they are those the reader began with."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class Recipe:
     single: bool = False
     """Whether a batch is one sample, as with `batch_size=None`."""
 
-
-def stateful(dataset: Any) -> bool:
-    """Whether a dataset can say where it stands, and be put there."""
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    @property
+    def keep(self) -> int:
+        """How many samples of the start of an epoch may be repeated at its end."""
+        return self.sharding.size if self.sharding.even and self.sharding.world_size > 1 else 0
 
 
 class Reading(IterableDataset[tuple[Made, list[Any]]]):
@@ -76,52 +75,76 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         recipe: What is read.
         start: The position to begin at, for the first walk; the next ones begin at the start.
         apart: The random states to read under without workers; None: those in force.
+        replay: Those to read under what lies before the position, and what had been read beyond it; by default those
+            of the rest.
+        begin: Those under which the epoch was begun to read, where that was in another process.
     """
 
-    def __init__(self, recipe: Recipe, start: dict[str, Any], apart: Apart | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        start: dict[str, Any],
+        apart: Apart | None = None,
+        replay: Apart | None = None,
+        begin: Apart | None = None,
+    ) -> None:
         self._recipe = recipe
         self._start = start
         self._apart = apart
+        self._replay = replay
+        self._begin = begin
         self._seat: _Seat | None = None
 
     @override
     def __iter__(self) -> Iterator[tuple[Made, list[Any]]]:
         start, self._start = self._start, {}
-        seat = self._seated(start.get("turn", 0))
+        replay, self._replay = self._replay, None
+        begin, self._begin = self._begin, None
+        seat = self._seated(start)
         parts = start.get("workers")
         if parts is not None and (seat is None or len(parts) != seat.count):
-            raise _misplaced(len(parts))
+            raise misplaced(len(parts))
         where = start if parts is None or seat is None else parts[seat.place]
         if where.get("ended"):
             return
-        source = _Samples(self._recipe, self._apart)
+        if seat is not None:
+            begin = Apart() if parts is None or seat.own is None else copy.copy(seat.own)
+            if "reading" in where:
+                seat.own = None  # what is read under is said here
+        source = Samples(
+            self._recipe.dataset, self._recipe.keep, apart=self._apart, replay=replay, begin=begin
+        )
         try:
-            source.open(where.get("state"))
+            source.open(where.get("state"), where.get("reading"))
             whole = seat is None or not seat.splits()
             if whole and parts is not None:
-                raise _misplaced(len(parts))
+                raise misplaced(len(parts))
             if not whole and start.get("whole"):
-                raise _misplaced(0)
+                raise misplaced(0)
             begun = where.get("position", 0) if whole or parts is not None else 0
             source.skip(begun - where.get("state_at", 0))
+            source.replayed(self._beyond)
             yield from self._made(source, begun, start.get("skip", 0), whole=whole)
         finally:
             source.close()
 
-    def _seated(self, turn: int) -> _Seat | None:
+    @property
+    def _beyond(self) -> int:
+        """How many samples have to follow for a batch not to be the last."""
+        sharding = self._recipe.sharding
+        return sharding.size if sharding.drop_last else 1
+
+    def _seated(self, start: dict[str, Any]) -> _Seat | None:
         """This worker's seat, with the random states of a new walk in force."""
         init = None
         if self._seat is None:
             info = get_worker_info()
             if info is None:
                 return None
-            self._seat = _Seat(info, self._recipe.dataset, turn)
+            self._seat = _Seat(info, self._recipe.dataset, start)
             torchs._worker_info = self._seat  # type: ignore[assignment] # noqa: SLF001 - there is no public door
             init = self._recipe.worker_init
         seat = self._seat
-        if seat.count * self._recipe.sharding.world_size == 1:
-            seat.initialise(init, 0)
-            return seat
         seat.reseed(seat.place)
         seat.initialise(init, seat.place)
         seat.own = None if seat.aware else Apart()
@@ -130,12 +153,11 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             seat.reseed(0)
             seat.initialise(init, 0)
         self._apart = Apart()
-        seat.reseed(seat.place + (self._recipe.ranks[0] + 1) * _STRIDE)  # for the script's collate_fn
         seat.epoch += 1
         return seat
 
     def _made(
-        self, source: _Samples, samples: int, skip: int, *, whole: bool
+        self, source: Samples, samples: int, skip: int, *, whole: bool
     ) -> Iterator[tuple[Made, list[Any]]]:
         """The batches of this reader.
 
@@ -147,14 +169,12 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         """
         seat, sharding = self._seat, self._recipe.sharding
         count, turn = (seat.count, seat.turn) if seat is not None else (1, 0)
-        beyond = (
-            sharding.size if sharding.drop_last else 1
-        )  # what has to follow for a batch not to be the last
+        beyond = self._beyond
         ahead: list[Any] = []
         running, step = 0, 0
         while True:
             mine = not whole or step % count == turn
-            found, state = source.read(sharding.size - len(ahead), beyond if mine else 0)
+            found, state, reading = source.read(sharding.size - len(ahead), beyond if mine else 0)
             batch, ahead = (ahead + found)[: sharding.size], (ahead + found)[sharding.size :]
             if not batch or (sharding.drop_last and len(batch) < sharding.size):
                 return
@@ -162,8 +182,10 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             before, running = running, self._print(batch, running)
             if mine:
                 worker = None if whole or seat is None else seat.place
-                made = Made(len(batch), samples, len(ahead) < beyond, worker, before, running, state)
+                made = Made(len(batch), samples, len(ahead) < beyond, worker, before, running, state, reading)
                 wanted = whole or step * count + turn >= skip
+                if wanted and seat is not None:
+                    seat.begin_batch(samples, self._recipe.ranks[0])  # for the script's collate_fn
                 yield made, self._collated(batch, source) if wanted else [None] * len(self._recipe.ranks)
             step += 1
 
@@ -172,7 +194,7 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
         alone = len(self._recipe.ranks) == self._recipe.sharding.world_size and self._seat is None
         return 0 if alone else printed(batch, running)
 
-    def _collated(self, batch: list[Any], source: _Samples) -> list[Any]:
+    def _collated(self, batch: list[Any], source: Samples) -> list[Any]:
         """The batch of every rank, out of one global batch."""
         sharding, collate = self._recipe.sharding, self._recipe.collate
         share = sharding.share(len(batch), last=False)
@@ -188,19 +210,21 @@ class _Seat:
     Args:
         info: What torch would show.
         dataset: The script's dataset.
-        turn: The worker whose turn comes first: the places of all are moved by it, so that torch's round,
-            which begins with the first process, goes on where it was left.
+        start: The position. Its `turn` is the worker whose turn comes first: the places of all are moved by it, so that
+            torch's round, which begins with the first process, goes on where it was left. Its `base` and `walks` are
+            those of workers that persisted.
     """
 
-    def __init__(self, info: Any, dataset: Any, turn: int) -> None:
+    def __init__(self, info: Any, dataset: Any, start: dict[str, Any]) -> None:
+        turn: int = start.get("turn", 0)
         self.turn: int = info.id
         self.count: int = info.num_workers
         self.place: int = (info.id + turn) % info.num_workers
         self.aware = False
-        self.epoch = 0
+        self.epoch: int = start.get("walks", 0)
         self.own: Apart | None = None
         """The random states of this worker, for a dataset that asks which it is."""
-        self._base: int = info.seed - info.id
+        self._base: int = start.get("base", info.seed - info.id)
         self._info: Any = info
         self._dataset: Any = dataset
         self._shown: int = self.place
@@ -249,6 +273,11 @@ class _Seat:
         self.own = None
         return self.aware and self.count > 1
 
+    def begin_batch(self, samples: int, rank: int) -> None:
+        """Begin the random numbers of a batch, which do not depend on those before it."""
+        part = self.place if self.aware else -1
+        begin(hashed(self._base, self.epoch, rank, part, samples))
+
     def reseed(self, place: int) -> None:
         """Seed as torch seeds the worker of this place; later epochs of the same process differ."""
         base = (self._base + self.epoch * 2**32) % 2**63
@@ -260,65 +289,7 @@ class _Seat:
             sys.modules["numpy"].random.seed(state)
 
 
-class _Samples:
-    """The samples of one walk over a dataset, from any position."""
-
-    def __init__(self, recipe: Recipe, apart: Apart | None) -> None:
-        self._dataset = recipe.dataset
-        self._stateful = stateful(recipe.dataset)
-        self._keep = recipe.sharding.size if recipe.sharding.even and recipe.sharding.world_size > 1 else 0
-        self._aside: Callable[[], AbstractContextManager[None]] = nullcontext if apart is None else apart
-        self._begin: list[Any] = []
-        self._initial: Any = None
-        self._iterator: Iterator[Any] = iter(())
-
-    def open(self, state: Any) -> None:
-        """Begin to read, at a state of the dataset's or at the start; the first sample is fetched."""
-        if state is not None:
-            self._initial = copy.deepcopy(self._dataset.state_dict())
-            self._dataset.load_state_dict(copy.deepcopy(state))
-        with self._aside():
-            iterator = iter(self._dataset)
-            first = list(islice(iterator, 1))
-        self._iterator = chain(first, iterator) if first else iter(())
-
-    def read(self, count: int, beyond: int) -> tuple[list[Any], Any]:
-        """So many more samples and some beyond, or what there is.
-
-        Returns:
-            The samples, and the dataset's state before those beyond, if it has one and there are to be any.
-        """
-        with self._aside():
-            found = list(islice(self._iterator, count))
-            state = copy.deepcopy(self._dataset.state_dict()) if self._stateful and beyond else None
-            found += islice(self._iterator, beyond)
-        if len(found) < count + beyond:
-            self._iterator = iter(())
-        if len(self._begin) < self._keep:
-            self._begin += found[: self._keep - len(self._begin)]
-        return found, state
-
-    def skip(self, count: int) -> None:
-        """Read so many samples for nothing."""
-        self.read(min(count, self._keep), 0)
-        with self._aside():
-            deque(islice(self._iterator, max(0, count - self._keep)), maxlen=0)
-
-    def begin(self) -> list[Any]:
-        """The first samples of the epoch, once all have been read."""
-        if self._initial is not None:
-            self._dataset.load_state_dict(copy.deepcopy(self._initial))
-            with self._aside():
-                self._begin = list(islice(iter(self._dataset), self._keep))
-        return self._begin
-
-    def close(self) -> None:
-        """Have the next walk begin at the start."""
-        if self._initial is not None:
-            self._dataset.load_state_dict(self._initial)
-
-
-def _misplaced(workers: int) -> ValueError:
+def misplaced(workers: int) -> ValueError:
     """The error of a position that another division of the stream has left."""
     return ValueError(
         "this dataset splits itself among the workers of its loader, so a position in it holds for the same number "

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from accel_runtime import Accelerator
 
@@ -36,6 +36,40 @@ class Together(Noisy):
         return [self[at] + shift for at in indices]
 
 
+class Flow(IterableDataset):
+    """The same as a stream."""
+
+    def __iter__(self):
+        return (Noisy()[at] for at in range(COUNT))
+
+
+class Stateful(Flow):
+    """A stream that says where it stands."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < COUNT:
+            self.at += 1
+            yield Noisy()[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Divided(Flow):
+    """A stream that splits itself among its workers."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return (Noisy()[at] for at in range(info.id, COUNT, info.num_workers))
+
+
 def noisy_collate(samples):
     return torch.stack(samples) + random.random()
 
@@ -59,6 +93,12 @@ KINDS = {
     "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
     "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
     "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
+    "a stream": {"data": Flow, "collate_fn": noisy_collate},
+    "a persistent stream": {"data": Flow, "persistent_workers": True},
+    "a stream with a state": {"data": Stateful, "persistent_workers": True},
+    "a stream that divides itself": {"data": Divided, "own": True},
+    "a dispatched stream": {"data": Stateful, "dispatch": True},
+    "a stream with a state, without": {"data": Stateful, "num_workers": 0},
     "without": {"num_workers": 0, "shuffle": True},
     "without, in order": {"num_workers": 0},
 }
@@ -157,3 +197,66 @@ def test_the_number_of_workers_does_not_matter(pair, kind):
 def test_it_does_so_where_every_rank_draws_numbers_of_its_own(pair, kind, after):
     """Each loads its own state: they are not the same between two epochs."""
     check(pair, kind, 1, after, apart=1)
+
+
+def test_two_processes_draw_for_a_batch_what_one_draws(alone, pair):
+    """Also a run that goes on with another number of processes has the samples it would have had."""
+
+    def batches(start):
+        accelerator, loader = made("shuffled")
+        torch.manual_seed(3)
+        if start:
+            loader.load_state_dict(start)
+        seen = []
+        for batch in loader:
+            seen += accelerator.gather_for_metrics(batch).tolist()
+            if not start and len(seen) == 2 * 2 * PART:
+                start = loader.state_dict()
+        return seen, start
+
+    whole, saved = alone.run(batches, None)[0]
+    assert pair.run(batches, None)[0][0] == whole
+    assert pair.run(batches, saved)[0][0] == whole[2 * 2 * PART :]
+
+
+def test_an_epoch_that_had_not_begun_draws_from_what_is_put_back_as_it_is_then(ranks):
+    def order(restored):
+        _, loader = made("without")
+        torch.manual_seed(1)
+        state, there = loader.state_dict(), torch.get_rng_state()
+        torch.rand(3)  # what a script does before its next epoch
+        wanted = [batch[:, 0].tolist() for batch in loader]
+        _, loader = made("without")
+        torch.manual_seed(2)
+        loader.load_state_dict(state, random_restored=restored)
+        if restored:
+            torch.set_rng_state(there)
+            torch.rand(3)
+        return [batch[:, 0].tolist() for batch in loader] == wanted
+
+    assert ranks.run(order, True) == [True] * ranks.size
+    assert ranks.run(order, False) == [False] * ranks.size
+
+
+def test_a_position_that_holds_for_other_processes_or_workers_only_is_refused_when_it_is_loaded(clusters):
+    def state(kind):
+        _, loader = made(kind)
+        next(iter(loader))
+        return loader.state_dict()
+
+    def refusal(kind, saved, workers):
+        _, loader = made(kind, workers)
+        with pytest.raises(ValueError) as refused:
+            loader.load_state_dict(saved)
+        return str(refused.value)
+
+    saved = clusters[2].run(state, "split by process, without")[0]
+    for size in (1, 3):
+        text = clusters[size].run(refusal, "split by process, without", saved, None)[0]
+        assert (
+            f"taken on 2 processes over data split by process, and holds for as many only; there are {size}"
+            in text
+        )
+    saved = clusters[1].run(state, "a stream that divides itself")[0]
+    text = clusters[1].run(refusal, "a stream that divides itself", saved, 1)[0]
+    assert "resume with num_workers=2" in text
