@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["coloured", "error", "failure", "note", "plain", "short", "show", "table"]
+__all__ = ["coloured", "error", "failure", "note", "plain", "reading", "short", "show", "table"]
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
+_PATIENCE_S = 1.0
+"""What takes longer is shown to be under way."""
 
 
 def note(text: str) -> None:
@@ -80,6 +85,44 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     for row in rows:
         grid.add_row(*map(escape, row))
     Console().print(grid)
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal how much of a directory was read, once that takes a while.
+
+    Yields:
+        Told which directory it is, how many bytes of it were read, and how many there are (0: not known).
+    """
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    with ExitStack() as stack:
+        bars: list[Any] = []
+        tasks: dict[str, Any] = {}
+        begun = time.monotonic()
+
+        def tell(path: str, done: int, total: int) -> None:
+            nonlocal begun
+            begun = begun if tasks else time.monotonic()
+            tasks.setdefault(path, None)
+            if time.monotonic() - begun < _PATIENCE_S:
+                return
+            if not bars:
+                bars.append(stack.enter_context(_progress()))
+            if tasks[path] is None:
+                tasks[path] = bars[0].add_task(Path(path).name, total=total or None)
+            bars[0].update(tasks[path], completed=done)
+
+        yield tell
+
+
+def _progress() -> Any:
+    from rich.console import Console  # noqa: PLC0415 - as above
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _say(head: str, style: str, text: str) -> None:

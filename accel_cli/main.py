@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import config, env, jobs, launch, logs, stacks, test
+from accel_cli.commands import checkpoint, config, env, jobs, launch, logs, stacks, test
 
 __all__ = ["app", "main"]
 
@@ -27,6 +27,7 @@ app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
 app.command("logs", rich_help_panel=_RUN, epilog=logs.EXAMPLE)(logs.logs)
 app.command("test", rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
 app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_RUN)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
 app.command("env", rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)

@@ -57,6 +57,7 @@ class Request:
     ranks: str | None = None
     log_dir: str | None = None
     cpu: bool = False
+    resume: bool = False
     no_profile: bool = False
     """Whether only variables and options speak, and no file."""
 
@@ -256,6 +257,7 @@ def _options(request: Request) -> list[Layer]:
     """The options that stand for values of the profile, each a layer of its own."""
     said: dict[str, tuple[str, Any]] = {
         "--cpu": ("device", "cpu" if request.cpu else None),
+        "--resume": ("resume", True if request.resume else None),
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
         "--nproc-per-node": ("launcher.nproc_per_node", _scalar(request.nproc_per_node, "--nproc-per-node")),
         "--nnodes": ("launcher.nnodes", _scalar(request.nnodes, "--nnodes")),

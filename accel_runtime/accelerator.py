@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from accel_runtime import collectives
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
+from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.facade.checkpointing import Checkpointing, restarted
+from accel_runtime.facade.checkpointing import Checkpointing
+from accel_runtime.facade.exporting import Exporting
 from accel_runtime.facade.in_force import InForce
 from accel_runtime.facade.in_the_loop import InTheLoop
 from accel_runtime.facade.preempting import Preempting
@@ -50,13 +49,12 @@ from accel_runtime.project import ProjectConfiguration
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
-from accel_runtime.unwrapping import unwrapped
 
 __all__ = ["Accelerator"]
 
 
 class Accelerator(
-    Preparing, InTheLoop, InForce, Checkpointing, Preempting, Recording, Triggers, UnevenInputs
+    Preparing, InTheLoop, InForce, Checkpointing, Exporting, Preempting, Recording, Triggers, UnevenInputs
 ):
     """What a training loop needs to run on any number of processes.
 
@@ -142,7 +140,7 @@ class Accelerator(
         self._loaders: WeakValueDictionary[int, PreparedLoader] = WeakValueDictionary()
         self._loaders_prepared = 0
         self._schedulers: list[PreparedScheduler] = []
-        self._keep_checkpoints(resumes=self.settings.resume or restarted(os.environ))
+        self._keep_checkpoints(Resuming(self.settings.resume, Origin.from_env(os.environ)))
         given = {"mixed_precision": asked is not None, "device": cpu}
         self._origins = origins(self.settings, given, os.environ)
 
@@ -203,76 +201,6 @@ class Accelerator(
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Itself: there is one group of processes, and what holds an accelerator may be copied."""
         return self
-
-    # Keeping results -------------------------------------------------------------------
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The script's own module, whose parameter names are those it had.
-
-        Args:
-            model: A prepared model, or any module.
-            keep_fp32_wrapper: False also takes autocast off its forward pass.
-            keep_torch_compile: False also takes `torch.compile` off it.
-        """
-        return unwrapped(
-            model, self._backend, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
-        )
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's whole state on every process, in the dtypes and on the devices it has.
-
-        Args:
-            model: A prepared model, or any module.
-            unwrap: Use the names of the script's own module, instead of those of what `prepare` made of it.
-        """
-        state: dict[str, Any] = (self.unwrap_model(model) if unwrap else model).state_dict()
-        return state
-
-    def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
-        """Write an object once, from the main process; a file appears whole or not at all.
-
-        With `ProjectConfiguration(save_on_each_node=True)` the first process of every machine writes it.
-
-        Args:
-            obj: What `torch.save` can write; tensors by name with `safe_serialization`.
-            f: A path, or an open binary file.
-            safe_serialization: Write safetensors; `f` must then be a path. Tensors that share memory, as tied
-                weights do, are written under each of their names.
-        """
-        each = self.project_configuration.save_on_each_node
-        if not (self.is_local_main_process if each else self.is_main_process):
-            return
-        if not isinstance(f, (str, os.PathLike)):
-            torch.save(obj, f)
-            return
-        path = Path(f).resolve()
-        scratch = path.with_name(f".{path.name}.{self.process_index}.{os.getpid()}")
-        try:
-            # safetensors would leave a file that only its owner can read.
-            scratch.touch()
-            mode = scratch.stat().st_mode
-            save_file(_apart(obj), scratch) if safe_serialization else torch.save(obj, scratch)
-            scratch.chmod(mode)
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
-
-
-def _apart(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors as safetensors takes them: contiguous, and no two in one memory."""
-    seen: set[int] = set()
-
-    def alone(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return tensor
-        memory = tensor.untyped_storage().data_ptr()
-        tied = bool(memory) and memory in seen
-        seen.add(memory)
-        return tensor.clone(memory_format=torch.contiguous_format) if tied else tensor.contiguous()
-
-    return {name: alone(tensor) for name, tensor in tensors.items()}
 
 
 def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecision | None:

@@ -19,6 +19,7 @@ __all__ = [
     "BEAT_NUMBERS",
     "BEAT_SIZE",
     "HOME",
+    "LAUNCH",
     "PREFIX",
     "PROFILE",
     "RANK_FOLDER",
@@ -38,6 +39,8 @@ PROFILE = "ACCEL_PROFILE"
 """The name of the profile to use, where `--profile` does not say."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
+LAUNCH = "ACCEL_LAUNCH"
+"""A name that `accel launch` gives a run, and no other run has; its checkpoints bear it."""
 BEAT = "beat"
 """The file in that folder in which a process shows how far it is: whole numbers of 8 bytes, then text."""
 BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
@@ -137,7 +140,7 @@ def _switch(name: str, text: str) -> bool:
 
 def _refuse_near_misses(environ: Mapping[str, str]) -> None:
     # The prefix is left out of the comparison: it alone would make any short name a near miss.
-    ours = [HOME, PROFILE, RANK_FOLDER, *(variable(f.name) for f in fields(Settings))]
+    ours = [HOME, LAUNCH, PROFILE, RANK_FOLDER, *(variable(f.name) for f in fields(Settings))]
     known = [name.removeprefix(PREFIX) for name in ours]
     for name in environ:
         own = name.removeprefix(PREFIX)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import between, commands, forked, gradients, imports, inside, skip, start
+from benchmarks import between, checkpoints, commands, forked, gradients, imports, inside, skip, start
 from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
 from benchmarks.report import Table
 
@@ -27,6 +27,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "skip": skip.measure,
     "gradients": gradients.measure,
     "imports": imports.measure,
+    "checkpoints": checkpoints.measure,
 }
 _BUSY = 0.5
 INTRODUCTION = """\

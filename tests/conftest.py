@@ -67,6 +67,15 @@ def script(cwd):
 
 
 @pytest.fixture(scope="session")
+def handmade():
+    """Checkpoints made by hand, `write`, and damage, `flip`."""
+    spec = importlib.util.spec_from_file_location("handmade", Path(__file__).parent / "handmade.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
 def slurm_cluster():
     """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
     spec = importlib.util.spec_from_file_location("slurm_cluster", Path(__file__).parent / "slurm_cluster.py")

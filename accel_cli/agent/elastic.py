@@ -28,6 +28,9 @@ class Agent(Local):
         self._budget = Budget(self._handler.meeting, spec.max_restarts)
         self._reason: Reason | None = None
         self._round: int | None = None
+        # What the first machine says is the name of the run on all of them.
+        meeting = self._handler.meeting
+        self._launch = meeting.store.compare_set(meeting.key("launch"), "", self._launch).decode()
 
     @property
     def met(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ class Local(LocalElasticAgent):
         self._watch: Watch | None = None
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
         self._attempt = -1
+        self._launch = uuid.uuid4().hex[:12]
 
     @property
     def world_size(self) -> int:
@@ -164,6 +166,7 @@ class Local(LocalElasticAgent):
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             quiet.LOG_LEVEL: quiet.THEIRS,
             env.RANK_FOLDER: str(folder.path),
+            env.LAUNCH: self._launch,
         }
 
     @property

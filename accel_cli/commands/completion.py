@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["assignments", "profile_names"]
+__all__ = ["assignments", "checkpoints", "profile_names"]
 
 
 def profile_names(incomplete: str) -> list[str]:
@@ -20,3 +20,17 @@ def assignments(incomplete: str) -> list[tuple[str, str]]:
     from accel_cli.profile.schema import known_keys
 
     return [(f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)]
+
+
+def checkpoints(incomplete: str) -> list[str]:
+    """Directories: checkpoints, and those on the way to them."""
+    from pathlib import Path
+
+    # What is typed so far stays as it is, `./` in front too.
+    head, _, rest = incomplete.rpartition("/")
+    above = f"{head}/" if "/" in incomplete else ""
+    try:
+        found = sorted(path.name for path in Path(above or ".").iterdir() if path.is_dir())
+    except OSError:
+        return []
+    return [f"{above}{name}" for name in found if name.startswith(rest) and not name.startswith(".")]

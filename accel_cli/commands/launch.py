@@ -128,6 +128,14 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Compute on the CPU, whatever else is there.", rich_help_panel=_OVER)
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Have accelerator.resume() go on from the newest checkpoint.",
+            rich_help_panel=_OVER,
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="As --dry-run, with where each value came from.")
@@ -171,6 +179,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         ranks=ranks,
         log_dir=log_dir,
         cpu=cpu,
+        resume=resume,
         no_profile=no_profile,
     )
     planning.check_target(request.target, request.kind)

@@ -75,6 +75,13 @@ class Profile(Section):
     log_level: Annotated[
         LogLevel, Field(description="Level that `get_logger` sets in scripts; `auto` leaves it to them.")
     ] = "auto"
+    resume: Annotated[
+        bool,
+        Field(
+            description="Whether `accelerator.resume()` goes on from the newest checkpoint; processes that are "
+            "started again do so anyway."
+        ),
+    ] = False
     env: Annotated[
         dict[str, str],
         BeforeValidator(_numbers_as_text),
@@ -91,6 +98,7 @@ class Profile(Section):
             process_group_backend=self.process_group_backend,
             process_group_timeout=self.process_group_timeout,
             log_level=self.log_level,
+            resume=self.resume,
         )
 
     @property

@@ -11,11 +11,11 @@ import torch
 
 from accel_runtime.checkpoint.digest import digest
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import checksum
+from accel_runtime.checkpoint.manifest import checksum, own_name
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import packed
 
-__all__ = ["State", "agreed", "own_name"]
+__all__ = ["State", "agreed"]
 
 _SMALL = 1 << 16
 """Bytes of a rank's own tensor that the first rank writes for it, so that there is not a file a rank for a few."""
@@ -31,11 +31,6 @@ class State:
     """JSON of the others, one a rank."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Those that this rank may write; DCP decides who does where several may."""
-
-
-def own_name(name: str, rank: int) -> str:
-    """What a tensor is called that differs from rank to rank."""
-    return f"{name}#{rank}"
 
 
 def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> State:

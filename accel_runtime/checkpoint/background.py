@@ -55,7 +55,8 @@ class Background:
         assert self._thread is None
         self._target, self._progress = target, progress
         self._hooks = [optimizer.register_step_pre_hook(self._step) for optimizer in optimizers]
-        self._thread = threading.Thread(target=self._run, args=(work,), name="accel-checkpoint")
+        # A daemon, for the interpreter would wait for it before anybody could say so: `leave` does.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="accel-checkpoint", daemon=True)
         self._thread.start()
         _at_exit(self)
 

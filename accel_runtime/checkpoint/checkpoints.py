@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.storage import damage
+from accel_runtime.checkpoint.verifying import every_byte
 
 __all__ = ["Checkpoints"]
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
 
 
 class Checkpoints:
@@ -33,13 +36,16 @@ class Checkpoints:
         return self.directory is not None and folder.next_number(self.directory) > 0
 
     def newest(self) -> Found:
-        """The newest of them.
+        """The newest of them; a warning names a newer one that is damaged.
 
         Raises:
             CheckpointError: There is none; the message says what is wrong with those of the name.
         """
         found, wrong = folder.numbered(self._known())
         if found:
+            last = folder.next_number(self._known()) - 1
+            if last != found[-1].number and (self._known() / f"checkpoint_{last}").exists():
+                _LOG.warning("%s; the newest that is whole is %s", wrong[-1], found[-1].path)
             return found[-1]
         told = "".join(f"\n  {error}" for error in wrong)
         raise CheckpointError(f"{self._known()} has no checkpoint that is whole{':' if told else ''}{told}")
@@ -54,8 +60,7 @@ class Checkpoints:
             CheckpointError: It is damaged; the message names files and tensors.
         """
         found = self.newest() if checkpoint is None else folder.find(Path(checkpoint))
-        chunks = [(name, chunk) for name, stored in found.manifest.tensors.items() for chunk in stored.chunks]
-        wrong = damage(found, chunks)
+        wrong = every_byte(found)
         if wrong:
             raise CheckpointError("\n".join(wrong))
         return found

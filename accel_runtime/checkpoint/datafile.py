@@ -14,32 +14,16 @@ from pathlib import Path
 import torch
 import xxhash
 
-from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.manifest import File
+from accel_runtime.checkpoint.dtypes import NAMES
+from accel_runtime.checkpoint.files import Disk, about
+from accel_runtime.checkpoint.manifest import File, checksum
 from accel_runtime.exchange.raw import memory
 
 __all__ = ["Part", "Written", "bytes_of", "write"]
 
 _SLICE = 1 << 22
 """Bytes that are hashed and written at a time: they are still in the cache when they are written."""
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
+_NAMES = {getattr(torch, ours): theirs for ours, theirs in NAMES.items()}
 """What the format calls a dtype; others are written as bytes, and only the manifest knows what they are."""
 
 
@@ -74,13 +58,13 @@ class Written:
     """For every part, in the order they were given, where it begins in the file, and its checksum."""
 
 
-def write(path: Path, parts: Sequence[Part], about: Mapping[str, str], disk: Disk) -> Written:
+def write(path: Path, parts: Sequence[Part], said: Mapping[str, str], disk: Disk) -> Written:
     """Write a new file and wait until it is on the disk.
 
     Args:
         path: Its name.
         parts: What it holds.
-        about: Texts that stand in its header.
+        said: Texts that stand in its header.
         disk: Does it.
 
     Raises:
@@ -88,19 +72,21 @@ def write(path: Path, parts: Sequence[Part], about: Mapping[str, str], disk: Dis
     """
     # In falling order of their alignment, as the format's own writer has it.
     order = sorted(range(len(parts)), key=lambda index: (-parts[index].dtype.itemsize, parts[index].name))
-    head = _header([parts[index] for index in order], about)
+    head = _header([parts[index] for index in order], said)
     whole, start = xxhash.xxh3_64(head), len(head)
     places: dict[int, tuple[int, str]] = {}
     opened = disk.create(path)
-    try:
-        disk.write(opened, memoryview(head))
-        for index in order:
-            places[index] = (start, _stream(opened, parts[index], whole, disk))
-            start += parts[index].bytes
-        disk.sync(opened)
-    finally:
-        disk.close(opened)
-    return Written(File(start, whole.hexdigest()), tuple(places[index] for index in range(len(parts))))
+    with about(path):
+        try:
+            disk.write(opened, memoryview(head))
+            for index in order:
+                places[index] = (start, _stream(opened, parts[index], whole, disk))
+                start += parts[index].bytes
+            disk.sync(opened)
+        finally:
+            disk.close(opened)
+    file = File(start, whole.hexdigest(), len(head), checksum(head))
+    return Written(file, tuple(places[index] for index in range(len(parts))))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -120,8 +106,8 @@ def _stream(opened: int, part: Part, whole: xxhash.xxh3_64, disk: Disk) -> str:
     return own.hexdigest()
 
 
-def _header(parts: Sequence[Part], about: Mapping[str, str]) -> bytes:
-    said = dict(about)
+def _header(parts: Sequence[Part], texts: Mapping[str, str]) -> bytes:
+    said = dict(texts)
     if any(part.offsets is not None for part in parts):
         # What torch.distributed.checkpoint.HuggingFaceStorageReader looks for in files with parts of tensors.
         offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}

@@ -29,7 +29,8 @@ def digest(tensor: torch.Tensor) -> int:
 
 def mixed(tensor: torch.Tensor) -> int:
     """The sum of all words, each times an odd number of its place, mod 2**64."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # A dimension of one element may have any stride, and `view` wants the last to be 1.
+    data = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), _BLOCK):

@@ -7,11 +7,15 @@ import errno
 import fcntl
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Disk"]
+__all__ = ["Disk", "about"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
 
 
 class Disk:
@@ -43,10 +47,14 @@ class Disk:
         os.close(file)
 
     def sync_directory(self, folder: Path) -> None:
-        """Wait until the names in a directory are on the disk."""
+        """Wait until the names in a directory are on the disk, where the file system has a way to say so."""
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(opened)
+            with about(folder):
+                os.fsync(opened)
+        except OSError as error:
+            if error.errno not in _NOT_FOR_DIRECTORIES:
+                raise
         finally:
             os.close(opened)
 
@@ -79,22 +87,44 @@ class Disk:
     def room(self, folder: Path) -> int:
         """How many bytes an ordinary user can still write there."""
         found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        # Some that are reached over a network say that they have no size at all.
+        return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
-    def lock(self, folder: Path) -> int | None:
-        """Say that a living process works in a directory, until `close`; None where somebody else says so.
+    def lock(self, folder: Path, *, shared: bool = False) -> int | None:
+        """Say that a living process works in a directory, until `unlock`; None where somebody else says so.
 
         A file system that knows no locks says yes to everybody.
+
+        Args:
+            folder: The directory.
+            shared: Let others say the same, but nobody that it is theirs alone.
         """
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(opened)
             return None
         except OSError:
             pass
         return opened
+
+    def unlock(self, opened: int) -> None:
+        """Give a lock back, also those copies of it that processes forked since have inherited."""
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_UN)
+        os.close(opened)
+
+
+@contextmanager
+def about(path: Path) -> Iterator[None]:
+    """Put the path into an error of a call that knew only an open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def _unless_gone(_call: object, _path: str, problem: tuple[type, BaseException, object]) -> None:

@@ -27,6 +27,8 @@ class Item(ABC):
         name: What it is called in a checkpoint.
     """
 
+    moved = False
+    """Whether what is restored was saved by another number of processes."""
     every_rank = False
     """Whether `merged` wants the states of all ranks, equal or not; else that of the first will do where they differ."""
 
@@ -115,7 +117,7 @@ class Loader(Item):
     @override
     def restore(self, tree: Any) -> None:
         if self._loader is not None and tree is not None:
-            self._loader.load_state_dict(tree, random_restored=True)
+            self._loader.load_state_dict(tree, random_restored=not self.moved)
 
 
 class Model(Item):
@@ -212,6 +214,8 @@ class Optimizer(Item):
 
     @override
     def wrong(self, text: Any, tensors: Mapping[str, Stored]) -> list[str]:
+        if text.get("format") == "torch":
+            return self._unlike_groups(text["state_dict"]["param_groups"])
         if "groups" not in text:
             return []
         saved, here = _flat(text["groups"]), self._called()
@@ -287,6 +291,16 @@ class Optimizer(Item):
                 live = self._optimizer.state.get(parameter, {}).get(key)
                 if _is_tensor(live) and _is_tensor(value) and live.dtype != value.dtype:
                     self._optimizer.state[parameter][key] = value.to(live.device)
+
+    def _unlike_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What torch would say of a state whose parameters have no names."""
+        saved = [len(group["params"]) for group in groups]
+        here = [len(group["params"]) for group in self._optimizer.param_groups]
+        if saved == here:
+            return []
+        return [
+            f"{self.name}: the checkpoint has groups of {saved} parameters, the optimizer here groups of {here}"
+        ]
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         loose = self._loose()

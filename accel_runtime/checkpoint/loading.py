@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,14 +12,15 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from accel_runtime.checkpoint import folder
-from accel_runtime.checkpoint.agreed import own_name
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import Stored
-from accel_runtime.checkpoint.storage import Reader, damage, own_share
+from accel_runtime.checkpoint.manifest import Stored, own_name
+from accel_runtime.checkpoint.storage import Reader, dtype_of, own_share
 from accel_runtime.checkpoint.together import Share, same, together
 from accel_runtime.checkpoint.values import unpacked
+from accel_runtime.checkpoint.verifying import damage
 
 __all__ = ["Loading"]
 
@@ -40,9 +42,12 @@ class Loading:
 
     def __init__(self, share: Share, rank: int, world_size: int, *, strict: bool) -> None:
         self._share, self._rank, self._world_size, self._strict = share, rank, world_size, strict
+        self._disk = Disk()
+        self._lock: int | None = None
+        self._verified = False
 
-    def open(self, choose: Callable[[], Path], given: str | None) -> Found:
-        """The checkpoint that the first rank chooses, seen by all.
+    def open(self, choose: Callable[[], Path], given: str | None = None) -> Found:
+        """The checkpoint that the first rank chooses, seen by all; nobody removes it before `close`.
 
         Args:
             choose: Gives its directory.
@@ -51,14 +56,42 @@ class Loading:
         Raises:
             CheckpointError: There is none, or it is damaged.
         """
-        told = self._all(lambda: (given, choose() if self._rank == 0 else Path()))
-        (_, path), said = told[0], [one for one, _ in told]
 
-        def find() -> Found:
+        def chosen() -> tuple[Path, str]:
+            path = choose()
+            try:
+                found = folder.find(path)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}\n{_offer(path)}") from error
+            return found.path, found.manifest.save
+
+        told = self._all(lambda: (given, chosen() if self._rank == 0 else (Path(), "")))
+        (_, (path, save)), said = told[0], [one for one, _ in told]
+
+        def seen() -> Found:
             same("load_state", said)
-            return folder.find(path)
+            self._hold(path)
+            found = folder.read(path)
+            if found.manifest.save != save:
+                raise CheckpointError(f"{path} was replaced while it was opened: load it again")
+            return found
 
-        return self._own(find)
+        return self._own(seen)
+
+    def close(self) -> None:
+        """Let others remove it again."""
+        if self._lock is not None:
+            self._disk.unlock(self._lock)
+            self._lock = None
+
+    def verify(self, found: Found) -> None:
+        """Compare every byte with its checksum, before anything that may rely on it.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        self._verify(found, found.manifest.items)
+        self._verified = True
 
     def run_hooks(self, call: Callable[[], None]) -> None:
         """Call what the script wants to do first.
@@ -79,18 +112,27 @@ class Loading:
             What was left out, a sentence each; only where not strict.
 
         Raises:
-            CheckpointError: Something does not fit or is damaged; nothing was changed.
+            CheckpointError: Something does not fit or is damaged; nothing was changed. If nevertheless something fails
+                after that, the message says that the state is neither the old nor the new.
         """
         left_out = self._own(lambda: self._fit(found, items))
         wanted = [item for item in items if item.name in found.manifest.items]
-        self._verify(found, wanted)
-        trees = self._own(lambda: self._read(found, wanted))
+        if not self._verified:
+            self._verify(found, [item.name for item in wanted])
+        try:
+            trees = self._own(lambda: self._read(found, wanted))
 
-        def restore() -> None:
-            for item in wanted:
-                item.restore(trees[item.name])
+            def restore() -> None:
+                for item in wanted:
+                    item.moved = found.manifest.world_size != self._world_size
+                    item.restore(trees[item.name])
 
-        self._own(restore)
+            self._own(restore)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nWhat this run has now is neither what it had nor all of {found.path}: load a checkpoint, or "
+                "start it anew"
+            ) from error
         if self._rank == 0:
             self._tell(found, left_out)
         return left_out
@@ -98,6 +140,7 @@ class Loading:
     def _fit(self, found: Found, items: Sequence[Item]) -> list[str]:
         """What does not fit."""
         manifest, names = found.manifest, {item.name for item in items}
+        self._sound(found, [item for item in items if item.name in manifest.items])
         wrong = [
             f"{_called(name, manifest.about.get(name))}: it is in the checkpoint, and nothing of the kind here"
             for name in manifest.items
@@ -107,7 +150,12 @@ class Loading:
             if item.name not in manifest.items:
                 wrong.append(f"{_called(item.name, item.about)}: it is here, and not in the checkpoint")
                 continue
-            wrong += item.wrong(self._text(found, item), self._tensors(found, item, self._rank))
+            try:
+                wrong += item.wrong(self._text(found, item), self._tensors(found, item, self._rank))
+            except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+                raise CheckpointError(
+                    f"{found.path}: the state of {item.name} is not one of its kind: {error}"
+                ) from error
         if wrong and self._strict:
             more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             told = "\n".join(f"  {sentence}" for sentence in [*wrong[:_SHOWN], *more])
@@ -116,12 +164,26 @@ class Loading:
             )
         return wrong
 
-    def _verify(self, found: Found, items: Sequence[Item]) -> None:
-        names = [item.name for item in items]
+    def _sound(self, found: Found, items: Sequence[Item]) -> None:
+        """Whether all states can be put together, tried with tensors that are empty."""
+        for name, told in found.manifest.tensors.items():
+            dtype_of(name, told)
+        for item in items:
+            ranks = range(found.manifest.world_size) if self._divided(found, item) else [self._rank]
+            for rank in ranks:
+                nothing = dict.fromkeys(self._names(found, item, rank), torch.empty(0))
+                try:
+                    unpacked(self._text(found, item, rank), nothing)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{found.path}: the state of {item.name} is damaged: {error}"
+                    ) from error
+
+    def _verify(self, found: Found, names: Sequence[str]) -> None:
         chunks = own_share(found, names, self._rank, self._world_size)
         wrong = [sentence for some in self._all(lambda: damage(found, chunks)) for sentence in some]
         if wrong:
-            raise CheckpointError("\n".join([*wrong[:_SHOWN], _offer(found)]))
+            raise CheckpointError("\n".join([*wrong[:_SHOWN], _offer(found.path)]))
 
     def _read(self, found: Found, items: Sequence[Item]) -> dict[str, Any]:
         """The state trees of items: with tensors read into the live ones where an item says so."""
@@ -194,6 +256,10 @@ class Loading:
             names = ", ".join(str(path.relative_to(found.path)) for path in unknown[:_SHOWN])
             _LOG.warning("%s: not part of the checkpoint, and not read: %s", found.path, names)
 
+    def _hold(self, path: Path) -> None:
+        with suppress(OSError):
+            self._lock = self._disk.lock(path, shared=True)
+
     def _all(self, act: Callable[[], _T]) -> list[_T]:
         return together(self._share, act)
 
@@ -224,11 +290,9 @@ def _called(name: str, about: str | None) -> str:
     return f"{name} ({about})" if about else name
 
 
-def _offer(found: Found) -> str:
+def _offer(path: Path) -> str:
     """What to do about a damaged checkpoint."""
-    number = found.number
-    whole, _ = folder.numbered(found.path.parent) if number is not None else ([], [])
-    before = [one for one in whole if one.number is not None and number is not None and one.number < number]
-    if not before:
+    before = folder.whole_before(path)
+    if before is None:
         return "Nothing was loaded."
-    return f"Nothing was loaded. The checkpoint before it is {before[-1].path}, of step {before[-1].manifest.step}."
+    return f"Nothing was loaded. The checkpoint before it is {before.path}, of step {before.manifest.step}."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from typing import Any
 import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.form import Doubt, check
 
-__all__ = ["NAME", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of"]
+__all__ = ["NAME", "UNFINISHED", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of", "own_name"]
 
 NAME = "checkpoint.json"
 """The file without which a directory is no checkpoint."""
+UNFINISHED = ".unfinished"
+"""The file that is in a directory from the start until all the others are."""
 FORMAT = 1
 """The number of the layout described in docs/checkpoints.md."""
+_TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,10 @@ class File:
     bytes: int
     checksum: str
     """Of the whole file; see `checksum`."""
+    header: int = 0
+    """Of a data file, how many bytes come before the first chunk."""
+    header_checksum: str = ""
+    """Of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class Manifest:
     """Every file but this one, also those that hooks of the script wrote."""
     about: Mapping[str, str] = field(default_factory=dict)
     """For items that a class of the script stands behind, its name."""
+    run: Mapping[str, str] = field(default_factory=dict)
+    """What the run was called by those who started it: `launch`, `slurm_job`."""
 
     @property
     def items(self) -> list[str]:
@@ -103,6 +114,27 @@ class Manifest:
         """The names of an item's tensors."""
         return (name for name in self.tensors if item_of(name) == item)
 
+    def parts(self, items: Iterable[str]) -> Iterator[tuple[str, Chunk]]:
+        """What has to be read to know that these items, and the files of hooks, are as they were written.
+
+        Chunks of tensors under the tensors' names; headers and other files as if they were such.
+        """
+        wanted, files = (
+            set(items),
+            {chunk.file for stored in self.tensors.values() for chunk in stored.chunks},
+        )
+        touched = self.files.keys() - files
+        for name, stored in self.tensors.items():
+            if item_of(name) in wanted:
+                touched |= {chunk.file for chunk in stored.chunks}
+                yield from ((name, chunk) for chunk in stored.chunks)
+        for name in sorted(touched):
+            file = self.files[name]
+            if name in files:
+                yield "its header", Chunk(name, 0, file.header, file.header_checksum, (), ())
+            else:
+                yield "the file", Chunk(name, 0, file.bytes, file.checksum, (), ())
+
     def text(self) -> str:
         """The manifest as the file's text, its own checksum in front."""
         body = json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"))
@@ -117,22 +149,32 @@ class Manifest:
             path: Where it was found, for messages.
 
         Raises:
-            CheckpointError: It is damaged, or written by a newer accel.
+            CheckpointError: It is damaged, cannot be true, or is written by a newer accel.
         """
-        try:
-            outer = json.loads(text)
-            body, told = outer["checkpoint"], outer["checksum"]
-            number = body.pop("format")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
-        if number != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
-                f"it was written by accel {body.get('versions', {}).get('accel', 'of another version')}"
-            )
-        found = checksum(json.dumps({"format": number} | body, separators=(",", ":")).encode())
+        matched = _TEXT.fullmatch(text)
+        if matched is None:
+            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint")
+        told, found = matched[1], checksum(matched[2].encode(errors="replace"))
         if found != told:
             raise CheckpointError(f"{path} is damaged: its checksum is {found} and should be {told}")
+        try:
+            body = json.loads(matched[2])
+            number = body.pop("format")
+        except (ValueError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
+        if type(number) is not int or number != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
+                f"it was written by accel {_writer(body)}"
+            )
+        try:
+            check(body, frozenset({NAME, UNFINISHED}))
+        except Doubt as doubt:
+            raise CheckpointError(f"{path} cannot be used: {doubt}") from doubt
+        return cls._of(body)
+
+    @classmethod
+    def _of(cls, body: dict[str, Any]) -> Manifest:
         body["tensors"] = {name: _stored(stored) for name, stored in body["tensors"].items()}
         body["files"] = {name: File(**file) for name, file in body["files"].items()}
         return cls(**body)
@@ -149,6 +191,16 @@ def checksum(data: bytes | memoryview) -> str:
 def item_of(tensor: str) -> str:
     """The item a tensor belongs to."""
     return tensor.split("/", 1)[0]
+
+
+def _writer(body: dict[str, Any]) -> str:
+    versions = body.get("versions")
+    return str(versions.get("accel")) if isinstance(versions, dict) else "of another version"
+
+
+def own_name(tensor: str, rank: int) -> str:
+    """What a tensor is called that differs from rank to rank."""
+    return f"{tensor}#{rank}"
 
 
 def _stored(stored: dict[str, Any]) -> Stored:

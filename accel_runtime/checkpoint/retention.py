@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint import folder, placing
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.project import ProjectConfiguration
 
@@ -60,14 +60,17 @@ class Retention:
             self._project.iteration = int(target.name.split("_")[1]) + 1
 
     def prune(self, disk: Disk) -> None:
-        """Remove what is beyond the limit, and what crashes have left; the newest that is whole always stays."""
+        """Remove what is beyond the limit, and what crashes have left.
+
+        The newest that is whole always stays, and one that somebody reads until the next time.
+        """
         if self._automatic is None:
             return
         try:
-            folder.sweep(self._automatic, self._project.iteration, disk)
+            placing.sweep(self._automatic, self._project.iteration, disk)
             whole, _ = folder.numbered(self._automatic)
             limit = self._project.total_limit
             for old in whole[:-limit] if limit is not None else ():
-                folder.remove(old.path, disk)
+                placing.remove(old.path, disk)
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed: %s", self._automatic, error)

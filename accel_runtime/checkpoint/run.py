@@ -23,6 +23,9 @@ from accel_runtime.scheduler import PreparedScheduler
 
 __all__ = ["Run"]
 
+_SLACK = 1 << 22
+"""Bytes for what is small, and for shares that are not quite even."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -43,6 +46,16 @@ class Run:
     def step(self) -> int:
         """Optimizer steps until now."""
         return max((optimizer.steps for optimizer in self.optimizers), default=0)
+
+    @property
+    def bytes(self) -> int:
+        """About what this rank writes of models and optimizers."""
+        state = [tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())]
+        for optimizer in self.optimizers:
+            state += [
+                value for own in optimizer.state.values() for value in own.values() if torch.is_tensor(value)
+            ]
+        return sum(_share(tensor, self.backend.topology.world_size) for tensor in state) + _SLACK
 
     def states(self) -> list[dict[str, Any]]:
         """The state of every model, under the names of the script's own module."""
@@ -167,6 +180,11 @@ class Counters(Item):
     def restore(self, tree: Any) -> None:
         for optimizer, steps in zip(self._optimizers, tree["steps"], strict=False):
             optimizer.steps = steps
+
+
+def _share(tensor: torch.Tensor, world_size: int) -> int:
+    local = getattr(tensor, "_local_tensor", None)
+    return local.nbytes if local is not None else -(-tensor.nbytes // world_size)
 
 
 def _numbered(kind: str, index: int) -> str:

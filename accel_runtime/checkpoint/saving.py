@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import accel_runtime
-from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint import placing
 from accel_runtime.checkpoint.agreed import State, agreed
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.files import Disk, about
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import NAME, File, Manifest
+from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.storage import Planner, Writer, stored
 from accel_runtime.checkpoint.together import Share, same, together
@@ -48,9 +49,13 @@ class Saving:
         rank: This rank.
         world_size: How many there are.
         disk: Does it.
+        run: What the run is called.
     """
 
-    def __init__(self, share: Share, rank: int, world_size: int, disk: Disk) -> None:
+    def __init__(
+        self, share: Share, rank: int, world_size: int, disk: Disk, *, run: Mapping[str, str] | None = None
+    ) -> None:
+        self._run = dict(run or {})
         self._share, self._rank, self._world_size, self._disk = share, rank, world_size, disk
         self._planner = Planner()
         self._lock: int | None = None
@@ -69,9 +74,8 @@ class Saving:
         def make() -> Place | None:
             if self._rank:
                 return None
-            target, save = choose().absolute(), uuid.uuid4().hex[:12]
-            scratch = folder.begin(target, save, self._disk)
-            self._lock = self._disk.lock(scratch)
+            target, save = _plain(choose()), uuid.uuid4().hex[:12]
+            scratch, self._lock = placing.begin(target, save, self._disk)
             self._place = Place(target, scratch, save)
             return self._place
 
@@ -122,9 +126,12 @@ class Saving:
     def stage(self, staging: Staging) -> None:
         """Copy what this rank writes, so that the script may go on."""
         planner = self._planner
-        self._planner.staged = staging.copies(
-            {item.index: planner.resolve_data(item) for item in self._mine.items}
-        )
+
+        def copy() -> None:
+            live = {item.index: planner.resolve_data(item) for item in self._mine.items}
+            planner.staged = staging.copies(live)
+
+        self._all(copy)
 
     def finish(self, share: Share) -> Manifest | None:
         """Write everything, and give the checkpoint its name.
@@ -168,8 +175,7 @@ class Saving:
         room = self._disk.room(self._place.scratch)
         if needed > room:
             raise CheckpointError(
-                f"{self._place.target.parent} has room for {room / 1e9:.2f} GB, and this checkpoint takes "
-                f"{needed / 1e9:.2f} GB"
+                f"{self._place.target.parent} has room for {_size(room)}, and this checkpoint takes {_size(needed)}"
             )
 
     def _write(self) -> tuple[list[Any], dict[str, File]]:
@@ -192,15 +198,20 @@ class Saving:
             tensors=stored(metadata),
             files=files | _of_hooks(place.scratch, files, self._disk),
             about=self._about,
+            run=self._run,
         )
-        opened = self._disk.create(place.scratch / NAME)
-        try:
-            self._disk.write(opened, memoryview(manifest.text().encode()))
-            self._disk.sync(opened)
-        finally:
-            self._disk.close(opened)
-        folder.commit(place.scratch, place.target, self._disk)
+        self._write_text(place.scratch / NAME, manifest.text())
+        placing.commit(place.scratch, place.target, self._disk)
         return manifest
+
+    def _write_text(self, path: Path, text: str) -> None:
+        opened = self._disk.create(path)
+        with about(path):
+            try:
+                self._disk.write(opened, memoryview(text.encode()))
+                self._disk.sync(opened)
+            finally:
+                self._disk.close(opened)
 
     def _all(self, act: Callable[[], Any], *, keep: bool = True) -> list[Any]:
         """`together`; where it fails nothing remains of what was written."""
@@ -212,17 +223,29 @@ class Saving:
 
     def _give_up(self) -> None:
         if self._rank == 0 and hasattr(self, "_place"):
-            folder.discard(self._place.scratch, self._disk)
+            placing.discard(self._place.scratch, self._disk)
         self._unlock()
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            self._disk.close(self._lock)
+            # It is the operating system's to forget, and a save that is whole does not fail by it.
+            with suppress(OSError):
+                self._disk.unlock(self._lock)
             self._lock = None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _told(metadata: Metadata) -> list[Any]:
     return list(metadata.state_dict_metadata.values())
+
+
+def _plain(target: Path) -> Path:
+    """Where a link leads, so that it stays and what it leads to is replaced."""
+    target = target.absolute()
+    return target.resolve() if target.is_symlink() or ".." in target.parts else target
 
 
 def _of_hooks(scratch: Path, known: dict[str, File], disk: Disk) -> dict[str, File]:
@@ -230,14 +253,18 @@ def _of_hooks(scratch: Path, known: dict[str, File], disk: Disk) -> dict[str, Fi
     found = {}
     for path in sorted(scratch.rglob("*")):
         name = path.relative_to(scratch).as_posix()
-        if path.is_file() and name not in known and name not in {NAME, folder.UNFINISHED}:
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link that a hook has made: a checkpoint holds its files itself"
+            )
+        if path.is_file() and name not in known and name not in {NAME, UNFINISHED}:
             found[name] = _synced(path, disk)
     return found
 
 
 def _synced(path: Path, disk: Disk) -> File:
     whole = xxhash.xxh3_64()
-    with path.open("rb+") as opened:
+    with path.open("rb") as opened, about(path):
         while data := opened.read(1 << 22):
             whole.update(data)
         disk.sync(opened.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -26,14 +27,27 @@ class Staging:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._reserving: threading.Thread | None = None
 
     @property
     def bytes(self) -> int:
         """How much it holds."""
         return self._memory.nbytes
 
+    def reserve(self, size: int) -> None:
+        """Begin to take so many bytes from the system, so that the first save finds them.
+
+        New memory costs several times what copying into it does: the system clears every page when it is first used.
+        """
+        self._wait()
+        self._reserving = threading.Thread(
+            target=self._touch, args=(size,), name="accel-reserve", daemon=True
+        )
+        self._reserving.start()
+
     def copies(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
         """Contiguous copies on the CPU; those of the call before are overwritten."""
+        self._wait()
         starts, end = {}, 0
         for key, tensor in tensors.items():
             starts[key] = end
@@ -47,6 +61,15 @@ class Staging:
         if self._pinned:
             torch.accelerator.synchronize()
         return found
+
+    def _wait(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def _touch(self, size: int) -> None:
+        self._reserve(size)
+        self._memory[:: mmap.PAGESIZE].zero_()
 
     def _reserve(self, size: int) -> None:
         if size <= self._memory.nbytes:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -39,15 +35,14 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File, Stored, item_of
+from accel_runtime.checkpoint.spread import spread
 
-__all__ = ["Planner", "Reader", "Writer", "damage", "own_share"]
+__all__ = ["Planner", "Reader", "Writer", "dtype_of", "own_share"]
 
 _FILE_BYTES = 1 << 28
 """Files are not cut smaller than this, so that two threads have about the same to do and there are few files."""
 _FILES = 16
 """About so many files a rank writes at most."""
-_BLOCK = 1 << 22
-"""Bytes that are read and hashed at a time."""
 
 
 class Planner(DefaultSavePlanner):
@@ -137,10 +132,8 @@ class Writer(StorageWriter):
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
-        write = partial(self._write, plan.items, planner)
         self.planned = sum(item.tensor_storage_size() or 0 for item in plan.items)
-        with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-            results = list(pool.map(write, share.files, share.files.values()))
+        results = spread(lambda file: self._write(plan.items, planner, *file), share.files.items())
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for some in results for result in some])
         return done
@@ -183,6 +176,24 @@ def stored(metadata: Metadata) -> dict[str, Stored]:
     return found
 
 
+def dtype_of(name: str, told: Stored) -> torch.dtype:
+    """The dtype of a tensor in a manifest, whose bytes are as many as that takes.
+
+    Raises:
+        CheckpointError: This torch has no such dtype, or there are not as many bytes.
+    """
+    dtype = getattr(torch, told.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{name} is of dtype {told.dtype[:60]!r}, which torch {torch.__version__} does not have"
+        )
+    if told.bytes != math.prod(told.shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{name} is {told.dtype} of shape {list(told.shape)}, and its parts have {told.bytes} bytes"
+        )
+    return dtype
+
+
 class Reader(StorageReader):
     """Reads parts of tensors; they have been verified before.
 
@@ -202,7 +213,7 @@ class Reader(StorageReader):
         told, places = {}, {}
         for name, tensor in self._found.manifest.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
-            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            properties = TensorProperties(dtype=dtype_of(name, tensor))
             told[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             for index, chunk in enumerate(tensor.chunks):
                 places[MetadataIndex(name, chunk.offsets, index)] = chunk
@@ -227,9 +238,7 @@ class Reader(StorageReader):
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             files.setdefault(self._places[item.storage_index].file, []).append(item)
-        each = partial(self._read_file, planner)
-        with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-            list(pool.map(each, files, files.values()))
+        spread(lambda file: self._read_file(planner, *file), files.items())
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -243,7 +252,8 @@ class Reader(StorageReader):
         with (self._found.path / name).open("rb", buffering=0) as opened:
             for item in items:
                 chunk = self._places[item.storage_index]
-                dtype = getattr(torch, self._found.manifest.tensors[item.storage_index.fqn].dtype)
+                fqn = item.storage_index.fqn
+                dtype = dtype_of(fqn, self._found.manifest.tensors[fqn])
                 target = planner.resolve_tensor(item).detach()
                 _read(opened.fileno(), chunk, dtype, item, target)
                 planner.commit_tensor(item, target)
@@ -275,69 +285,16 @@ def _fill(file: int, start: int, room: memoryview) -> None:
 
 
 def own_share(found: Found, items: Iterable[str], rank: int, world_size: int) -> list[tuple[str, Chunk]]:
-    """Of the chunks of these items those this rank verifies, by the names of their tensors."""
-    wanted = set(items)
-    chunks = [
-        (name, chunk)
-        for name, tensor in found.manifest.tensors.items()
-        if item_of(name) in wanted
-        for chunk in tensor.chunks
-    ]
+    """Of the parts of files that make up these items those this rank verifies, by what they are."""
+    chunks = found.manifest.parts(items)
     loads = [0] * world_size
     mine = []
-    for name, chunk in sorted(chunks, key=lambda one: (-one[1].bytes, one[0])):
+    for name, chunk in sorted(chunks, key=lambda one: (-one[1].bytes, one[0], one[1].file, one[1].start)):
         least = loads.index(min(loads))
         loads[least] += chunk.bytes
         if least == rank:
             mine.append((name, chunk))
     return mine
-
-
-def damage(found: Found, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
-    """What is wrong with these chunks; a sentence each that names file and tensor."""
-    files: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, chunk in chunks:
-        files.setdefault(chunk.file, []).append((name, chunk))
-    with ThreadPoolExecutor(_threads(), "accel-checkpoint") as pool:
-        wrong = pool.map(partial(_damage, found), files, files.values())
-        return [sentence for some in wrong for sentence in some]
-
-
-def _damage(found: Found, name: str, chunks: Sequence[tuple[str, Chunk]]) -> list[str]:
-    path, wrong = found.path / name, []
-    room = memoryview(bytearray(_BLOCK))
-    try:
-        with path.open("rb", buffering=0) as opened:
-            for tensor, chunk in sorted(chunks, key=lambda one: one[1].start):
-                if _hash(opened.fileno(), chunk, room) != chunk.checksum:
-                    wrong.append(
-                        f"{path} is damaged: {tensor} does not have its checksum{_other(path, found)}"
-                    )
-    except OSError as error:
-        wrong.append(f"{path} cannot be read: {error.strerror}")
-    return wrong
-
-
-def _hash(file: int, chunk: Chunk, room: memoryview) -> str:
-    found, start, left = xxhash.xxh3_64(), chunk.start, chunk.bytes
-    while left:
-        count = os.preadv(file, [room[:left]], start)
-        if not count:
-            break
-        found.update(room[:count])
-        start, left = start + count, left - count
-    return found.hexdigest()
-
-
-def _other(path: Path, found: Found) -> str:
-    """Says so where the file belongs to another save."""
-    try:
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            save = json.loads(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return "" if save == found.manifest.save else "; the file is of another save"
 
 
 def _part(item: WriteItem, planner: SavePlanner) -> datafile.Part:
@@ -381,7 +338,3 @@ def _bins(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:
 
 def _file_name(item: str, number: int, count: int) -> str:
     return f"{item}.safetensors" if count == 1 else f"{item}-{number:05}-of-{count:05}.safetensors"
-
-
-def _threads() -> int:
-    return min(4, os.cpu_count() or 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
@@ -17,6 +18,9 @@ __all__ = ["packed", "unpacked"]
 
 _KEY = "$"
 """The key of a JSON object that stands for something JSON has no word for."""
+_NUMPY = re.compile(r"[<>|=][biufc]\d{1,2}")
+_MOST_BITS = 1 << 12
+"""Python does not read or write whole numbers of many more in decimal."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -53,13 +57,25 @@ def unpacked(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     Args:
         text: Its JSON.
         tensors: Its tensors by the names they have in there.
+
+    Raises:
+        CheckpointError: It is something that `packed` does not give.
     """
+    try:
+        return _unpacked(text, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"there is no {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _unpacked(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(text, list):
-        return [unpacked(item, tensors) for item in text]
+        return [_unpacked(item, tensors) for item in text]
     if not isinstance(text, dict):
         return text
     if _KEY not in text:
-        return {key: unpacked(value, tensors) for key, value in text.items()}
+        return {key: _unpacked(value, tensors) for key, value in text.items()}
     return _special(text, tensors)
 
 
@@ -70,8 +86,10 @@ class _Packer:
         self._seen: dict[Any, str] = {}
 
     def pack(self, item: Any, path: str) -> Any:
-        if item is None or type(item) in {bool, int, str} or (type(item) is float and math.isfinite(item)):
+        if item is None or type(item) in {bool, str} or (type(item) is float and math.isfinite(item)):
             return item
+        if type(item) is int:
+            return item if item.bit_length() < _MOST_BITS else {_KEY: "int", "hex": hex(item)}
         if isinstance(item, torch.Tensor):
             return self._tensor(item, path)
         if (plain := _plain(item)) is not None:
@@ -117,7 +135,7 @@ class _Packer:
         if kind is defaultdict:
             return self._defaultdict(item, path)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and item.dtype.kind in "biufc":
-            return {_KEY: "ndarray", "tensor": self._tensor(torch.from_numpy(item.copy()), path)}
+            return {_KEY: "ndarray", "tensor": self._tensor(_of_numpy(item, path), path)}
         raise CheckpointError(
             f"{path} cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. A checkpoint holds numbers, text, "
             "tensors, and lists and dicts of such, so that loading it runs no code: leave it out of the state, or give "
@@ -152,7 +170,15 @@ def _memory(tensor: torch.Tensor) -> Any:
     """What tied tensors have in common, and nobody else."""
     if hasattr(tensor, "device_mesh") or not tensor.numel():
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    same = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return *same, tensor.is_conj(), tensor.is_neg()
+
+
+def _of_numpy(array: Any, path: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be saved: it is an array of {array.dtype}, {error}") from error
 
 
 def _step(path: str) -> str:
@@ -169,7 +195,8 @@ def _plain(item: Any) -> dict[str, Any] | None:
         return {_KEY: type(item).__name__, "value": repr(item)}
     if isinstance(item, PurePath):
         return {_KEY: "path", "value": str(item)}
-    if type(item).__module__ == "numpy" and getattr(item, "shape", None) == () and hasattr(item, "dtype"):
+    kind = type(item)
+    if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(item, "shape", None) == ():
         # Its own bytes: through a Python number a float32 would come back as another.
         raw = base64.b64encode(item.tobytes()).decode()
         return {_KEY: "numpy", "dtype": item.dtype.str, "base64": raw} if item.dtype.kind in "biufc" else None
@@ -181,10 +208,10 @@ def _special(text: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "tensor":
         return tensors[text["name"]]
     if kind == "ndarray":
-        return unpacked(text["tensor"], tensors).numpy()
+        return _unpacked(text["tensor"], tensors).numpy()
     if kind in _SCALARS:
         return _SCALARS[kind](text)
-    return _CONTAINERS[kind](unpacked(text["items"], tensors), text)
+    return _CONTAINERS[kind](_unpacked(text["items"], tensors), text)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -197,10 +224,13 @@ def _dtype(name: str) -> torch.dtype:
 def _numpy(text: dict[str, Any]) -> Any:
     import numpy as np  # noqa: PLC0415 - torch works without NumPy, so we do
 
+    if not _NUMPY.fullmatch(text["dtype"]):
+        raise CheckpointError(f"{text['dtype']!r} is no dtype of a number")
     return np.frombuffer(base64.b64decode(text["base64"]), np.dtype(text["dtype"]))[0]
 
 
 _SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "int": lambda text: int(text["hex"], 16),
     "float": lambda text: float(text["value"]),
     "complex": lambda text: complex(text["value"]),
     "bytes": lambda text: base64.b64decode(text["base64"]),
@@ -216,5 +246,5 @@ _CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "OrderedDict": lambda items, _: OrderedDict(items),
     "Counter": lambda items, _: Counter(dict(items)),
     "deque": lambda items, text: deque(items, text["maxlen"]),
-    "defaultdict": lambda items, text: defaultdict(_FACTORIES.get(text["factory"] or ""), items),
+    "defaultdict": lambda items, text: defaultdict(text["factory"] and _FACTORIES[text["factory"]], items),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,17 +14,20 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.checkpoint.adopting import adopt
 from accel_runtime.checkpoint.background import Background
 from accel_runtime.checkpoint.checkpoints import Checkpoints
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
+from accel_runtime.checkpoint.foreign import recognised
 from accel_runtime.checkpoint.loading import Loading
+from accel_runtime.checkpoint.resuming import Resuming
 from accel_runtime.checkpoint.retention import Retention
 from accel_runtime.checkpoint.run import Run
 from accel_runtime.checkpoint.saving import Saving
 from accel_runtime.checkpoint.staging import Staging
-from accel_runtime.checkpoint.together import Share
+from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.facade.processes import Processes
@@ -33,8 +37,9 @@ from accel_runtime.precision import Precision
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.scheduler import PreparedScheduler
 
-__all__ = ["Checkpointing", "restarted"]
+__all__ = ["Checkpointing"]
 
+_LOG = logging.getLogger("accel_runtime.checkpoint")
 _Path = str | os.PathLike[str]
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -53,8 +58,9 @@ class Checkpointing(Processes):
     _schedulers: list[PreparedScheduler]
     project_configuration: ProjectConfiguration
 
-    def _keep_checkpoints(self, *, resumes: bool) -> None:
-        self._resumes = resumes
+    def _keep_checkpoints(self, resuming: Resuming) -> None:
+        self._resuming = resuming
+        self._looked_back = False
         self._disk = Disk()
         self._registered: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -68,7 +74,11 @@ class Checkpointing(Processes):
         return Checkpoints(self.project_configuration.checkpoints)
 
     def save_state(
-        self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_save: bool = False
+        self,
+        output_dir: _Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool | None = None,
     ) -> str:
         """Save everything the run needs to go on: it is whole under its name, or not there.
 
@@ -81,6 +91,7 @@ class Checkpointing(Processes):
             safe_serialization: True: there are only safetensors and JSON.
             async_save: Return as soon as the state is copied, and write while the script trains on. What goes wrong
                 comes up at the next step of an optimizer, the next save, `wait_for_checkpoint`, or at the end.
+                None is what `ProjectConfiguration(async_save=...)` says.
 
         Returns:
             The checkpoint's directory.
@@ -96,8 +107,10 @@ class Checkpointing(Processes):
                 "safetensors and JSON only. accelerator.save(obj, file) writes what torch.save writes"
             )
         retention = Retention(self.project_configuration, output_dir)
+        self._warn_unless_looked_back()
         self._background.wait()
-        saving = Saving(self._share("save_state"), self.process_index, self.num_processes, self._disk)
+        share, marks = self._share("save_state"), self._resuming.origin.marks
+        saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks)
         place = saving.begin(retention.target, _text(output_dir))
         run = self._run()
         states = run.states()
@@ -105,7 +118,7 @@ class Checkpointing(Processes):
         saving.run_hooks(lambda: _call(self._save_hooks, self._originals(), left, os.fspath(place.scratch)))
         saving.take(run.items(_left(states, left)), run.step)
         retention.saved(place.target)
-        if not async_save:
+        if not (self.project_configuration.async_save if async_save is None else async_save):
             self._finish(saving, retention, self._share("save_state"))
             return os.fspath(place.target)
         share = self._backend.apart()
@@ -144,34 +157,53 @@ class Checkpointing(Processes):
         """
         if load_kwargs:
             raise ValueError(f"load_kwargs are not used, and these were given: {', '.join(load_kwargs)}")
+        self._looked_back = True
         self._background.wait()
         share = self._share("load_state")
+        if input_dir is not None and share(recognised(Path(input_dir)))[0]:
+            return self._adopt(Path(input_dir).absolute(), share, strict=strict)
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
-        found = loading.open(partial(_chosen, self.project_configuration, input_dir), _text(input_dir))
-        models = self._originals()
-        left = list(models)
-        loading.run_hooks(lambda: _call(self._load_hooks, left, os.fspath(found.path)))
-        gone = [index for index, model in enumerate(models) if not any(model is other for other in left)]
-        loading.load(found, self._run().items(without=gone, strict=strict))
+        try:
+            found = loading.open(partial(_chosen, self.project_configuration, input_dir), _text(input_dir))
+            gone: list[int] = []
+            if self._load_hooks:
+                loading.verify(found)
+                loading.run_hooks(lambda: gone.extend(self._taken(found.path)))
+            loading.load(found, self._run().items(without=gone, strict=strict))
+        finally:
+            loading.close()
         if found.number is not None and input_dir is None:
             self.project_configuration.iteration = found.number + 1
         return found
 
     def resume(self) -> Found | None:
-        """Go on from the newest checkpoint with an automatic name, where the run was started to do so.
+        """Go on from a checkpoint with an automatic name, where there is one to go on from.
 
-        That is with `accel launch --resume`, after a restart of the processes, and where Slurm runs a job again.
+        With `accel launch --resume` that is the newest. Without, it is the newest that this same run has written:
+        after a restart of its processes, and where Slurm runs the job again. Call it when everything is prepared.
 
         Returns:
-            The checkpoint; None where the run begins anew, because it was not asked to go on or there is none yet.
+            The checkpoint; None where the run begins anew.
 
         Raises:
             CheckpointError: As for `load_state`; or there are checkpoints, and none is whole.
+            ValueError: Checkpoints are not named automatically, or the project has no directory.
         """
-        if not self._resumes:
+        self._looked_back = True
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming or project.checkpoints is None:
+            raise ValueError(
+                "resume() looks for checkpoints that save_state() has named: it needs "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        if not self._resuming.possible:
             return None
-        there = self._share("resume")(self.process_index == 0 and self._has_any())[0]
-        return self.load_state() if there else None
+        path = together(self._share("resume"), self._newest)[0]
+        if path is None:
+            return None
+        found = self.load_state(path)
+        project.iteration = (found.number or 0) + 1
+        return found
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is written in the background is whole.
@@ -218,9 +250,31 @@ class Checkpointing(Processes):
         """
         return _added(self._load_hooks, hook)
 
+    def _reserve(self, prepared: PreparedOptimizer) -> None:
+        """Take memory for saving in the background once an optimizer has its state."""
+        if self.project_configuration.async_save:
+            hooks: list[RemovableHandle] = []
+
+            def stepped(*_: Any) -> None:
+                hooks.pop().remove()
+                self._staging.reserve(self._run().bytes)
+
+            hooks.append(prepared.optimizer.register_step_post_hook(stepped))
+
     def _finish(self, saving: Saving, retention: Retention, share: Share) -> None:
         if saving.finish(share) is not None:
             retention.prune(self._disk)
+
+    def _adopt(self, path: Path, share: Share, *, strict: bool) -> Found:
+        run, gone = self._run(), self._taken(path)
+        return adopt(path, run, run.items(without=gone, strict=strict), share, strict=strict)
+
+    def _taken(self, path: Path) -> list[int]:
+        """Which models the script's own hooks load, after they have."""
+        models = self._originals()
+        left = list(models)
+        _call(self._load_hooks, left, os.fspath(path))
+        return [index for index, model in enumerate(models) if not any(model is other for other in left)]
 
     def _run(self) -> Run:
         return Run(
@@ -243,15 +297,18 @@ class Checkpointing(Processes):
             return lambda item: [item]
         return lambda item: share_objects(operation, item, self._backend.agreement)
 
-    def _has_any(self) -> bool:
-        found = self.checkpoints
-        return found.any()
+    def _warn_unless_looked_back(self) -> None:
+        """Say once that the script has not gone on from anything, though it was started to."""
+        if self._resuming.asked and not self._looked_back and self.process_index == 0:
+            _LOG.warning(
+                "--resume was given, and the script calls neither resume() nor load_state(): it began anew"
+            )
+        self._looked_back = True
 
-
-def restarted(environ: Mapping[str, str]) -> bool:
-    """Whether these processes take the place of others that ended before their time."""
-    counts = (environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return any(count.isdecimal() and int(count) > 0 for count in counts)
+    def _newest(self) -> Path | None:
+        """Where the run goes on from, as the first rank sees it."""
+        found = self._resuming.choose(self.checkpoints) if self.process_index == 0 else None
+        return found.path if found else None
 
 
 def _chosen(project: ProjectConfiguration, input_dir: _Path | None) -> Path:

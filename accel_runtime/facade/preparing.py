@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -44,6 +44,7 @@ class Preparing:
     _precision: Precision
     _replication: dict[str, Any]
     _schedulers: list[PreparedScheduler]
+    _reserve: Callable[[PreparedOptimizer], None]
     _step_with_optimizer: bool
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -133,6 +134,7 @@ class Preparing:
             prepared.place()
         self._optimizers.append(prepared)
         self._gradients.find()
+        self._reserve(prepared)
         return prepared
 
     def _places(self, wanted: bool | None) -> bool:

@@ -141,3 +141,29 @@ def test_where_ranks_are_started_already_the_profile_starts_one_process(cwd, hom
 
 def test_one_restart_is_not_the_same_as_none(cwd):
     assert resolved(max_restarts=1).profile.launcher.max_restarts == 1
+
+
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm"])
+@pytest.mark.parametrize(
+    ("request_", "environ", "said"),
+    [
+        ({"resume": True}, {}, "--resume"),
+        ({"assignments": ("resume=true",)}, {}, "--set"),
+        ({}, {"ACCEL_RESUME": "1"}, "environment: ACCEL_RESUME"),
+    ],
+    ids=["option", "assignment", "variable"],
+)
+def test_going_on_reaches_the_processes_of_every_launcher_and_has_a_source(
+    cwd, kind, request_, environ, said
+):
+    asked = dict(request_)
+    assigned = (f"launcher.kind={kind}", *asked.pop("assignments", ()))
+    request = Request("x.py", assignments=assigned, cpu=True, **asked)
+    found = planning.resolve(request, environ, CPU)
+    assert planning.make(request, found, environ, CPU).env["ACCEL_RESUME"] == "1"
+    assert found.source("resume") == said
+
+
+def test_a_run_begins_anew_unless_it_is_told_otherwise(cwd):
+    found = resolved()
+    assert planning.make(Request("x.py"), found, {}, CPU).env["ACCEL_RESUME"] == "0"

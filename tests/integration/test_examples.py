@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 PRINTED = {
     "digits": (["--epochs", "1", "--output", "w.safetensors"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
+    "checkpointing": (["--epochs", "1", "--every", "20"], r"42 steps, weights [0-9a-f]{16}"),
     "early_stopping": ([], r"stopped in epoch \d\nsteps on each process: \{\d+\}"),
     "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),

@@ -139,7 +139,8 @@ def test_a_script_whose_output_nobody_reads_any_more_ends(script):
     with subprocess.Popen([*LAUNCH, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(timeout=60) == 1
+        # What Python says of an exception; or, where its last flush finds nobody either, of that.
+        assert process.wait(timeout=60) in {1, 120}
         assert b"BrokenPipeError" in process.stderr.read().splitlines()[-1]
 
 

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+CHECKPOINTING = Path(__file__).parent.parent.parent / "examples" / "checkpointing.py"
 WAIT_S = 180
 """A generous bar for a job that hangs."""
 TRAIN = """
@@ -375,3 +377,29 @@ def test_no_profile_reads_no_file(accel, script, home):
     done = accel("launch", "--no-profile", "train.py")
     assert (done.returncode, done.stdout) == (0, "no\n")
     assert "profile: none" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(
+    on_slurm, jobs, script, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", f"{CHECKPOINTING.parent}{os.pathsep}{CHECKPOINTING.parent.parent}")
+    text = CHECKPOINTING.read_text().replace("import hashlib", "import hashlib\nimport time")
+    # The log of a job is followed now and then: the signal is to come while it trains.
+    script(text.replace("optimizer.zero_grad()", "optimizer.zero_grad(), time.sleep(0.05)"))
+    options = ("--epochs", "2", "--every", "20", "--project-dir")
+    whole = on_slurm("launch", "--cpu", "--nproc-per-node", 2, "train.py", *options, "whole", timeout=WAIT_S)
+    assert whole.returncode == 0, whole.stderr
+    sets = ("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@60")
+    following = jobs("--nproc-per-node", "2", *sets, "train.py", *options, "project")
+    job = following.until(r"job (\d+) is submitted")
+    following.until("step 20: loss")
+    following.command("scancel", "--batch", "--signal=USR1", job)
+    following.until(r"step \d+: saved, and leaving")
+    following.until(r"is PENDING \(BeginTime\), restart 1")
+    following.start_now(job)
+    assert following.end() == 0, following.said
+    assert re.search(
+        r"accel: the run goes on from project/checkpoints/checkpoint_\d+, of step \d+", following.said
+    )
+    assert following.said.count(whole.stdout.splitlines()[-1]) == 1

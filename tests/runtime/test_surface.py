@@ -109,6 +109,7 @@ METHODS = {
     "register_load_state_pre_hook": "hook",
     "register_save_state_pre_hook": "hook",
     "save": "obj, f, safe_serialization=False",
+    "save_model": "model, save_directory, max_shard_size='10GB', safe_serialization=True",
     "save_state": "output_dir=None, safe_serialization=True",
     "set_trigger": "",
     "skip_first_batches": "dataloader, num_batches=0",
@@ -119,7 +120,6 @@ METHODS = {
     "wait_for_everyone": "",
 }
 ABSENT = {
-    CHECKPOINTS: "save_model",
     SHARDING: "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter"
     " is_composable_parallelism_enabled maybe_context_parallel parallelism_config pipeline_parallel_rank"
     " should_save_model tensor_parallel_rank torch_device_mesh",
@@ -133,7 +133,7 @@ CONSTRUCTOR = (
     "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
     "dynamo_backend=None, dynamo_plugin=None"
 )
-OUR_OWN = "checkpoints describe preempted resume settings wait_for_checkpoint"
+OUR_OWN = "checkpoints describe load load_model preempted resume settings wait_for_checkpoint"
 """What Accelerate's has no name for."""
 BY_POSITION = 6
 """So many arguments of the constructor may be given by position; then come those for what is absent."""
@@ -178,6 +178,7 @@ FUNCTIONS = {
     "is_wandb_available": "",
     "is_xpu_available": "check_device=False",
     "listify": "data",
+    "load": "f, map_location=None, **kwargs",
     "LocalSGD": "accelerator, model, local_sgd_steps, enabled=True",
     "notebook_launcher": "function, args=(), num_processes=None, mixed_precision='no', use_port='29500', "
     "master_addr='127.0.0.1', node_rank=0, num_nodes=1, rdzv_backend='static', rdzv_endpoint='', rdzv_conf=None, "
@@ -187,6 +188,7 @@ FUNCTIONS = {
     "recursively_apply": "func, data, *args, test_type=utils.is_torch_tensor, error_on_other_type=False, **kwargs",
     "reduce": "tensor, reduction='mean', scale=1.0",
     "release_memory": "*objects",
+    "save": "obj, f, save_on_each_node=False, safe_serialization=False",
     "send_to_device": "tensor, device, non_blocking=False, skip_keys=None",
     "set_seed": "seed, device_specific=False, deterministic=False",
     "skip_first_batches": "dataloader, num_batches=0",
@@ -219,8 +221,8 @@ ABSENT_FUNCTIONS = {
     " is_transformer_engine_available is_transformer_engine_mxfp8_available load_and_quantize_model torchao_required",
     CHECKPOINTS: "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME"
     " SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME"
-    " WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME clean_state_dict_for_safetensors id_tensor_storage load"
-    " save convert_file_size_to_int convert_bytes",
+    " WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME clean_state_dict_for_safetensors id_tensor_storage"
+    " convert_file_size_to_int convert_bytes",
     LAUNCHER: "ComputeEnvironment PrepareForLaunch SageMakerDistributedType TORCH_LAUNCH_PARAMS"
     " are_libraries_initialized check_cuda_p2p_ib_support check_os_kernel convert_dict_to_env_variables"
     " get_cpu_distributed_information get_gpu_info get_int_from_env install_xla is_port_in_use"

@@ -1,19 +1,37 @@
-"""The scripts of the checkpoint tests, for test modules and for the processes they ship functions to."""
+"""The harnesses of the checkpoint tests, for test modules and for the processes they ship functions to."""
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import cloudpickle
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location("played", Path(__file__).parent / "played.py")
-played = importlib.util.module_from_spec(_SPEC)
-sys.modules["played"] = played
-_SPEC.loader.exec_module(played)
-cloudpickle.register_pickle_by_value(played)
+
+def _shipped(name):
+    """A module beside this one that travels with the functions of tests."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+
+
+_shipped("faults")
+_shipped("played")
+
+
+@pytest.fixture
+def memory():
+    """A directory in memory, where there is one: what is saved hundreds of times need not wear a disk."""
+    shm = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="accel-test-", dir=shm if shm.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,89 @@
+"""What saving and loading a run's state costs: Accelerate's `save_state`, `torch.save`, and accel, also in the background."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.bench import SCRIPTS, Bench
+from benchmarks.measure import Run, interleaved
+from benchmarks.report import NONE, Table, ratio, spread
+
+__all__ = ["measure"]
+
+_TEXT = """\
+Seconds of wall time on one process for the state of a model with AdamW: 50 million parameters (0.6 GB of state) and
+200 million (2.4 GB), in memory (`tmpfs`) and on the disk, whose page cache takes part: nobody but accel waits for the
+disk. What we hold ourselves to: saving and loading not slower than Accelerate, though every byte is hashed, synced and
+verified; a save in the background holds the script up for at most a fifth of Accelerate's save at the first time and a
+tenth later. For that, memory as large as the state is taken once (`ProjectConfiguration(async_save=True)` takes it
+after the first step)."""
+_HEADER = ("", "seconds", "Accelerate's save ÷ it", "Accelerate's load ÷ it")
+_SIZES = (50, 200)
+_GIGABYTE = 1e9
+
+
+def measure(bench: Bench) -> Table:
+    """Seconds a save and a load."""
+    rows = [
+        row
+        for name, root in (("tmpfs", "/dev/shm"), ("disk", None))  # noqa: S108 - memory is what it is for
+        for millions in _SIZES
+        for row in _rows(bench, f"{millions} M, {name}", millions, root)
+    ]
+    return Table("Checkpoints", _TEXT, _HEADER, rows)
+
+
+def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tuple[str, ...]]:
+    folder = root if root and Path(root).is_dir() else None
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        command = (str(SCRIPTS / "checkpoint.py"),)
+        who = {
+            "accel": bench.accel,
+            "background": bench.accel,
+            "accelerate": bench.accelerate,
+            "torch": bench.accel,
+        }
+        runs = interleaved(
+            {
+                name: bench.run(f"{home}/python", *command, name, str(millions), place)
+                for name, home in who.items()
+            },
+            (bench.repeats + 1) // 2,
+        )
+    found = {name: _pooled(own) for name, own in runs.items()}
+    theirs, own, behind = found["accelerate"], found["accel"], found["background"]
+    return [
+        _row(f"{label}: Accelerate saves", theirs["save"], theirs["save"], None),
+        _row(f"{label}: torch.save", found["torch"]["save"], theirs["save"], None),
+        _row(f"{label}: accel saves", own["save"], theirs["save"], None),
+        _row(f"{label}: held up by the first save in the background", behind["first"], theirs["save"], None),
+        _row(f"{label}: held up by a later one", behind["later"], theirs["save"], None),
+        _row(f"{label}: such a save as a whole", behind["whole"], theirs["save"], None),
+        _row(f"{label}: Accelerate loads", theirs["load"], None, theirs["load"]),
+        _row(f"{label}: torch.load", found["torch"]["load"], None, theirs["load"]),
+        _row(f"{label}: accel loads", own["load"], None, theirs["load"]),
+        (
+            f"{label}: memory taken for the background, GB",
+            spread([b / _GIGABYTE for b in behind["more"]]),
+            NONE,
+            NONE,
+        ),
+    ]
+
+
+def _row(
+    label: str, own: Sequence[float], saves: Sequence[float] | None, loads: Sequence[float] | None
+) -> tuple[str, ...]:
+    return label, spread(own), *(NONE if other is None else ratio(other, own) for other in (saves, loads))
+
+
+def _pooled(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """All numbers of all runs, by what they are."""
+    pooled: dict[str, list[float]] = {}
+    for run in runs:
+        for what, numbers in json.loads(run.output).items():
+            pooled.setdefault(what, []).extend(numbers)
+    return pooled

@@ -1,0 +1,104 @@
+"""`accel checkpoint` as it is typed: what it says, in what form, and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+
+@pytest.fixture
+def project(handmade, cwd):
+    for number in range(3):
+        path = cwd / "run" / "checkpoints" / f"checkpoint_{number}"
+        handmade.write(path, {"model": {"w": torch.full((8,), float(number))}}, step=number)
+    return cwd / "run" / "checkpoints"
+
+
+def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, project):
+    done = accel("checkpoint", "list", "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows] == [[f"run/checkpoints/checkpoint_{n}", str(n)] for n in range(3)]
+    assert {row[-1] for row in rows} == {"whole"}
+    found = json.loads(accel("checkpoint", "list", "run", "--json").stdout)
+    assert [entry["step"] for entry in found["checkpoints"]] == [0, 1, 2]
+
+
+def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(accel, project, handmade):
+    done = accel("checkpoint", "verify", "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run/checkpoints/checkpoint_2 is whole: step 2")
+    handmade.flip(project / "checkpoint_2" / "model-0.safetensors", -1)
+    done = accel("checkpoint", "verify", "run")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        "accel: error: run/checkpoints/checkpoint_2/model-0.safetensors is damaged: model/w does not have its checksum",
+        "accel: run/checkpoints/checkpoint_1, of step 1, is whole",
+    ]
+    done = accel("checkpoint", "verify", "run", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["before"]["step"] == 1
+
+
+def test_what_is_shown_and_exported_is_what_was_saved(accel, project, cwd):
+    shown = accel("checkpoint", "show", "run", "--tensors").stdout
+    assert "step\t2\n" in shown
+    assert "model/w\t[8]\tfloat32\t32 B\tmodel-0.safetensors at" in shown
+    done = accel("checkpoint", "export", project / "checkpoint_1", "-o", "m.safetensors", "--dtype", "bf16")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.equal(load_file(cwd / "m.safetensors")["w"], torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_pruning_asks_and_removes_nothing_unasked(accel, project):
+    done = accel("checkpoint", "prune", "run", "--keep", 1)
+    assert done.returncode == 2
+    assert "nothing was removed: prune asks on a terminal; elsewhere say --yes" in done.stderr
+    assert len(list(project.iterdir())) == 3
+    done = accel("checkpoint", "prune", "run", "--keep", 1, "--yes")
+    assert done.returncode == 0
+    assert "2 checkpoints removed, 1 kept" in done.stderr
+    assert [path.name for path in project.iterdir()] == ["checkpoint_2"]
+    assert "nothing to remove" in accel("checkpoint", "prune", "run", "--keep", 1).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("list", "nowhere"), "nowhere is not there"),
+        (("show", "run/../empty"), "holds no checkpoint"),
+        (("export", "run", "-o", "m", "--item", "model_1"), "has no model_1; it has model"),
+        (("export", "run", "-o", "m", "--dtype", "int8"), "--dtype takes bf16, fp16 or fp32; it got 'int8'"),
+        (("export", "run", "-o", "m", "--max-shard-size", "5TB"), "takes a size such as 5GB"),
+        (("export", "run", "-o", "run/checkpoints/checkpoint_0/m"), "is a checkpoint; a file that is added"),
+        (("export", "run"), "Missing option"),
+        (("prune", "run"), "Missing option '--keep'"),
+        (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message_and_code_2(accel, project, cwd, args, said):
+    (cwd / "empty").mkdir()
+    done = accel("checkpoint", *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
+    code = (
+        "import sys\nfrom accel_runtime.checkpoint import shell\n"
+        "for command in ('list', 'verify', 'show'):\n    shell.main({'command': command, 'directory': 'run'})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_tab_offers_directories(cwd, project):
+    from accel_cli.commands.completion import checkpoints
+
+    assert checkpoints("ru") == ["run"]
+    assert checkpoints("run/checkpoints/") == [f"run/checkpoints/checkpoint_{number}" for number in range(3)]
+    assert checkpoints("./r") == ["./run"]
+    assert checkpoints("no/where") == []

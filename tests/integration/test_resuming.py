@@ -1,0 +1,205 @@
+"""The checkpointing example, ended in every way there is: started again it comes to the weights of a whole run."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpointing.py"
+FINAL = r"\d+ steps, weights [0-9a-f]{16}"
+WAIT_S = 120
+
+DIES = """
+import os, sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel_runtime import Accelerator, ProjectConfiguration, set_seed
+
+accelerator = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
+set_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4)), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+found = accelerator.resume()
+accelerator.print("begins at", optimizer.steps, "of run", found and found.manifest.run["launch"])
+for epoch in range(loader.epoch, 2):
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.steps == 3:
+            accelerator.save_state()
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and optimizer.steps == int(sys.argv[1]) and accelerator.process_index == 0:
+            os._exit(9)
+accelerator.print("ends with", optimizer.steps, accelerator.unwrap_model(model).weight.tolist())
+"""
+
+
+def slowed(cwd):
+    """The example with a moment's rest in every step, so that a signal comes while it trains."""
+    path = cwd / "train.py"
+    text = EXAMPLE.read_text().replace("import hashlib", "import hashlib\nimport sys\nimport time")
+    text = text.replace("from digits", f"sys.path.append({str(EXAMPLE.parent)!r})\nfrom digits")
+    path.write_text(text.replace("optimizer.zero_grad()", "optimizer.zero_grad(), time.sleep(0.02)"))
+    return path
+
+
+class Run:
+    """A launch of the example under way, in the working folder."""
+
+    def __init__(self, cwd, processes, *options):
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "launch",
+            "--quiet",
+            "--cpu",
+            "--nproc-per-node",
+            str(processes),
+        ]
+        self.process = subprocess.Popen(
+            [*command, *options, slowed(cwd), "--epochs", "2", "--every", "20", "--project-dir", "project"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+        )
+        self.said = ""
+
+    def until(self, pattern):
+        while not re.search(pattern, self.said):
+            line = self.process.stdout.readline()
+            assert line, self.said
+            self.said += line
+        return self
+
+    def end(self):
+        """Its exit code."""
+        self.said += self.process.communicate(timeout=WAIT_S)[0]
+        return self.process.returncode
+
+    @property
+    def final(self):
+        found = re.findall(FINAL, self.said)
+        assert len(found) == 1, self.said
+        return found[0]
+
+
+@pytest.fixture
+def run(cwd):
+    """Starts the example; none of its launches is left after the test."""
+    started = []
+
+    def start(processes, *options):
+        started.append(Run(cwd, processes, *options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What a run prints last that nothing ends, on so many processes."""
+    known = {}
+
+    def final(processes):
+        if processes not in known:
+            one = Run(tmp_path_factory.mktemp("whole"), processes)
+            assert one.end() == 0, one.said
+            known[processes] = one.final
+        return known[processes]
+
+    return final
+
+
+def goes_on(run, processes):
+    """Start it again; what it prints last."""
+    again = run(processes, "--resume")
+    assert again.end() == 0, again.said
+    assert re.search(
+        r"accel: the run goes on from project/checkpoints/checkpoint_\d+, of step [1-9]", again.said
+    )
+    return again.final
+
+
+def left(cwd):
+    """What is in the directory of checkpoints that is none."""
+    return [path.name for path in (cwd / "project" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 process", "2 processes"]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
+    run, cwd, whole, processes, number
+):
+    first = run(processes).until(r"step 20: loss")
+    first.process.send_signal(number)
+    code = first.end()
+    assert re.search(r"step \d+: saved, and leaving", first.said)
+    assert not re.search(FINAL, first.said)
+    told_apart = number == signal.SIGTERM and processes > 1
+    assert code == (128 + signal.SIGTERM if told_apart else 0), first.said
+    assert not left(cwd)
+    assert goes_on(run, processes) == whole(processes)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_with_the_weights_of_a_whole_one(run, cwd, whole):
+    first = run(2).until(r"step 20: loss")
+    first.process.kill()
+    assert first.end() == -signal.SIGKILL
+    assert not re.search(FINAL, first.said)
+    assert goes_on(run, 2) == whole(2)
+    assert not left(cwd)
+
+
+@pytest.mark.slow
+def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
+    script(DIES)
+    undisturbed = accel("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert "begins at 0 of run None" in undisturbed.stdout
+    options = ("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
+    # The checkpoint of the run before is there: a run that has none yet does not take it up.
+    early, late = accel(*options, 2), accel(*options, 5)
+    for done in (early, late):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
+    assert (
+        "this run has no checkpoint yet, and begins anew; those in project/checkpoints are of" in early.stderr
+    )
+    assert early.stdout.count("begins at 0 of run None") == 2
+    assert re.search(r"begins at 3 of run [0-9a-f]{12}\n", late.stdout)
+    assert "the run goes on from project/checkpoints/checkpoint_2, of step 3" in late.stderr
+
+
+def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
+    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--every", 100, "--project-dir", "project")
+    done = accel("launch", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
+
+
+def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_to(accel, script):
+    script(
+        "from accel_runtime import Accelerator\nfrom torch import nn\n"
+        "accelerator = Accelerator()\naccelerator.prepare(nn.Linear(1, 1))\n"
+        "accelerator.save_state('a')\naccelerator.save_state('b')\n"
+    )
+    done = accel("launch", "--cpu", "--resume", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.count("--resume was given, and the script calls neither resume() nor load_state()") == 1
+    )

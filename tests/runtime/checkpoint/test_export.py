@@ -1,0 +1,422 @@
+"""Exported weights: every tensor comes back bit for bit, and what was there stays until the new files are right."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_as_safetensors_does
+from torch import nn
+
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.export import INDEX, SINGLE, Export, export
+from accel_runtime.checkpoint.exported import fitting, weights_in
+from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.sizes import size_of
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def written(state, folder, limit=10**9, **options):
+    export(Export.planned(state, limit), folder, **options)
+    return folder
+
+
+def same(one, other):
+    """Equal in shape, dtype and every byte."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.stack([one, other]).view(2, -1).view(torch.uint8).diff(dim=0).count_nonzero() == 0
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Sizes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        (1, 1),
+        ("10GB", 10**10),
+        ("500MB", 5 * 10**8),
+        ("2GiB", 2**31),
+        ("1.5KB", 1500),
+        (" 3 B", 3),
+        ("1TiB", 2**40),
+    ],
+)
+def test_a_size_is_a_number_of_bytes_or_a_number_and_a_unit(given, size):
+    assert size_of(given, "max_shard_size") == size
+
+
+@pytest.mark.parametrize(
+    "given", ["", "10", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None]
+)
+def test_any_other_size_is_refused_with_what_is_meant(given):
+    with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes.*'10GB'.*; it is") as refused:
+        size_of(given, "max_shard_size")
+    assert ("small b" in str(refused.value)) == (given in {"10Gb", "10gb"})
+
+
+# What comes back -------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw):
+    """A tensor of any dtype and shape, also empty, without dimensions, transposed or cut out of another."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    count = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.tensor(
+        draw(st.lists(st.integers(0, 255), min_size=count, max_size=count)), dtype=torch.uint8
+    )
+    if dtype is torch.bool:
+        data %= 2
+    tensor = data.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    if draw(st.booleans()) and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    if draw(st.booleans()) and tensor.dim():
+        tensor = tensor[::2]
+    return tensor
+
+
+@st.composite
+def states(draw):
+    """Tensors by name, some of them tied."""
+    # Among them the words that a header has for itself.
+    names = st.sampled_from(["format", "pt"]) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=5)
+    state = draw(st.dictionaries(names, tensors(), max_size=6))
+    for name in draw(st.lists(names, max_size=2, unique=True)):
+        if state:
+            state.setdefault(name, state[draw(st.sampled_from(sorted(state)))])
+    return state
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
+@given(state=states(), limit=st.integers(1, 400))
+def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
+    folder = written(state, tmp_path_factory.mktemp("export"), limit)
+    weights = weights_in(folder)
+    assert weights.tensors.keys() | weights.ties.keys() == state.keys()
+    assert all(same(tensor, state[name]) for name, tensor in weights.tensors.items())
+    assert all(state[name].data_ptr() == state[kept].data_ptr() for name, kept in weights.ties.items())
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            held = [file.get_tensor(name) for name in list(file.keys())]
+            assert file.metadata()["format"] == "pt"
+        assert len(held) <= 1 or sum(tensor.nbytes for tensor in held) <= limit
+
+
+class Tied(nn.Module):
+    """A small model with what models have: tied weights, a transposed view, a number, an empty buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.inner = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("none", torch.empty(0, 2))
+        self.register_buffer("short", torch.randn(3).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("limit", [10**9, 40], ids=["one file", "shards"])
+def test_a_tied_model_is_loaded_by_plain_tools(tmp_path, limit):
+    """Once in the file, and found again: by torch, by safetensors, and by an untied reader from the header."""
+    model = Tied()
+    written(model.state_dict(), tmp_path, limit)
+    held = {
+        name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()
+    }
+    assert "embed.weight" in held
+    assert "head.weight" not in held
+    again = Tied()
+    missing, unexpected = again.load_state_dict(held, strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    assert all(map(same, again.state_dict().values(), model.state_dict().values()))
+    if limit > 40:
+        third = Tied()
+        assert load_as_safetensors_does(third, tmp_path / SINGLE) == (set(), [])
+        assert same(third.head.weight.data, model.head.weight.data)
+    assert weights_in(tmp_path).ties == {"head.weight": "embed.weight"}
+
+
+def test_the_name_that_a_model_expects_to_be_left_out_is(tmp_path):
+    export(Export.planned(Tied().state_dict(), 10**9, ["embed.weight"]), tmp_path)
+    assert weights_in(tmp_path).ties == {"embed.weight": "head.weight"}
+
+
+def test_shards_have_the_layout_of_the_hub(tmp_path):
+    state = {"a": torch.zeros(2), "large": torch.zeros(100), "b": torch.zeros(2), "c": torch.zeros(3)}
+    written(state, tmp_path, 16)
+    one, two, three = (f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
+    assert files(tmp_path) == [one, two, three, INDEX]
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["weight_map"] == {"a": one, "b": one, "c": two, "large": three}
+    assert index["metadata"]["total_size"] == 4 * (2 + 100 + 2 + 3)
+
+
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
+    written({"x": torch.ones(1)}, tmp_path)
+    (tmp_path / "plain").touch()
+    assert len({stat.S_IMODE((tmp_path / name).stat().st_mode) for name in (SINGLE, "plain")}) == 1
+
+
+def test_what_the_format_cannot_hold_is_refused_all_of_it_by_name(tmp_path):
+    wrong = {
+        "wide": torch.zeros(2, dtype=torch.complex128),
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.empty(2, device="meta"),
+        "extra": {"a": 1},
+        "lazy": nn.LazyLinear(2).weight,
+        "__metadata__": torch.zeros(1),
+    }
+    with pytest.raises(CheckpointError, match="cannot be written as safetensors") as refused:
+        written({"fine": torch.zeros(2), **wrong}, tmp_path)
+    assert all(f"\n  {name}: a " in str(refused.value) for name in wrong)
+    assert "fine" not in str(refused.value)
+    assert not files(tmp_path)
+
+
+# What may go wrong -----------------------------------------------------------------------
+
+
+class Faulty(Disk):
+    """A disk on which the call with one number fails; it counts them."""
+
+    def __init__(self, number=None):
+        self.number, self.calls = number, 0
+
+    def _count(self):
+        self.calls += 1
+        if self.calls == self.number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def make(self, folder):
+        self._count()
+        super().make(folder)
+
+    def create(self, path):
+        self._count()
+        return super().create(path)
+
+    def write(self, file, data):
+        self._count()
+        super().write(file, data)
+
+    def sync(self, file):
+        self._count()
+        super().sync(file)
+
+    def rename(self, old, new):
+        self._count()
+        super().rename(old, new)
+
+    def remove(self, path):
+        if path.exists():
+            self._count()
+        super().remove(path)
+
+    def sync_directory(self, folder):
+        self._count()
+        super().sync_directory(folder)
+
+
+LIMITS = {"one file": 10**9, "two shards": 32, "three shards": 16}
+
+
+@pytest.mark.parametrize("before", LIMITS)
+@pytest.mark.parametrize("after", LIMITS)
+def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_none(tmp_path, before, after):
+    """Never weights of two exports; and the next export works."""
+    old, new = ({name: torch.full((4,), value) for name in "abc"} for value in (1.0, 2.0))
+    counted = Faulty()
+    written(old, tmp_path / "counted", LIMITS[before])
+    written(new, tmp_path / "counted", LIMITS[after], disk=counted)
+    assert counted.calls > 6
+    outcomes = []
+    for number in range(1, counted.calls + 1):
+        folder = written(old, tmp_path / str(number), LIMITS[before])
+        with pytest.raises(CheckpointError, match=r"could not be written to .*No space left"):
+            written(new, folder, LIMITS[after], disk=Faulty(number))
+        assert not list(folder.glob(".*"))
+        try:
+            found = weights_in(folder).tensors
+        except CheckpointError as error:
+            outcomes.append("none")
+            assert before == after != "one file"
+            assert "of another export" in str(error)
+        else:
+            outcomes.append("old" if same(found["a"], old["a"]) else "new")
+            assert all(same(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc")
+        written(new, folder, LIMITS[after])
+        assert all(same(tensor, new[name]) for name, tensor in weights_in(folder).tensors.items())
+    assert outcomes.index("old") == 0
+    assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
+
+
+def test_a_disk_that_changes_a_bit_is_found_out_before_anything_is_replaced(tmp_path):
+    class Flipping(Disk):
+        def write(self, file, data):
+            if bytes(data) == torch.full((2,), 5.0).numpy().tobytes():
+                data = memoryview(bytearray(data))
+                data[3] ^= 1
+            super().write(file, data)
+
+    written({"fine": torch.zeros(2), "weight": torch.zeros(2)}, tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path / SINGLE} was written and read again, and weight is not"
+    ):
+        written({"fine": torch.zeros(2), "weight": torch.full((2,), 5.0)}, tmp_path, disk=Flipping())
+    assert files(tmp_path) == [SINGLE]
+    assert same(weights_in(tmp_path).tensors["weight"], torch.zeros(2))
+
+
+def test_nan_and_negative_zero_are_what_they_are(tmp_path):
+    state = {"x": torch.tensor([float("nan"), -0.0, 0.0, float("inf")])}
+    assert same(weights_in(written(state, tmp_path)).tensors["x"], state["x"])
+
+
+def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothing_else_does(tmp_path):
+    class Watching(Disk):
+        def remove(self, path):
+            if not path.name.startswith("."):
+                assert (tmp_path / SINGLE).exists()
+                gone.append(path.name)
+            super().remove(path)
+
+    gone = []
+    state = {name: torch.zeros(4) for name in "abc"}
+    written(state, tmp_path, 16)
+    others = [
+        "config.json",
+        "model-notes.safetensors",
+        "pytorch_model.bin",
+        "other-00001-of-00002.safetensors",
+    ]
+    for name in [*others, ".model-00001-of-00009.safetensors.unfinished-0"]:
+        (tmp_path / name).touch()
+    old = [name for name in files(tmp_path) if name.startswith("model-0000")] + [INDEX]
+    written(state, tmp_path, disk=Watching())
+    assert gone == old
+    assert files(tmp_path) == sorted([*others, SINGLE])
+
+
+def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
+    one, two = (
+        written({"a": torch.full((4,), v), "b": torch.full((4,), v)}, tmp_path / str(v), 16)
+        for v in (1.0, 2.0)
+    )
+    name = "model-00002-of-00002.safetensors"
+    (one / name).write_bytes((two / name).read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{name} is not the file that .*{INDEX} tells of"):
+        weights_in(one)
+
+
+def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
+    written({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path, 16)
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]})
+    )
+    assert same(weights_in(tmp_path).tensors["b"], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "no index of weights"),
+        ("[]", "no index of weights"),
+        ('{"weight_map": {"a": "../away.safetensors"}}', "which is not in its directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing"),
+        ('{"weight_map": {"a": "here.safetensors"}}', "here.safetensors cannot be read"),
+        ('{"weight_map": {"b": "fine.safetensors"}}', "tells of b, and no file holds it"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path, index, message):
+    (tmp_path / "here.safetensors").write_text("text")
+    written({"a": torch.zeros(1)}, tmp_path / "own")
+    (tmp_path / "own" / SINGLE).rename(tmp_path / "fine.safetensors")
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        weights_in(tmp_path)
+
+
+def test_a_directory_without_weights_is_named(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path} holds no weights: there is neither {SINGLE} nor {INDEX}"
+    ):
+        weights_in(tmp_path)
+
+
+# Whether it fits -------------------------------------------------------------------------
+
+
+def test_everything_that_does_not_fit_is_told(tmp_path):
+    model = Tied()
+    state = dict(model.state_dict())
+    del state["inner.bias"]
+    state |= {"beyond": torch.zeros(1), "inner.weight": torch.zeros(2, 3), "count": torch.tensor(1.5)}
+    state["head.weight"] = state["embed.weight"] + 1
+    with pytest.raises(CheckpointError, match="does not fit the model, which is as it was") as refused:
+        fitting(weights_in(written(state, tmp_path)), model)
+    for line in (
+        "it has no inner.bias",
+        "it has beyond, and the model has not",
+        "inner.weight has shape [2, 3] in it, and [3, 3] in the model",
+        "count is torch.float32 in it, which does not become torch.int64",
+        "head.weight and embed.weight are one tensor in the model, and differ in it",
+    ):
+        assert f"\n  {line}" in str(refused.value)
+
+
+def test_a_model_without_ties_takes_tied_weights_as_the_file_tells(tmp_path):
+    model, loose = Tied(), Tied()
+    loose.head.weight = nn.Parameter(torch.zeros(5, 3))
+    loose.load_state_dict(fitting(weights_in(written(model.state_dict(), tmp_path)), loose))
+    assert same(loose.head.weight.data, model.embed.weight.data)
+
+
+def test_numbers_become_what_the_model_has(tmp_path):
+    model = nn.Linear(2, 2)
+    written(model.state_dict(), tmp_path)
+    half = nn.Linear(2, 2).to(torch.bfloat16)
+    half.load_state_dict(fitting(weights_in(tmp_path), half))
+    assert half.weight.dtype is torch.bfloat16
+    assert half.weight.equal(model.weight.to(torch.bfloat16))
+
+
+def test_a_directory_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written({"a": torch.ones(2)}, Path("deep/down"))
+    assert files(tmp_path / "deep" / "down") == [SINGLE]

@@ -1,0 +1,354 @@
+"""Checkpoints of Accelerate: everything in them is read or named with the reason, and nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from accel_runtime import Accelerator, randomness
+from accel_runtime.checkpoint.converting import rewrite
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.foreign import read, recognised, streams
+from accel_runtime.checkpoint.ties import completed
+from accel_runtime.checkpoint.unpickling import NeedsCodeError, read_pickle
+
+DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
+WRITTEN = DATA / "checkpoints" / "checkpoint_0"
+EXPECTED = json.loads((DATA / "expected.json").read_text())
+LOADER = "skip what was trained on with accelerator.skip_first_batches(loader, n)"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy, to do things to."""
+    return Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint_0"))
+
+
+def refused(found):
+    return {one.item: one.reason for one in found.refused}
+
+
+# What Accelerate 1.15.0 wrote ------------------------------------------------------------
+
+
+def test_a_checkpoint_of_accelerate_is_recognised_and_others_are_not(folder, tmp_path):
+    assert recognised(folder)
+    assert not recognised(tmp_path)
+    assert not recognised(folder / "model.safetensors")
+    assert not recognised(tmp_path / "gone")
+    (folder / "checkpoint.json").touch()
+    assert not recognised(folder)
+
+
+def test_weights_alone_are_no_checkpoint(tmp_path):
+    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "pytorch_model.bin").touch()
+    assert not recognised(tmp_path)
+
+
+def test_a_run_goes_on_from_it():
+    """Model, optimizer, schedule and registered object, into prepared ones."""
+    accelerator = Accelerator()
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    found = read(WRITTEN, 0)
+    model.load_state_dict(found.items["model"])
+    assert found.items["optimizer"]["format"] == "torch"
+    optimizer.load_state_dict(found.items["optimizer"]["state_dict"])
+    scheduler.load_state_dict(found.items["scheduler"])
+    assert model(torch.arange(24.0).view(12, 2) / 24).flatten().tolist() == pytest.approx(EXPECTED["output"])
+    states = optimizer.state_dict()["state"]
+    assert {str(k): state["exp_avg"].tolist() for k, state in states.items()} == EXPECTED["exp_avg"]
+    assert states[0]["step"] == EXPECTED["optimizer_step"]
+    assert (scheduler.scheduler.last_epoch, scheduler.get_last_lr()) == (
+        EXPECTED["last_epoch"],
+        EXPECTED["lr"],
+    )
+    registered = found.items["registered"]
+    assert registered.pop("weights").tolist() == [0, 1, 2]
+    assert registered == {"score": 0.75, "epochs": [0, 1]}
+    assert found.items["counters"] == {"step": EXPECTED["step"]}
+    assert found.world_size == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_draws_the_numbers_it_would_have_drawn(rank):
+    import numpy as np
+
+    own = randomness.capture()
+    tree = read(WRITTEN, rank).items["random"]
+    assert tree.keys() == {"torch", "python", "numpy"}
+    tree["python"][1] = tree["python"][1].tolist()
+    try:
+        randomness.restore(tree)
+        drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
+    finally:
+        randomness.restore(own)
+    assert drawn == EXPECTED["drawn"][rank]
+
+
+def test_nothing_but_the_position_of_loaders_is_left_out():
+    found = read(WRITTEN, 1)
+    assert found.items.keys() == {"model", "optimizer", "scheduler", "registered", "random", "counters"}
+    assert refused(found).keys() == {"loader"}
+    assert LOADER in refused(found)["loader"]
+
+
+def test_a_rank_that_did_not_save_has_no_random_states_of_its_own_but_can_have_those_of_all():
+    found = read(WRITTEN, 2)
+    assert refused(found)["random"] == (
+        "the checkpoint was written by 2 processes: it has no random states of rank 2"
+    )
+    assert found.items["counters"] == {"step": EXPECTED["step"]}
+    every = streams(WRITTEN)
+    for rank in (0, 1):
+        assert every[rank]["torch"].equal(read(WRITTEN, rank).items["random"]["torch"])
+
+
+def test_the_state_of_a_device_is_that_of_the_ranks_own(folder):
+    states = read_pickle(folder / "random_states_1.pkl")
+    every = [torch.tensor([n], dtype=torch.uint8) for n in (5, 6)]
+    torch.save(
+        states | {"torch_cuda_manual_seed": every, "numpy_random_seed": states["numpy_random_seed"]},
+        folder / "random_states_1.pkl",
+    )
+    assert read(folder, 1, torch.device("cuda", 1)).items["random"]["cuda"].tolist() == [6]
+    assert "cuda" not in read(folder, 1, torch.device("cpu")).items["random"]
+    assert (
+        "the random states are not Accelerate's"
+        in refused(read(folder, 1, torch.device("cuda", 2)))["random"]
+    )
+
+
+# Other files it may have -----------------------------------------------------------------
+
+
+def test_models_in_the_older_format_and_in_shards_are_read(folder):
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(OrderedDict(state), folder / "pytorch_model.bin")
+    Accelerator().save_model(nn.Linear(2, 3), folder / "shards", max_shard_size=12)
+    for path in (folder / "shards").iterdir():
+        path.rename(folder / path.name.replace("model.safetensors.index", "model_1.safetensors.index"))
+    for number, half in enumerate([["0.weight", "0.bias"], ["1.weight", "1.bias"]]):
+        torch.save(
+            {name: state[name] for name in half}, folder / f"pytorch_model_2-0000{number}-of-00002.bin"
+        )
+    places = {name: f"pytorch_model_2-0000{name[0]}-of-00002.bin" for name in state}
+    (folder / "pytorch_model_2.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    found = read(folder, 0)
+    assert found.items["model"].keys() == found.items["model_2"].keys() == state.keys()
+    assert all(found.items["model_2"][name].equal(state[name]) for name in state)
+    assert found.items["model_1"]["weight"].shape == (3, 2)
+    assert refused(found).keys() == {"loader"}
+
+
+def test_a_tied_model_lacks_names_that_the_live_one_completes(folder):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save_file({"0.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    model.load_state_dict(completed(read(folder, 0).items["model"], model.state_dict()))
+    assert model[1].weight.equal(torch.ones(2, 2))
+
+
+def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
+    for kind, ending in (("optimizer", "bin"), ("scheduler", "bin"), ("model", "safetensors")):
+        shutil.copy(folder / f"{kind}.{ending}", folder / f"{kind}_2.{ending}")
+    shutil.copy(folder / "optimizer.bin", folder / "optimizer_1.bin")
+    shutil.copy(folder / "custom_checkpoint_0.pkl", folder / "custom_checkpoint_2.pkl")
+    (folder / "random_states_0.pkl").unlink()
+    found = read(folder, 1)
+    assert {
+        "optimizer",
+        "optimizer_1",
+        "optimizer_2",
+        "model_2",
+        "scheduler_2",
+        "registered_2",
+    } <= found.items.keys()
+    told = refused(found)
+    assert told.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
+    assert told["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, and there is one with the number 2"
+    assert told["registered_1"].startswith(f"{folder}/custom_checkpoint_1.pkl is missing")
+    assert told["random"].startswith(f"{folder}/random_states_0.pkl is missing")
+
+
+def test_a_scaler_is_read_and_positions_are_named(folder):
+    torch.save({"scale": 1024.0, "growth_factor": 2.0}, folder / "scaler.pt")
+    torch.save({"_num_yielded": 3}, folder / "dl_state_dict.bin")
+    found = read(folder, 0)
+    assert found.items["scaler"] == {"scale": 1024.0, "growth_factor": 2.0}
+    assert "no position of loaders that others can use (dl_state_dict.bin)" in refused(found)["loader"]
+    assert LOADER in refused(found)["loader"]
+
+
+def test_what_was_shared_out_among_processes_is_refused_with_the_way_to_merge_it(folder):
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / name).mkdir()
+    (folder / "model.safetensors").unlink()
+    told = refused(read(folder, 0))
+    assert "accelerate merge-weights" in told["model"]
+    assert "pytorch_model_fsdp_0" in told["model"]
+    assert "optimizer_0" in told["optimizer"]
+
+
+# Damage ----------------------------------------------------------------------------------
+
+ITEMS = {
+    "model.safetensors": "model",
+    "optimizer.bin": "optimizer",
+    "scheduler.bin": "scheduler",
+    "custom_checkpoint_0.pkl": "registered",
+    "random_states_1.pkl": "random",
+    "random_states_0.pkl": "counters",
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ITEMS)
+def test_a_file_that_was_cut_off_is_named_and_the_others_are_read(folder, name, share):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(len(data) * share)])
+    found = read(folder, 1)
+    assert refused(found).keys() == {ITEMS[name], "loader"}
+    assert re.match(rf"{folder}/{name} cannot be read", refused(found)[ITEMS[name]])
+    assert found.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": "b"}, 3, None], ids=str)
+@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
+def test_a_file_that_holds_something_else_is_named(folder, name, content):
+    torch.save(content, folder / name)
+    told = refused(read(folder, 0))
+    item = ITEMS[name]
+    assert "loader" in told
+    assert str(folder / name) in told[item]
+
+
+def test_weights_that_are_none_are_named(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": "text"}, folder / "pytorch_model.bin")
+    assert refused(read(folder, 0))["model"] == f"{folder}/pytorch_model.bin holds no weights: x is no tensor"
+
+
+# Code ------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Code in a pickle."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Setting:
+    """Code in a pickle, once more: what runs when a state is set."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Setting, ("",), {"path": str(self.path)}
+
+    def __setstate__(self, state):
+        Path(state["path"]).mkdir()
+
+
+@pytest.mark.parametrize("payload", [Payload, Setting])
+@pytest.mark.parametrize(
+    "name", [*ITEMS, "scaler.pt", "pytorch_model.bin", "sampler.bin", "dl_state_dict.bin"]
+)
+def test_code_that_was_planted_in_a_file_never_runs(folder, name, payload):
+    if name == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
+    marker = folder / "ran"
+    bad = {"state": payload(marker), "param_groups": [], "step": 1}
+    torch.save(bad, folder / name)
+    found = read(folder, 1)
+    assert not marker.exists()
+    item = {"scaler.pt": "scaler", "pytorch_model.bin": "model"}.get(name) or ITEMS.get(name, "loader")
+    assert str(folder / name) in refused(found)[item] or name in refused(found)[item]
+    with (folder / name).open("rb") as file:
+        torch.load(file, weights_only=False)
+    assert marker.exists()  # so the payload works
+
+
+class Score:
+    """A class of the script."""
+
+
+def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_gives(folder):
+    import numpy as np
+
+    structured = np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")])
+    torch.save(
+        {"path": Path("a/b"), "names": np.array(["x", "y"]), "big": np.arange(3, dtype=">i4")},
+        folder / "custom_checkpoint_0.pkl",
+    )
+    reason = refused(read(folder, 0))["registered"]
+    assert re.match(
+        rf"{folder}/custom_checkpoint_0.pkl is not read: it holds pathlib\S+, which only code", reason
+    )
+    command = shlex.split(reason.splitlines()[-1])
+    assert command[0] == "python"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = read(folder, 0)
+    assert refused(found).keys() == {"loader"}
+    registered = found.items["registered"]
+    assert registered.pop("big").tolist() == [0, 1, 2]
+    assert registered == {"path": "a/b", "names": ["x", "y"]}
+    with pytest.raises(CheckpointError, match=r"it\['s'\]\[1\] is a numpy.ndarray: change the state"):
+        rewrite(folder / "custom_checkpoint_0.pkl", {"s": [1, structured]})
+    with pytest.raises(CheckpointError, match=r"it\['score'\] is a .*Score: change the state"):
+        rewrite(folder / "custom_checkpoint_0.pkl", {"score": Score()})
+    assert read(folder, 0).items["registered"].keys() == {"path", "names", "big"}  # as it was
+
+
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        "np.array([None])",
+        "np.array([(1, None)], dtype=[('a', 'i8'), ('b', 'O')])",
+        "np.array(['2020'], dtype='M8[D]')",
+        "np.array(['x'])",
+        "np.ma.masked_array([1], [True])",
+    ],
+)
+def test_arrays_of_anything_but_numbers_are_not_rebuilt(tmp_path, crafted):
+    import numpy as np
+
+    torch.save({"x": eval(crafted)}, tmp_path / "x")  # noqa: S307 - it stands above
+    assert np
+    with pytest.raises(NeedsCodeError, match=f"{tmp_path}/x is not read"):
+        read_pickle(tmp_path / "x")
+
+
+def test_arrays_that_say_more_than_they_hold_are_damage(tmp_path):
+    import numpy as np
+
+    class Lying:
+        def __reduce__(self):
+            rebuild, arguments, state = np.arange(3).__reduce__()
+            return rebuild, arguments, (state[0], (10**6,), *state[2:])
+
+    torch.save(Lying(), tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"24 bytes for an array of shape \(1000000,\)"):
+        read_pickle(tmp_path / "x")

@@ -1,0 +1,100 @@
+"""A manifest says the same when it is read again, and what is not as it was written is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.manifest import Chunk, File, Manifest, Stored, checksum
+
+PLACE = Path("somewhere") / "checkpoint.json"
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+sums = st.binary().map(checksum)
+
+
+@st.composite
+def manifests(draw):
+    """Tensors cut along their first dimension, several to a file."""
+    files, tensors = {}, {}
+    for number in range(draw(st.integers(0, 3))):
+        file, start = f"item-{number}.safetensors", draw(st.integers(8, 64))
+        header = start
+        for index in range(draw(st.integers(1, 3))):
+            rows = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+            columns, chunks, begin = draw(st.integers(1, 3)), [], 0
+            for count in rows:
+                size = 4 * count * columns
+                chunks.append(Chunk(file, start, size, draw(sums), (begin, 0), (count, columns)))
+                start, begin = start + size, begin + count
+            tensors[f"item/{number}.{index}"] = Stored("float32", (begin, columns), tuple(chunks))
+        files[file] = File(start, draw(sums), header, draw(sums))
+    files |= {
+        name: File(draw(st.integers(0, 9)), draw(sums)) for name in draw(st.sets(st.sampled_from("ab")))
+    }
+    world_size = draw(st.integers(1, 4))
+    states = st.lists(json_values, min_size=world_size, max_size=world_size)
+    return Manifest(
+        save=draw(st.text()),
+        saved_at="2026-11-21T15:00:00Z",
+        world_size=world_size,
+        step=draw(st.integers(0, 2**60)),
+        versions={"accel": "1"},
+        values=draw(st.dictionaries(st.text(), json_values, max_size=3)),
+        own=draw(st.dictionaries(st.text(), states, max_size=2)),
+        tensors=tensors,
+        files=files,
+        about=draw(st.dictionaries(st.text(), st.text(), max_size=2)),
+    )
+
+
+@given(manifests())
+@settings(max_examples=40, deadline=None)
+def test_it_says_the_same_when_it_is_read_again(manifest):
+    assert Manifest.parsed(manifest.text(), PLACE) == manifest
+
+
+@given(manifests(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_character_that_changed_is_noticed(manifest, data):
+    text = manifest.text()
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Manifest.parsed(text[:at] + other + text[at + 1 :], PLACE)
+
+
+@given(manifests(), st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_text_that_was_cut_is_noticed(manifest, data):
+    text = manifest.text()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        Manifest.parsed(text[: data.draw(st.integers(0, len(text) - 1))], PLACE)
+
+
+@given(manifests())
+@settings(max_examples=25, deadline=None)
+def test_every_byte_of_its_files_is_in_one_part_that_loading_verifies(manifest):
+    parts = list(manifest.parts(["item"]))
+    for name, file in manifest.files.items():
+        places = sorted(
+            (chunk.start, chunk.bytes) for _, chunk in parts if chunk.file == name and chunk.bytes
+        )
+        end = 0
+        for start, length in places:
+            assert start == end
+            end += length
+        assert end == file.bytes
+
+
+@given(st.text())
+def test_any_other_text_is_none(text):
+    with pytest.raises(CheckpointError, match="it is no manifest"):
+        Manifest.parsed(text, PLACE)

@@ -1,0 +1,227 @@
+"""Weights out of a checkpoint: whatever parts they lie in, the file has them whole, or there is no file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from accel_runtime.checkpoint.contents import contents
+from accel_runtime.checkpoint.errors import CheckpointError, RequestError
+from accel_runtime.checkpoint.merging import Wish, merge
+
+
+@pytest.fixture
+def checkpoint(handmade):
+    return handmade.write
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+CUTS = {
+    "rows": (3,),
+    "columns": (1, 4),
+    "both": (2, 3),
+    "the middle": (1, 2),
+    "all three": (2, 3, 2),
+}
+
+
+def tensors(generator):
+    return {
+        "rows": torch.randn(7, 5, generator=generator),
+        "columns": torch.randn(6, 9, generator=generator).to(torch.bfloat16),
+        "both": torch.randn(8, 7, generator=generator).double(),
+        "the middle": torch.randn(3, 4, 5, generator=generator).half(),
+        "all three": torch.randn(4, 6, 5, generator=generator),
+        "number": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        "nothing": torch.empty(0, 4),
+        "a#b": torch.randn(2, 2, generator=generator).to(torch.complex64),
+    }
+
+
+def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, tmp_path, generator):
+    model = tensors(generator)
+    cuts = {f"model/{name}": cut for name, cut in CUTS.items()}
+    found = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
+    assert sum(len(stored.chunks) for stored in found.manifest.tensors.values()) == 30
+    merged = merge(found, tmp_path / "m.safetensors", Wish())
+    loaded = load_file(tmp_path / "m.safetensors")
+    assert set(loaded) == set(model)
+    for name, tensor in model.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    assert merged.tensors == len(model)
+    assert merged.bytes == sum(tensor.nbytes for tensor in model.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
+
+
+def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
+    monkeypatch.setattr("accel_runtime.checkpoint.merging.BLOCK", 64)
+    model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
+    found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
+    for dtype in (None, "float16"):
+        merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+        loaded = load_file(tmp_path / "m.safetensors")
+        for name, tensor in model.items():
+            assert torch.equal(loaded[name], tensor if dtype is None else tensor.half())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_floating_point_numbers_are_converted_and_others_stay(checkpoint, tmp_path, generator, dtype):
+    model = tensors(generator)
+    found = checkpoint(
+        tmp_path / "c", {"model": model}, cuts={f"model/{name}": cut for name, cut in CUTS.items()}
+    )
+    merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+    loaded = load_file(tmp_path / "m.safetensors")
+    for name, tensor in model.items():
+        wanted = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        assert loaded[name].dtype == wanted.dtype
+        assert torch.equal(loaded[name], wanted), name
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpoint, tmp_path):
+    model, other = Tied(), Tied()
+    found = checkpoint(tmp_path / "c", {"model": model.state_dict()})
+    merged = merge(found, tmp_path / "m.safetensors", Wish())
+    assert merged.ties == {"head.weight": "embed.weight"}
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert list(file.keys()) == ["embed.weight"]
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    assert load_model(other, tmp_path / "m.safetensors") == (set(), [])
+    assert torch.equal(other.head.weight, model.head.weight)
+    again = Tied()
+    again.load_state_dict(load_file(tmp_path / "m.safetensors"), strict=False)
+    assert torch.equal(again.head.weight, model.head.weight)
+
+
+def test_several_files_have_an_index_as_hugging_face_reads_it(checkpoint, tmp_path, generator):
+    model = {f"layer{number}": torch.randn(10, generator=generator) for number in range(5)}
+    found = checkpoint(tmp_path / "c", {"model": model})
+    merge(found, tmp_path / "model.safetensors", Wish(most=80))
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert written == ["c", *names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert {name: names.index(file) for name, file in index["weight_map"].items()} == {
+        "layer0": 0, "layer1": 0, "layer2": 1, "layer3": 1, "layer4": 2,
+    }  # fmt: skip
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], model[name])
+
+
+def test_several_files_do_not_go_beside_one_that_would_be_read_in_their_place(checkpoint, tmp_path):
+    found = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(RequestError, match="would be read in place of the several files"):
+        merge(found, tmp_path / "model.safetensors", Wish(most=40))
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
+
+
+def test_a_rank_has_its_own_where_the_processes_differed(checkpoint, tmp_path):
+    given = [torch.full((3,), float(rank)) for rank in range(2)]
+    found = checkpoint(
+        tmp_path / "c",
+        {"model": {"w": torch.ones(2), "mean": given[0]}},
+        own={"model/mean": given},
+        world_size=2,
+    )
+    for rank in range(2):
+        merge(found, tmp_path / "m.safetensors", Wish(rank=rank))
+        loaded = load_file(tmp_path / "m.safetensors")
+        assert set(loaded) == {"w", "mean"}
+        assert torch.equal(loaded["mean"], given[rank])
+    with pytest.raises(RequestError, match="has no rank 2: 2 process"):
+        contents(found, "model", 2)
+
+
+def test_an_optimizers_tensors_have_their_paths_as_names(checkpoint, tmp_path):
+    state = {
+        "state": {"model.w": {"exp_avg": torch.ones(2), "step": torch.tensor(3.0)}},
+        "groups": [{"lr": 0.1}],
+    }
+    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": state})
+    merged = merge(found, tmp_path / "o.safetensors", Wish(item="optimizer"))
+    assert set(load_file(tmp_path / "o.safetensors")) == {"state.model.w.exp_avg", "state.model.w.step"}
+    assert merged.others == []
+
+
+def test_what_is_no_tensor_of_a_model_is_named(checkpoint, tmp_path):
+    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
+    assert merge(found, tmp_path / "m.safetensors", Wish()).others == ["_extra_state.scale"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, handmade, dtype):
+    model = {"fine": torch.ones(50), "hurt": torch.ones(50)}
+    found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/hurt": (2,)})
+    handmade.flip(tmp_path / "c" / found.manifest.tensors["model/hurt"].chunks[1].file, -5)
+    (tmp_path / "m.safetensors").write_text("of before")
+    with pytest.raises(CheckpointError, match=r"model-\d\.safetensors is damaged: hurt does not have"):
+        merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+    assert (tmp_path / "m.safetensors").read_text() == "of before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("target", "wish", "said"),
+    [
+        ("m.safetensors", Wish(item="model_1"), "has no model_1; it has model"),
+        ("nowhere/m.safetensors", Wish(), "nowhere is no directory"),
+        ("c", Wish(), "is a directory; the name of a file is needed"),
+        ("c/m.safetensors", Wish(), "is a checkpoint; a file that is added would be no part of it"),
+    ],
+)
+def test_what_cannot_be_met_is_said_and_changes_nothing(checkpoint, tmp_path, target, wish, said):
+    found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RequestError, match=said):
+        merge(found, tmp_path / target, wish)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
+    model = {"whole": torch.zeros(256, 1 << 18), "cut": torch.zeros(1 << 8, 1 << 16)}
+    checkpoint(tmp_path / "c", {"model": model}, cuts={"model/cut": (1, 8)})
+    size = sum(tensor.nbytes for tensor in model.values())
+    del model
+    request = {
+        "command": "export",
+        "directory": str(tmp_path / "c"),
+        "output": str(tmp_path / "m.safetensors"),
+    }
+    code = (
+        "import sys, resource, json\n"
+        "from accel_runtime.checkpoint import shell\n"
+        "def peak():\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"
+        "before = peak()\n"
+        f"assert shell.main({request!r}) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown = int(done.stdout.splitlines()[-1])
+    assert size > 3e8
+    assert grown < 4e7, grown
