@@ -174,11 +174,6 @@ class Stream(Source):
             made, *_ = [bare.aside.popleft() for _ in batches]
             yield made, batches
 
-    def _drawn(self, start: dict[str, Any]) -> DataLoader[Any]:
-        """The loader; inside an epoch, torch's seed for workers, also where there are none, was drawn already."""
-        inside = "random" in start and not self._generators and self._loader.num_workers == 0
-        return altered(self._loader, generator=torch.Generator()) if inside else self._loader
-
     def _unskipped(self, walk: Steps, skip: int, place: _Place) -> Steps:
         """Without the steps that workers with parts of their own could not leave out themselves."""
         for step, (made, batches) in enumerate(walk):

@@ -98,7 +98,9 @@ LOADERS = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_continue(ranks, kind, tmp_path):
-    continues(ranks, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
+    continues(
+        ranks, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" and ranks.size == 1 else (1, 4)
+    )
 
 
 # In whatever order ------------------------------------------------------------------------

@@ -194,6 +194,12 @@ def test_models_continue(some, kind, tmp_path):
     continues(some, Script(model=MODELS[kind], optimizer=partial(torch.optim.SGD, lr=0.01)), tmp_path, [4])
 
 
+@pytest.mark.parametrize("backend", ["eager"])
+def test_models_compiled_in_place_continue(some, backend, tmp_path):
+    script = Script(options=lambda: {"dynamo_backend": backend}, model=normed)
+    continues(some, script, tmp_path, [4])
+
+
 def both(first, second):
     return lambda p: first([{"params": p[:1], "lr": 0.02}, {"params": p[1:], "lr": 0.03}], **second)
 
@@ -221,8 +227,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_continue(some, kind, tmp_path):
-    continues(some, Script(model=layers, optimizer=OPTIMIZERS[kind], scheduler=None), tmp_path, [4])
+def test_optimizers_continue(alone, kind, tmp_path):
+    continues(alone, Script(model=layers, optimizer=OPTIMIZERS[kind], scheduler=None), tmp_path, [4])
 
 
 def closure_step(run, batch):
@@ -298,8 +304,8 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_schedules_continue(some, kind, tmp_path):
-    continues(some, Script(scheduler=SCHEDULES[kind]), tmp_path, [4])
+def test_schedules_continue(alone, kind, tmp_path):
+    continues(alone, Script(scheduler=SCHEDULES[kind]), tmp_path, [4])
 
 
 def test_a_plateau_continues(some, tmp_path):
