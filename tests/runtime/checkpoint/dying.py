@@ -5,6 +5,7 @@ torch is imported once: every run is a fork of this process, which never touches
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import logging
@@ -51,6 +52,7 @@ def forked(world, function, *args):
         if not pid:
             code = 1
             try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
                 if world > 1:
                     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
                     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
