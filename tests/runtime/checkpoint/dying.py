@@ -5,6 +5,7 @@ torch is imported once: every run is a fork of this process, which never touches
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import logging
@@ -51,6 +52,7 @@ def forked(world, function, *args):
         if not pid:
             code = 1
             try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
                 if world > 1:
                     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
                     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -136,7 +138,7 @@ def go_on(case, folder, before, answer):
         answer.write_text(str(step))
 
 
-def every_call(case, folder, world, which, stride):
+def every_call(case, folder, *, world, which, stride):
     """Die at every call in turn; what the next run loaded, by call."""
     start = folder / "start"
     start.mkdir()
@@ -182,9 +184,11 @@ def train(case, folder, in_background, pipe):
         told = [1, step - 1 if in_background else step]
 
 
-def at_random(case, folder, *, world, in_background, kills, seed):
+def at_random(case, folder, *, world, in_background, kills, seed):  # noqa: PLR0913
     """Kill runs at random moments; how many saves were made, and which steps were loaded."""
     chance = random.Random(seed)
+    # Two take longer to begin, and most moments are to be within a save.
+    span = 0.15 if world == 1 else 0.8 if in_background else 0.3
     known, loaded, saves = 0, [], 0
     for _ in range(kills):
         ours, theirs = os.pipe()
@@ -197,7 +201,7 @@ def at_random(case, folder, *, world, in_background, kills, seed):
             step = json.loads(first)[1]
             assert step >= known, f"{step} was loaded, and {known} had been saved"
             loaded.append(step)
-            time.sleep(chance.uniform(0, 0.15))
+            time.sleep(chance.uniform(0, span))
             order = chance.sample(pids, len(pids))
             os.kill(order[0], signal.SIGKILL)
             if chance.random() < 0.5:

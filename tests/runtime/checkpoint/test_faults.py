@@ -51,7 +51,7 @@ PARTS = 4
 
 def hook(models, weights, output_dir):
     """What a script may do in the directory of a checkpoint."""
-    note = Path(output_dir) / "extra" / f"note-{os.environ.get('RANK', 0)}.txt"
+    note = Path(output_dir) / "extra" / f"note-{os.environ.get('RANK', '0')}.txt"
     note.parent.mkdir(exist_ok=True)
     note.write_text("kept")
 
