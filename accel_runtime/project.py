@@ -27,11 +27,11 @@ class ProjectConfiguration:
     """How many of those are kept; older ones go once a newer one is whole. None keeps all."""
     iteration: int = 0
     """The number of the next; a number that is taken is passed over."""
+    save_on_each_node: bool = False
+    """Whether `Accelerator.save` writes once on every machine, and not only on the first."""
     async_save: bool = False
     """Whether `save_state` writes in the background where it is not told otherwise; memory for it is taken after the
     first step, so that no save waits for it."""
-    save_on_each_node: bool = False
-    """Whether `Accelerator.save` writes once on every machine, and not only on the first."""
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:

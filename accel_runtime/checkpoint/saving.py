@@ -30,7 +30,6 @@ from accel_runtime.checkpoint.together import Share, same, together
 __all__ = ["Place", "Saving"]
 
 
-
 @dataclass(frozen=True)
 class Place:
     """Where a checkpoint goes, as all ranks know it."""

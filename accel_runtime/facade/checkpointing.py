@@ -14,13 +14,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accumulation import Accumulation
-from accel_runtime.checkpoint.adopting import adopt
 from accel_runtime.checkpoint.background import Background
 from accel_runtime.checkpoint.checkpoints import Checkpoints
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.foreign import recognised
+from accel_runtime.checkpoint.foreign.adopting import adopt
+from accel_runtime.checkpoint.foreign.reading import recognised
 from accel_runtime.checkpoint.loading import Loading
 from accel_runtime.checkpoint.resuming import Resuming
 from accel_runtime.checkpoint.retention import Retention

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 
 from torch import nn
 
-from accel_runtime.checkpoint import objects
-from accel_runtime.checkpoint.export import Export, export
-from accel_runtime.checkpoint.exported import fitting, weights_in
 from accel_runtime.checkpoint.sizes import size_of
 from accel_runtime.checkpoint.together import together
-from accel_runtime.checkpoint.writers import written
 from accel_runtime.exchange.objects import share_objects
+from accel_runtime.exporting import objects
+from accel_runtime.exporting.export import Export, export
+from accel_runtime.exporting.exported import fitting, weights_in
+from accel_runtime.exporting.writers import written
 from accel_runtime.facade.processes import Processes
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.unwrapping import unwrapped

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, BinaryIO
 
-from accel_runtime.checkpoint.objects import load, write
 from accel_runtime.current import current_backend
+from accel_runtime.exporting.objects import load, write
 
 __all__ = ["load", "save"]
 

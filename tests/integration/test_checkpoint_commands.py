@@ -88,7 +88,7 @@ def test_what_cannot_be_done_is_one_message_and_code_2(accel, project, cwd, args
 
 def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
     code = (
-        "import sys\nfrom accel_runtime.checkpoint import shell\n"
+        "import sys\nfrom accel_runtime.checkpoint.shell import __main__ as shell\n"
         "for command in ('list', 'verify', 'show'):\n    shell.main({'command': command, 'directory': 'run'})\n"
         "assert 'torch' not in sys.modules"
     )

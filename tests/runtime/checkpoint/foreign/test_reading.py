@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_runtime import Accelerator, randomness
-from accel_runtime.checkpoint.converting import rewrite
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.foreign import read, recognised, streams
-from accel_runtime.checkpoint.ties import completed
-from accel_runtime.checkpoint.unpickling import NeedsCodeError, read_pickle
+from accel_runtime.checkpoint.foreign.reading import read, recognised, streams
+from accel_runtime.exporting.converting import rewrite
+from accel_runtime.exporting.ties import completed
+from accel_runtime.exporting.unpickling import NeedsCodeError, read_pickle
 
-DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
+DATA = Path(__file__).parents[3] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 LOADER = "skip what was trained on with accelerator.skip_first_batches(loader, n)"

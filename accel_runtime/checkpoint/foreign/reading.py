@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.exported import read_weights, sharded, shards
 from accel_runtime.checkpoint.manifest import NAME
-from accel_runtime.checkpoint.unpickling import read_pickle
+from accel_runtime.exporting.exported import read_weights, sharded, shards
+from accel_runtime.exporting.unpickling import read_pickle
 
 __all__ = ["Foreign", "Refused", "read", "recognised", "streams"]
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_model as load_as_safetensors_does
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.export import INDEX, SINGLE, Export, export
-from accel_runtime.checkpoint.exported import fitting, weights_in
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.sizes import size_of
+from accel_runtime.exporting.export import INDEX, SINGLE, Export, export
+from accel_runtime.exporting.exported import fitting, weights_in
 
 DTYPES = [
     torch.float64,

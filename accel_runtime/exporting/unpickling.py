@@ -23,7 +23,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 __all__ = ["NeedsCodeError", "read_pickle"]
 
 CONVERT = (
-    "python -c 'import sys, torch; from accel_runtime.checkpoint.converting import rewrite; "
+    "python -c 'import sys, torch; from accel_runtime.exporting.converting import rewrite; "
     'rewrite(sys.argv[1], torch.load(sys.argv[1], map_location="cpu", weights_only=False))\' {}'
 )
 """The command that a person runs who trusts a file; only there does code in it run."""

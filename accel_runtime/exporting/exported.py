@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.export import CHECKSUMS, INDEX, SINGLE
-from accel_runtime.checkpoint.ties import aliases, completed
+from accel_runtime.exporting.export import CHECKSUMS, INDEX, SINGLE
+from accel_runtime.exporting.ties import aliases, completed
 
 __all__ = ["Weights", "fitting", "read_weights", "sharded", "shards", "weights_in"]
 

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from accel_runtime.checkpoint.contents import contents
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.merging import Wish, merge
+from accel_runtime.checkpoint.shell.contents import contents
+from accel_runtime.checkpoint.shell.merging import Wish, merge
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
 
 
 def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr("accel_runtime.checkpoint.merging.BLOCK", 64)
+    monkeypatch.setattr("accel_runtime.checkpoint.shell.merging.BLOCK", 64)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
@@ -212,7 +212,7 @@ def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
     }
     code = (
         "import sys, resource, json\n"
-        "from accel_runtime.checkpoint import shell\n"
+        "from accel_runtime.checkpoint.shell import __main__ as shell\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"

@@ -13,8 +13,8 @@ from safetensors.torch import load as parsed
 from safetensors.torch import load_file, save_file
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.unpickling import read_pickle
-from accel_runtime.checkpoint.whole import whole
+from accel_runtime.exporting.unpickling import read_pickle
+from accel_runtime.exporting.whole import whole
 
 __all__ = ["load", "write"]
 

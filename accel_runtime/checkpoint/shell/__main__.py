@@ -15,13 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.checkpoint import folder, placing, survey
+from accel_runtime.checkpoint import folder, placing
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Manifest, Stored
-from accel_runtime.checkpoint.merging import Wish, merge
-from accel_runtime.checkpoint.survey import Entry
+from accel_runtime.checkpoint.shell import survey
+from accel_runtime.checkpoint.shell.merging import Wish, merge
+from accel_runtime.checkpoint.shell.survey import Entry
 from accel_runtime.checkpoint.verifying import every_byte
 
 __all__ = ["main"]

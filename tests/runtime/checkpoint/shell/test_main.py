@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from accel_runtime.checkpoint import shell
+from accel_runtime.checkpoint.shell import __main__ as shell
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_checkpoints_are_listed_by_number_whole_or_not(ask, project, tmp_path):
     folder = project(12)
     (folder / "checkpoint_3" / "model-0.safetensors").write_bytes(b"short")
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
-    (folder / ".checkpoint_12.saving-x").mkdir()
+    (folder / ".checkpoint_12.saving-c3").mkdir()
     (folder / "notes").mkdir()
     for directory in (tmp_path, folder):
         code, said = ask("list", directory)
@@ -56,15 +56,15 @@ def test_checkpoints_are_listed_by_number_whole_or_not(ask, project, tmp_path):
         assert "has 5 bytes and should have" in wrong[3]
         assert "has no checkpoint.json" in wrong[5]
         assert found[11]["step"] == 110
-        assert names(said["result"]["leftovers"]) == [".checkpoint_12.saving-x"]
+        assert names(said["result"]["leftovers"]) == [".checkpoint_12.saving-c3"]
 
 
 def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(ask, project):
     folder = project(2)
-    (folder / "checkpoint_1").rename(folder / ".checkpoint_1.saving-x")
+    (folder / "checkpoint_1").rename(folder / ".checkpoint_1.saving-a1")
     found = ask("list", folder)[1]["result"]["checkpoints"]
     assert names(entry["path"] for entry in found) == ["checkpoint_0", "checkpoint_1"]
-    assert found[1]["lies_in"].endswith(".checkpoint_1.saving-x")
+    assert found[1]["lies_in"].endswith(".checkpoint_1.saving-a1")
     assert ask("verify", folder)[1]["result"]["whole"]
 
 
@@ -146,8 +146,8 @@ def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(ask, project, tmp
 def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(ask, project):
     folder = project(6)
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
-    (folder / ".checkpoint_1.saving-x").mkdir()
-    (folder / ".checkpoint_6.saving-y").mkdir()
+    (folder / ".checkpoint_1.saving-a1").mkdir()
+    (folder / ".checkpoint_6.saving-b2").mkdir()
     before = sorted(path.name for path in folder.iterdir())
     told = ask("prune", folder, keep=2, now=False)[1]["result"]
     assert names(entry["path"] for entry in told["removes"]) == [
@@ -159,7 +159,7 @@ def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(a
     assert ask("prune", folder, keep=2, now=True)[0] == 0
     # What has a number above the newest may be a save that runs.
     left = sorted(path.name for path in folder.iterdir())
-    assert left == [".checkpoint_6.saving-y", "checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    assert left == [".checkpoint_6.saving-b2", "checkpoint_3", "checkpoint_4", "checkpoint_5"]
 
 
 def test_nothing_is_pruned_where_none_that_stays_is_whole_to_the_last_byte(ask, project, handmade):

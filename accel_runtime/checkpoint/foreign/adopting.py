@@ -15,19 +15,19 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.checkpoint import random
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.foreign import Foreign, Refused, read, streams
+from accel_runtime.checkpoint.foreign.reading import Foreign, Refused, read, streams
 from accel_runtime.checkpoint.items import Item, Model
 from accel_runtime.checkpoint.manifest import Manifest, Stored
 from accel_runtime.checkpoint.run import Run
-from accel_runtime.checkpoint.ties import completed
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import packed
+from accel_runtime.exporting.ties import completed
 
 __all__ = ["adopt"]
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("accel_runtime.checkpoint")
-_OURS = {"loader", "window", "counters", "random"}
+_OURS = {"loader", "window", "counters", "random", "replicas"}
 """Items that Accelerate does not write, or not as we do."""
 
 

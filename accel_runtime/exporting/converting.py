@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.unpickling import read_pickle
-from accel_runtime.checkpoint.whole import whole
+from accel_runtime.exporting.unpickling import read_pickle
+from accel_runtime.exporting.whole import whole
 
 __all__ = ["rewrite"]
 

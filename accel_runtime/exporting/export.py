@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accel_runtime.checkpoint import datafile
+from accel_runtime.checkpoint.dtypes import NAMES
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.ties import aliases
+from accel_runtime.exporting.ties import aliases
 
 __all__ = ["CHECKSUMS", "INDEX", "SINGLE", "Export", "export"]
 
@@ -131,7 +132,7 @@ def _unfit(value: object) -> str | None:
         return "a tensor on the meta device, which has no values"
     if value.layout is not torch.strided or value.is_quantized:
         return f"a {'quantized' if value.is_quantized else value.layout} tensor"
-    if value.dtype not in datafile._NAMES:  # noqa: SLF001
+    if str(value.dtype).removeprefix("torch.") not in NAMES:
         return f"a tensor of {value.dtype}, for which the format has no name"
     return None
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import xxhash
 
-from accel_runtime.checkpoint.contents import contents
 from accel_runtime.checkpoint.dtypes import NAMES, SIZES
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import NAME, Chunk, Stored
+from accel_runtime.checkpoint.shell.contents import contents
 from accel_runtime.checkpoint.sizes import shown
 from accel_runtime.checkpoint.verifying import BLOCK, blocks
 

@@ -1,0 +1,1 @@
+"""Checkpoints that Accelerate wrote."""

@@ -1,0 +1,1 @@
+"""What `accel checkpoint` asks of a child process, which needs no torch."""
