@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
+from accel_runtime.checkpoint.spread import spread
+
 __all__ = ["Staging"]
 
 _ALIGNED = 64
+_PIECE = 1 << 25
+"""Bytes that a thread copies at a time."""
 _K = TypeVar("_K")
 
 
@@ -53,14 +57,26 @@ class Staging:
             starts[key] = end
             end = -(-(end + tensor.nbytes) // _ALIGNED) * _ALIGNED
         self._reserve(end)
-        found = {}
+        rooms = {}
         for key, tensor in tensors.items():
             room = self._memory[starts[key] : starts[key] + tensor.nbytes]
-            found[key] = room.view(tensor.dtype).view(tensor.shape)
-            found[key].copy_(tensor.detach(), non_blocking=self._pinned)
+            rooms[key] = room.view(tensor.dtype).view(tensor.shape)
+        self._copy([(rooms[key], tensor.detach()) for key, tensor in tensors.items()])
+        return rooms
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if self._pinned:
+            for room, tensor in pairs:
+                room.copy_(tensor, non_blocking=True)
             torch.accelerator.synchronize()
-        return found
+        elif torch.get_num_threads() > 1:
+            for room, tensor in pairs:
+                room.copy_(tensor)
+        else:
+            # One core does not use up the memory's bandwidth, and launchers give each process one thread.
+            spread(
+                lambda piece: piece[0].copy_(piece[1]), [piece for pair in pairs for piece in _pieces(*pair)]
+            )
 
     def _wait(self) -> None:
         if self._reserving is not None:
@@ -81,3 +97,11 @@ class Staging:
         else:
             # Mapped by itself, it goes back to the system whole.
             self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+
+
+def _pieces(room: torch.Tensor, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A copy as several small ones, where it is a large one."""
+    if tensor.nbytes <= _PIECE or not tensor.is_contiguous():
+        return [(room, tensor)]
+    count = _PIECE // tensor.itemsize
+    return list(zip(room.view(-1).split(count), tensor.view(-1).split(count), strict=True))

@@ -38,15 +38,16 @@ def main() -> None:
     before = _memory()
     _step(model, optimizer)
     if who == "background":
-        print(json.dumps(_background(accelerator, folder, model, optimizer)))
+        before += sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+        times = _background(accelerator, folder, model, optimizer)
+        print(json.dumps(times | {"more": [_memory() - before]}))
         return
     save, load = _ways(accelerator, model, optimizer)
     times = _saves(folder, save)
     save(folder / "kept")
     loads = [_timed(load, folder / "kept") for _ in range(_SAVES)]
     _remove(folder / "kept")
-    state = _memory() - before
-    print(json.dumps({"save": times, "load": loads, "state": [state]}))
+    print(json.dumps({"save": times, "load": loads}))
 
 
 def _accelerator(library: Any, *, background: bool) -> Any:
@@ -59,7 +60,6 @@ def _background(
 ) -> dict[str, list[float]]:
     """How long the script is held up at the first save and at the others, how long the whole takes, and the memory."""
     time.sleep(3)  # as long as a few steps of such a model; the memory is taken meanwhile
-    before = _memory()
     held, whole = [], []
     for number in range(_SAVES + 1):
         path = folder / str(number)
@@ -70,7 +70,7 @@ def _background(
         whole.append(time.perf_counter() - begun)
         _remove(path)
         _step(model, optimizer)
-    return {"first": held[:1], "later": held[1:], "whole": whole, "more": [_memory() - before]}
+    return {"first": held[:1], "later": held[1:], "whole": whole}
 
 
 def _ways(accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[_Way, _Way]:
