@@ -95,7 +95,8 @@ class Staging:
         if self._pinned:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:
-            # Mapped by itself, it goes back to the system whole.
+            # Mapped by itself it goes back to the system whole, and shared (the default): workers that are forked
+            # meanwhile would have every page copied once more otherwise.
             self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
@@ -104,4 +105,5 @@ def _pieces(room: torch.Tensor, tensor: torch.Tensor) -> list[tuple[torch.Tensor
     if tensor.nbytes <= _PIECE or not tensor.is_contiguous():
         return [(room, tensor)]
     count = _PIECE // tensor.itemsize
-    return list(zip(room.view(-1).split(count), tensor.view(-1).split(count), strict=True))
+    to, come = room.view(-1), tensor.view(-1)
+    return [(to[i : i + count], come[i : i + count]) for i in range(0, len(to), count)]

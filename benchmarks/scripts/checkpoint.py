@@ -39,8 +39,8 @@ def main() -> None:
     _step(model, optimizer)
     if who == "background":
         before += sum(t.nbytes for state in optimizer.state.values() for t in state.values())
-        times = _background(accelerator, folder, model, optimizer)
-        print(json.dumps(times | {"more": [_memory() - before]}))
+        held = _background(accelerator, folder, model, optimizer)
+        print(json.dumps(held | {"more": [_memory() - before]}))
         return
     save, load = _ways(accelerator, model, optimizer)
     times = _saves(folder, save)
@@ -122,7 +122,7 @@ def _memory() -> float:
     """Bytes of this process that are in memory, files apart."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    return float(fields["RssAnon"].split()[0]) * 1024
+    return sum(float(fields[kind].split()[0]) for kind in ("RssAnon", "RssShmem")) * 1024
 
 
 main()
