@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
+    from accel_runtime.checkpoint.errors import CheckpointError
     from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
     from accel_runtime.data.loader import skip_first_batches
     from accel_runtime.description import Description
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "CheckpointError",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "Description",
@@ -98,6 +100,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointError": "accel_runtime.checkpoint.errors",
     "MismatchError": "accel_runtime.exchange.agreement",
     "StallError": "accel_runtime.exchange.agreement",
     "RankLostError": "accel_runtime.exchange.agreement",
