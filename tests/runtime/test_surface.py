@@ -259,7 +259,7 @@ PLACES = {
     " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
 }
 """Modules, and what scripts import from them; trackers only where their package is installed."""
-OURS = "Description MismatchError RankLostError Settings StallError Topology"
+OURS = "CheckpointError Description MismatchError RankLostError Settings StallError Topology"
 """What Accelerate has no name for."""
 
 # Objects ---------------------------------------------------------------------------------
