@@ -8,19 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
 from accel_runtime.checkpoint import folder
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.manifest import Stored, own_name
-from accel_runtime.checkpoint.storage import Reader, dtype_of, own_share
+from accel_runtime.checkpoint.states import States
 from accel_runtime.checkpoint.together import Share, same, together
-from accel_runtime.checkpoint.values import unpacked
-from accel_runtime.checkpoint.verifying import damage
+from accel_runtime.checkpoint.verifying import damage, own_share
 
 __all__ = ["Loading"]
 
@@ -115,19 +110,14 @@ class Loading:
             CheckpointError: Something does not fit or is damaged; nothing was changed. If nevertheless something fails
                 after that, the message says that the state is neither the old nor the new.
         """
-        left_out = self._own(lambda: self._fit(found, items))
+        states = States(found, self._rank, self._world_size)
+        left_out = self._own(lambda: self._fit(found, states, items))
         wanted = [item for item in items if item.name in found.manifest.items]
         if not self._verified:
             self._verify(found, [item.name for item in wanted])
         try:
-            trees = self._own(lambda: self._read(found, wanted))
-
-            def restore() -> None:
-                for item in wanted:
-                    item.moved = found.manifest.world_size != self._world_size
-                    item.restore(trees[item.name])
-
-            self._own(restore)
+            trees = self._own(lambda: states.read(wanted))
+            self._own(lambda: _restore(wanted, trees, moved=states.moved))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nWhat this run has now is neither what it had nor all of {found.path}: load a checkpoint, or "
@@ -137,25 +127,22 @@ class Loading:
             self._tell(found, left_out)
         return left_out
 
-    def _fit(self, found: Found, items: Sequence[Item]) -> list[str]:
+    def _fit(self, found: Found, states: States, items: Sequence[Item]) -> list[str]:
         """What does not fit."""
-        manifest, names = found.manifest, {item.name for item in items}
-        self._sound(found, [item for item in items if item.name in manifest.items])
+        manifest, here = found.manifest, {item.name for item in items}
+        both = [item for item in items if item.name in manifest.items]
+        states.check(both)
         wrong = [
             f"{_called(name, manifest.about.get(name))}: it is in the checkpoint, and nothing of the kind here"
             for name in manifest.items
-            if name not in names
+            if name not in here
         ]
-        for item in items:
-            if item.name not in manifest.items:
-                wrong.append(f"{_called(item.name, item.about)}: it is here, and not in the checkpoint")
-                continue
-            try:
-                wrong += item.wrong(self._text(found, item), self._tensors(found, item, self._rank))
-            except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
-                raise CheckpointError(
-                    f"{found.path}: the state of {item.name} is not one of its kind: {error}"
-                ) from error
+        wrong += [
+            f"{_called(item.name, item.about)}: it is here, and not in the checkpoint"
+            for item in items
+            if item not in both
+        ]
+        wrong += [sentence for item in both for sentence in states.wrong(item)]
         if wrong and self._strict:
             more = [f"... and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
             told = "\n".join(f"  {sentence}" for sentence in [*wrong[:_SHOWN], *more])
@@ -164,90 +151,11 @@ class Loading:
             )
         return wrong
 
-    def _sound(self, found: Found, items: Sequence[Item]) -> None:
-        """Whether all states can be put together, tried with tensors that are empty."""
-        for name, told in found.manifest.tensors.items():
-            dtype_of(name, told)
-        for item in items:
-            ranks = range(found.manifest.world_size) if self._divided(found, item) else [self._rank]
-            for rank in ranks:
-                nothing = dict.fromkeys(self._names(found, item, rank), torch.empty(0))
-                try:
-                    unpacked(self._text(found, item, rank), nothing)
-                except CheckpointError as error:
-                    raise CheckpointError(
-                        f"{found.path}: the state of {item.name} is damaged: {error}"
-                    ) from error
-
     def _verify(self, found: Found, names: Sequence[str]) -> None:
         chunks = own_share(found, names, self._rank, self._world_size)
         wrong = [sentence for some in self._all(lambda: damage(found, chunks)) for sentence in some]
         if wrong:
             raise CheckpointError("\n".join([*wrong[:_SHOWN], _offer(found.path)]))
-
-    def _read(self, found: Found, items: Sequence[Item]) -> dict[str, Any]:
-        """The state trees of items: with tensors read into the live ones where an item says so."""
-        trees: dict[str, Any] = {}
-        merged = [item for item in items if self._divided(found, item)]
-        plain = [item for item in items if item not in merged]
-        targets: dict[str, torch.Tensor] = {}
-        names: dict[str, dict[str, str]] = {}
-        for item in plain:
-            text, told = self._text(found, item), self._tensors(found, item, self._rank)
-            names[item.name] = self._names(found, item, self._rank)
-            rooms = item.targets(text, told)
-            targets |= {
-                names[item.name][name]: rooms[name] if name in rooms else _empty(stored)
-                for name, stored in told.items()
-            }
-        _fetch(found, targets)
-        for item in plain:
-            known = {name: targets[there] for name, there in names[item.name].items()}
-            trees[item.name] = unpacked(self._text(found, item), known)
-        for item in merged:
-            ranks = range(found.manifest.world_size if item.every_rank else 1)
-            every = [self._tree_of(found, item, rank) for rank in ranks]
-            trees[item.name] = item.merged(every, self._rank, self._world_size)
-        return trees
-
-    def _tree_of(self, found: Found, item: Item, rank: int) -> Any:
-        """What a rank of those that saved had."""
-        told, names = self._tensors(found, item, rank), self._names(found, item, rank)
-        targets = {names[name]: _empty(stored) for name, stored in told.items()}
-        _fetch(found, targets)
-        return unpacked(self._text(found, item, rank), {name: targets[names[name]] for name in told})
-
-    def _divided(self, found: Found, item: Item) -> bool:
-        """Whether the ranks that saved may have had different states, and there are as many no more."""
-        if found.manifest.world_size == self._world_size:
-            return False
-        return (
-            item.every_rank
-            or item.name in found.manifest.own
-            or any("#" in name for name in found.manifest.tensors_of(item.name))
-        )
-
-    def _text(self, found: Found, item: Item, rank: int | None = None) -> Any:
-        own = found.manifest.own.get(item.name)
-        if own is None:
-            return found.manifest.values[item.name]
-        rank = self._rank if rank is None else rank
-        return own[rank] if rank < len(own) else own[0]
-
-    def _tensors(self, found: Found, item: Item, rank: int) -> dict[str, Stored]:
-        names = self._names(found, item, rank)
-        return {name: found.manifest.tensors[there] for name, there in names.items()}
-
-    @staticmethod
-    def _names(found: Found, item: Item, rank: int) -> dict[str, str]:
-        """The tensors of an item as a rank had them: their names in the tree, and in the manifest."""
-        rank = rank if rank < found.manifest.world_size else 0
-        names = {}
-        for there in found.manifest.tensors_of(item.name):
-            name, _, owner = there.rpartition("#") if "#" in there else (there, "", "")
-            if not owner or there == own_name(name, rank):
-                names[name] = there
-        return names
 
     def _tell(self, found: Found, left_out: Sequence[str]) -> None:
         if left_out:
@@ -270,20 +178,10 @@ class Loading:
         return results[0]
 
 
-def _fetch(found: Found, targets: Mapping[str, torch.Tensor]) -> None:
-    """Read tensors."""
-    reader, planner = (
-        Reader(found),
-        DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-    )
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
-
-
-def _empty(stored: Stored) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+def _restore(items: Sequence[Item], trees: Mapping[str, Any], *, moved: bool) -> None:
+    for item in items:
+        item.moved = moved
+        item.restore(trees[item.name])
 
 
 def _called(name: str, about: str | None) -> str:

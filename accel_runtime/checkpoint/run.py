@@ -13,8 +13,10 @@ from typing_extensions import override
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint import random, window
-from accel_runtime.checkpoint.items import Item, Loader, Model, Optimizer, Stateful
+from accel_runtime.checkpoint.items import Item, Loader, Stateful
+from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.checkpoint.optimizers import Optimizer
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import accel_runtime
@@ -24,10 +24,12 @@ from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
 from accel_runtime.checkpoint.sizes import shown
 from accel_runtime.checkpoint.staging import Staging
-from accel_runtime.checkpoint.storage import Planner, Writer, stored
 from accel_runtime.checkpoint.together import Share, same, together
+from accel_runtime.checkpoint.writer import Planner, Writer, stored
 
 __all__ = ["Place", "Saving"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Saving:
             return self._place
 
         told = self._all(lambda: (given, make()))
-        place: Place = told[0][1]
-        self._place, said = place, [one for one, _ in told]
+        place, said = told[0][1], [one for one, _ in told]
+        assert place is not None
+        self._place = place
 
         def see() -> None:
             same("save_state", said)
@@ -92,7 +95,7 @@ class Saving:
                     "directory that all machines share"
                 )
 
-        self._all(see, keep=False)
+        self._all(see)
         return place
 
     def run_hooks(self, call: Callable[[], None]) -> None:
@@ -161,18 +164,18 @@ class Saving:
 
         plans = self._all(own)
 
-        def everyone() -> SavePlan:
+        def divide() -> None:
             divided, self._metadata = planner.create_global_plan(plans)
-            return planner.finish_plan(writer.prepare_global_plan(divided)[self._rank])
+            self._mine = planner.finish_plan(writer.prepare_global_plan(divided)[self._rank])
+            if self._rank == 0:
+                self._check_room()
 
-        if self._rank == 0:
-            self._all(lambda: self._fits(everyone()), keep=False)
-        else:
-            self._all(lambda: setattr(self, "_mine", everyone()), keep=False)
+        self._all(divide)
 
-    def _fits(self, mine: SavePlan) -> None:
-        self._mine = mine
-        needed = sum(told.size.numel() * told.properties.dtype.itemsize for told in _told(self._metadata))
+    def _check_room(self) -> None:
+        told = self._metadata.state_dict_metadata.values()
+        tensors = [one for one in told if isinstance(one, TensorStorageMetadata)]
+        needed = sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)
         room = self._disk.room(self._place.scratch)
         if needed > room:
             raise CheckpointError(
@@ -214,10 +217,10 @@ class Saving:
             finally:
                 self._disk.close(opened)
 
-    def _all(self, act: Callable[[], Any], *, keep: bool = True) -> list[Any]:
+    def _all(self, act: Callable[[], _T]) -> list[_T]:
         """`together`; where it fails nothing remains of what was written."""
         try:
-            return together(self._share, act if keep else lambda: act() and None)
+            return together(self._share, act)
         except BaseException:  # whatever it is, nothing is left
             self._give_up()
             raise
@@ -233,10 +236,6 @@ class Saving:
             with suppress(OSError):
                 self._disk.unlock(self._lock)
             self._lock = None
-
-
-def _told(metadata: Metadata) -> list[Any]:
-    return list(metadata.state_dict_metadata.values())
 
 
 def _plain(target: Path) -> Path:

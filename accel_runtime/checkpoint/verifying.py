@@ -13,7 +13,7 @@ from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.manifest import Chunk, File
 from accel_runtime.checkpoint.spread import spread
 
-__all__ = ["BLOCK", "blocks", "damage", "every_byte"]
+__all__ = ["BLOCK", "blocks", "damage", "every_byte", "own_share"]
 
 BLOCK = 1 << 22
 """Bytes that are read and hashed at a time."""
@@ -24,6 +24,19 @@ def damage(found: Found, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
     """What is wrong with these chunks; a sentence each that names file and tensor."""
     wrong = spread(lambda file: _damage(found, *file), _by_file(chunks).items())
     return [sentence for some in wrong for sentence in some]
+
+
+def own_share(found: Found, items: Iterable[str], rank: int, world_size: int) -> list[tuple[str, Chunk]]:
+    """Of the parts of files that make up these items those this rank verifies, by what they are."""
+    chunks = found.manifest.parts(items)
+    loads = [0] * world_size
+    mine = []
+    for name, chunk in sorted(chunks, key=lambda one: (-one[1].bytes, one[0], one[1].file, one[1].start)):
+        least = loads.index(min(loads))
+        loads[least] += chunk.bytes
+        if least == rank:
+            mine.append((name, chunk))
+    return mine
 
 
 def every_byte(found: Found, progress: Callable[[int], None] = lambda _: None) -> list[str]:

@@ -16,8 +16,9 @@ from accel_runtime.checkpoint import random
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.foreign.reading import Foreign, Refused, read, streams
-from accel_runtime.checkpoint.items import Item, Model
+from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import Manifest, Stored
+from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.run import Run
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import packed
