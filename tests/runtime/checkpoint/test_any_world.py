@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.models import Model
-from accel_runtime.checkpoint.optimizers import Optimizer
 from accel_runtime.checkpoint.loading import Loading
+from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.checkpoint.optimizers import Optimizer
 from accel_runtime.checkpoint.saving import Saving
 from accel_runtime.optimizer import PreparedOptimizer
 
