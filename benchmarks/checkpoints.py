@@ -15,11 +15,14 @@ __all__ = ["measure"]
 
 _TEXT = """\
 Seconds of wall time on one process for the state of a model with AdamW: 50 million parameters (0.6 GB of state) and
-200 million (2.4 GB), in memory (`tmpfs`) and on the disk, whose page cache takes part: nobody but accel waits for the
-disk. What we hold ourselves to: saving and loading not slower than Accelerate, though every byte is hashed, synced and
-verified; a save in the background holds the script up for at most a fifth of Accelerate's save at the first time and a
-tenth later. For that, memory as large as the state is taken once (`ProjectConfiguration(async_save=True)` takes it
-after the first step)."""
+200 million (2.4 GB), in memory (`tmpfs`) and on the disk. What we hold ourselves to: saving and loading not slower than
+Accelerate, though every byte is hashed and verified; a save in the background holds the script up for at most a fifth of
+Accelerate's save at the first time and a tenth later. For that, memory as large as the state is taken once
+(`ProjectConfiguration(async_save=True)` takes it after the first step).
+
+On the disk accel's save ends when the bytes are there; Accelerate's and `torch.save` end when they are in the page cache,
+which a loss of power empties. That difference is the disk's, and a save in the background waits for it while the script
+goes on. What such a save holds the script up for is one copy of the state, at the speed of the memory."""
 _HEADER = ("", "seconds", "Accelerate's save ÷ it", "Accelerate's load ÷ it")
 _SIZES = (50, 200)
 _GIGABYTE = 1e9
