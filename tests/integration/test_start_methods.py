@@ -243,7 +243,7 @@ def main():
 if __name__ == "__main__":
     main()
 """
-ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ACCEL_RANK_FOLDER", "OUT"}
+ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ACCEL_LAUNCH", "ACCEL_RANK_FOLDER", "OUT"}
 
 
 @pytest.fixture
