@@ -32,7 +32,23 @@ OUTSIDE = [
     ROOT / "examples" / "README.md",
 ]
 PAGES = [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]
-SLOW = {"README.md", "docs/first-launch.md"}
+SLOW = {
+    "README.md",
+    *(
+        f"docs/{page}.md"
+        for page in (
+            "checkpoint-commands",
+            "evaluation",
+            "first-launch",
+            "functions",
+            "index",
+            "install",
+            "profile",
+            "tracking",
+            "when-it-fails",
+        )
+    ),
+}
 
 
 class Elsewhere(NamedTuple):

@@ -137,9 +137,8 @@ def left(cwd):
     return [path.name for path in (cwd / "project" / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    "processes", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["1 process", "2 processes"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2], ids=["1 process", "2 processes"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
     run, cwd, whole, processes, number
