@@ -16,6 +16,7 @@ import xxhash
 
 from accel_runtime.checkpoint.dtypes import NAMES
 from accel_runtime.checkpoint.files import Disk, about
+from accel_runtime.checkpoint.layout import Entry, header
 from accel_runtime.checkpoint.manifest import File, checksum
 from accel_runtime.exchange.raw import memory
 
@@ -112,16 +113,11 @@ def _header(parts: Sequence[Part], texts: Mapping[str, str]) -> bytes:
         # What torch.distributed.checkpoint.HuggingFaceStorageReader looks for in files with parts of tensors.
         offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}
         said["DCP_SHARDING_INFO"] = json.dumps(offsets)
-    entries: dict[str, object] = {"__metadata__": said}
-    start = 0
-    for part in parts:
-        known = _NAMES.get(part.dtype)
-        entries[part.name] = {
-            "dtype": known or "U8",
-            "shape": list(part.shape) if known else [part.bytes],
-            "data_offsets": [start, start + part.bytes],
-        }
-        start += part.bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    known = [_NAMES.get(part.dtype) for part in parts]
+    return header(
+        (
+            Entry(part.name, name or "U8", part.shape if name else [part.bytes], part.bytes)
+            for part, name in zip(parts, known, strict=True)
+        ),
+        said,
+    )

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from accel_runtime.checkpoint import datafile
 from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.layout import file_name
 from accel_runtime.checkpoint.manifest import Chunk, File, Stored, item_of
 from accel_runtime.checkpoint.spread import spread
 
@@ -117,7 +118,7 @@ class Writer(StorageWriter):
             files = {}
             for item, parts in rank:
                 given[item] = given.get(item, 0) + 1
-                files[_file_name(item, given[item], counts[item])] = parts
+                files[file_name(item, given[item], counts[item])] = parts
             shares.append(_Share(files))
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
@@ -205,7 +206,3 @@ def _bins(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:
         file.names.add(name)
         file.bytes += size
     return bins
-
-
-def _file_name(item: str, number: int, count: int) -> str:
-    return f"{item}.safetensors" if count == 1 else f"{item}-{number:05}-of-{count:05}.safetensors"

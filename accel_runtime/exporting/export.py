@@ -20,6 +20,7 @@ from accel_runtime.checkpoint import datafile
 from accel_runtime.checkpoint.dtypes import NAMES
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.layout import file_name
 from accel_runtime.exporting.ties import aliases
 
 __all__ = ["CHECKSUMS", "INDEX", "SINGLE", "Export", "export"]
@@ -28,7 +29,6 @@ SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 CHECKSUMS = "xxh3_64"
 """The key in the index under which every shard's checksum stands: shards of two exports do not pass for one."""
-_SHARD = "model-{:05}-of-{:05}.safetensors"
 _RESERVED = "__metadata__"
 _UNFINISHED = ".unfinished-"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,7 +60,7 @@ class Export:
         ties = aliases(tensors, tied)
         groups = _groups({name: tensor for name, tensor in tensors.items() if name not in ties}, limit)
         count = len(groups)
-        names = [SINGLE] if count == 1 else [_SHARD.format(number + 1, count) for number in range(count)]
+        names = [file_name("model", number, count) for number in range(1, count + 1)]
         return cls(dict(zip(names, groups, strict=True)), ties)
 
     @property

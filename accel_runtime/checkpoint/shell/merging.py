@@ -20,6 +20,7 @@ from accel_runtime.checkpoint.dtypes import NAMES, SIZES
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
+from accel_runtime.checkpoint.layout import Entry, file_name, header
 from accel_runtime.checkpoint.manifest import NAME, Chunk, Stored
 from accel_runtime.checkpoint.shell.contents import contents
 from accel_runtime.checkpoint.sizes import shown
@@ -153,10 +154,7 @@ def _shards(entries: Sequence[_Entry], most: int | None) -> list[list[_Entry]]:
 
 
 def _names(target: Path, count: int) -> list[str]:
-    if count == 1:
-        return [target.name]
-    stem, suffix = target.stem, target.suffix
-    return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
+    return [file_name(target.stem, number, count, target.suffix) for number in range(1, count + 1)]
 
 
 def _write_all(
@@ -190,7 +188,10 @@ def _write(
     found: Found, path: Path, entries: Sequence[_Entry], ties: dict[str, str], progress: Progress
 ) -> None:
     """One file, waited for until it is on the disk."""
-    head, disk = _header(entries, ties), Disk()
+    disk = Disk()
+    # Ties are told as safetensors' own `save_model` tells them.
+    told = (Entry(entry.name, NAMES[entry.dtype], entry.stored.shape, entry.bytes) for entry in entries)
+    head = header(told, {"format": "pt"} | ties)
     opened = disk.create(path)
     try:
         disk.write(opened, memoryview(head))
@@ -274,22 +275,6 @@ def _write_at(file: int, data: memoryview, place: int) -> None:
     while data:
         count = os.pwrite(file, data, place)
         data, place = data[count:], place + count
-
-
-def _header(entries: Sequence[_Entry], ties: dict[str, str]) -> bytes:
-    """As https://github.com/huggingface/safetensors#format has it; ties are told as its `save_model` tells them."""
-    told: dict[str, object] = {"__metadata__": {"format": "pt"} | ties}
-    start = 0
-    for entry in entries:
-        told[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.stored.shape),
-            "data_offsets": [start, start + entry.bytes],
-        }
-        start += entry.bytes
-    text = json.dumps(told, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_index(target: Path, names: Sequence[str], shards: Sequence[Sequence[_Entry]], total: int) -> None:
