@@ -25,6 +25,7 @@ __all__ = [
     "kept",
     "portable",
     "restore",
+    "seed_of",
 ]
 
 KINDS = ("torch", "python", "numpy")
@@ -174,6 +175,11 @@ def fingerprint(states: States) -> int:
     text = "".join(f"{kind}{_print(states[kind])}" for kind in sorted(states))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def seed_of(text: str) -> int:
+    """A seed that any change of the text changes: 63 bits, which generators and readers of JSON take."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _print(part: Any) -> str:

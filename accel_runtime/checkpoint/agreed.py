@@ -12,6 +12,7 @@ import torch
 from accel_runtime.checkpoint.digest import digest
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.items import Item
+from accel_runtime.checkpoint.live import is_sharded
 from accel_runtime.checkpoint.manifest import checksum, own_name
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.checkpoint.values import packed
@@ -45,7 +46,7 @@ class _Taken:
     def prints(self) -> tuple[dict[str, str], dict[str, int | None]]:
         """What tells whether other ranks have the same: of texts, and of tensors; None for one that is sharded."""
         texts = {name: checksum(json.dumps(text).encode()) for name, text in self.texts.items()}
-        return texts, {name: None if _is_sharded(own) else digest(own) for name, own in self.tensors.items()}
+        return texts, {name: None if is_sharded(own) else digest(own) for name, own in self.tensors.items()}
 
 
 def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> State:
@@ -115,7 +116,3 @@ def _divided(taken: _Taken, differ: set[str], apart: set[str], share: Share, ran
     state.tensors |= {name: own for name, own in taken.tensors.items() if name not in apart}
     state.tensors |= {own_name(name, rank): own for name, own in large.items()}
     return state
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")

@@ -44,7 +44,7 @@ class Checkpoints:
         found, wrong = folder.numbered(self._known())
         if found:
             last = folder.next_number(self._known()) - 1
-            if last != found[-1].number and (self._known() / f"checkpoint_{last}").exists():
+            if last != found[-1].number and (self._known() / folder.named(last)).exists():
                 _LOG.warning("%s; the newest that is whole is %s", wrong[-1], found[-1].path)
             return found[-1]
         told = "".join(f"\n  {error}" for error in wrong)

@@ -19,6 +19,7 @@ __all__ = [
     "find",
     "manifest_of",
     "name_of",
+    "named",
     "next_number",
     "numbered",
     "read",
@@ -54,6 +55,11 @@ def name_of(path: Path) -> str:
     """The name of a checkpoint, also of one that is on its way to or from it."""
     matched = _BESIDE.fullmatch(path.name)
     return matched[1] if matched else path.name
+
+
+def named(number: int) -> str:
+    """`checkpoint_N`."""
+    return f"checkpoint_{number}"
 
 
 def automatic(name: str) -> int | None:

@@ -14,7 +14,7 @@ from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.states import States
-from accel_runtime.checkpoint.together import Share, same, together
+from accel_runtime.checkpoint.together import Share, own, same, together
 from accel_runtime.checkpoint.verifying import damage, own_share
 
 __all__ = ["Loading"]
@@ -173,9 +173,7 @@ class Loading:
 
     def _own(self, act: Callable[[], _T]) -> _T:
         """This rank's result of what all do."""
-        results: list[_T] = []
-        self._all(lambda: results.append(act()))
-        return results[0]
+        return own(self._share, act)
 
 
 def _restore(items: Sequence[Item], trees: Mapping[str, Any], *, moved: bool) -> None:

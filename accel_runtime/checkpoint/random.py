@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import random
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accel_runtime.randomness import KINDS, capture, fingerprint, restore
+from accel_runtime.randomness import KINDS, capture, fingerprint, restore, seed_of
 
 __all__ = ["captured", "derived", "restored"]
 
@@ -78,8 +77,7 @@ def _derived(kind: str, states: list[Any], rank: int, world_size: int) -> Any:
 
 def _hashed(*parts: Any) -> int:
     """A seed that any change of the parts changes."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # what seeds and JSON readers take: 63 bits
+    return seed_of(repr(parts))
 
 
 def _seed(kind: str, seed: int, device: torch.device) -> None:

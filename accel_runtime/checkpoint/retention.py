@@ -52,12 +52,13 @@ class Retention:
             assert self._given is not None
             return Path(self._given)
         number = max(self._project.iteration, folder.next_number(self._automatic))
-        return self._automatic / f"checkpoint_{number}"
+        return self._automatic / folder.named(number)
 
     def saved(self, target: Path) -> None:
         """Count it, on every rank."""
-        if self._automatic is not None:
-            self._project.iteration = int(target.name.split("_")[1]) + 1
+        number = folder.automatic(target.name)
+        if self._automatic is not None and number is not None:
+            self._project.iteration = number + 1
 
     def prune(self, disk: Disk) -> None:
         """Remove what is beyond the limit, and what crashes have left.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.folder import Found
@@ -93,12 +95,15 @@ class States:
         return unpacked(self._text(item, rank), known)
 
     def _fetch(self, targets: dict[str, torch.Tensor]) -> None:
-        reader = Reader(self._found)
+        reader, metadata = Reader(self._found), self._metadata
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return Reader(self._found).read_metadata()
 
     def _ranks(self, item: Item) -> range:
         return range(self._manifest.world_size if item.every_rank else 1)

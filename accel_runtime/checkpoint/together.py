@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from accel_runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["Share", "same", "together"]
+__all__ = ["Share", "own", "same", "together"]
 
 _T = TypeVar("_T")
 
@@ -41,6 +41,17 @@ def together(share: Share, act: Callable[[], _T]) -> list[_T]:
     if isinstance(own, CheckpointError) and len(failed) == len(outcomes) and len(set(failed.values())) == 1:
         raise own
     raise CheckpointError(_told(failed, len(outcomes))) from own
+
+
+def own(share: Share, act: Callable[[], _T]) -> _T:
+    """This rank's result of what all do, which does not travel.
+
+    Raises:
+        CheckpointError: As for `together`.
+    """
+    results: list[_T] = []
+    together(share, lambda: results.append(act()))
+    return results[0]
 
 
 def same(operation: str, given: Sequence[str | None]) -> None:

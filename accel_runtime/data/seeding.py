@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from typing_extensions import override
 
 from accel_runtime.data.script import altered, sampler_of, slot_of
-from accel_runtime.randomness import fingerprint
+from accel_runtime.randomness import fingerprint, seed_of
 
 __all__ = ["BatchSeed", "begin", "epoch_seed", "hashed", "seeding"]
 
@@ -127,5 +126,4 @@ class _Unwrapping:
 
 def hashed(*parts: int) -> int:
     """A seed that any change of the parts changes."""
-    text = " ".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return seed_of(" ".join(map(str, parts)))

@@ -63,7 +63,7 @@ def sharded(index: Path) -> Weights:
                 f"{index.parent / file} is not the file that {index} tells of: it is damaged, or of another export "
                 f"({CHECKSUMS} {found} in place of {wanted})"
             )
-    weights = read_weights(shards(index), index)
+    weights = read_weights(_files(index, places), index)
     if lost := sorted(places.keys() - weights.tensors.keys()):
         raise CheckpointError(f"{index} tells of {_listed(lost)}, and no file holds it")
     return weights
@@ -76,7 +76,7 @@ def shards(index: Path) -> list[Path]:
         CheckpointError: It is no index, or a file is missing.
     """
     places, _ = _parsed(index)
-    return [index.parent / file for file in sorted(set(places.values()))]
+    return _files(index, places)
 
 
 def read_weights(files: list[Path], source: Path) -> Weights:
@@ -152,6 +152,10 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(
         torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)
     )
+
+
+def _files(index: Path, places: Mapping[str, str]) -> list[Path]:
+    return [index.parent / file for file in sorted(set(places.values()))]
 
 
 def _parsed(index: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -160,7 +160,7 @@ class Checkpointing(Processes):
         self._looked_back = True
         self._background.wait()
         share = self._share("load_state")
-        if input_dir is not None and share(recognised(Path(input_dir)))[0]:
+        if input_dir is not None and share(self.process_index == 0 and recognised(Path(input_dir)))[0]:
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
         loading = Loading(share, self.process_index, self.num_processes, strict=strict)
         try:

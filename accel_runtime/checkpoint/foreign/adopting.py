@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,13 +20,12 @@ from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import Manifest, Stored
 from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.run import Run
-from accel_runtime.checkpoint.together import Share, together
+from accel_runtime.checkpoint.together import Share, own
 from accel_runtime.checkpoint.values import packed
 from accel_runtime.exporting.ties import completed
 
 __all__ = ["adopt"]
 
-_T = TypeVar("_T")
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 _OURS = {"loader", "window", "counters", "random", "replicas"}
 """Items that Accelerate does not write, or not as we do."""
@@ -60,14 +59,14 @@ def adopt(path: Path, run: Run, items: Sequence[Item], share: Share, *, strict: 
     Raises:
         CheckpointError: Something cannot be read or does not fit; nothing was changed.
     """
-    plan = _own(share, lambda: _planned(path, run, items, strict=strict))
+    plan = own(share, lambda: _planned(path, run, items, strict=strict))
 
     def restore() -> None:
         for item in items:
             if item.name in plan.trees:
                 item.restore(plan.trees[item.name])
 
-    _own(share, restore)
+    own(share, restore)
     if run.backend.topology.rank == 0:
         _LOG.warning(
             "%s was written by Accelerate, and loaded without: %s", path, "; ".join([*plan.wrong, *plan.lost])
@@ -153,10 +152,3 @@ def _manifest(path: Path, found: Foreign, step: int) -> Manifest:
     when = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
     items = dict.fromkeys(found.items)
     return Manifest("", when.strftime("%Y-%m-%dT%H:%M:%SZ"), found.world_size, step, {}, items)
-
-
-def _own(share: Share, act: Callable[[], _T]) -> _T:
-    """This rank's result of what all do."""
-    results: list[_T] = []
-    together(share, lambda: results.append(act()))
-    return results[0]
