@@ -45,11 +45,12 @@ def training():
     )
 
 
-def rest(run):
-    """What follows, as all ranks together see it."""
+def rest(run, walk=None):
+    """What follows, as all ranks together see it; `walk` is the rest of the epoch under way."""
     seen = []
-    for _ in range(run.loader.epoch, EPOCHS):
-        for batch in run.loader:
+    first = run.loader.epoch
+    for epoch in range(first, EPOCHS):
+        for batch in walk if walk is not None and epoch == first else run.loader:
             loss = learn(run, batch)
             whole = run.accelerator.gather_for_metrics(batch[0]).tolist()
             mean = run.accelerator.reduce(torch.tensor(loss), "mean").item()
@@ -66,17 +67,7 @@ def written(folder, steps):
         learn(run, next(walk))
     run.accelerator.save_state(folder)
     # What an uninterrupted run sees goes on in the open walk.
-    first = run.loader.epoch
-    seen = []
-    for epoch in range(first, EPOCHS):
-        for batch in walk if epoch == first else run.loader:
-            loss = learn(run, batch)
-            whole = run.accelerator.gather_for_metrics(batch[0]).tolist()
-            mean = run.accelerator.reduce(torch.tensor(loss), "mean").item()
-            flags = run.accelerator.gather(torch.tensor([int(run.accelerator.sync_gradients)])).tolist()
-            seen.append((whole, mean, flags, run.scheduler.get_last_lr()[0], run.optimizer.steps))
-    model = run.accelerator.unwrap_model(run.model)
-    return seen, [p.detach().tolist() for p in model.parameters()], torch.rand(2).tolist()
+    return rest(run, walk)
 
 
 def read(folder):
