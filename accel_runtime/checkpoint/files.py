@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["Disk", "about"]
+__all__ = ["Disk", "about", "write_text"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NOT_FOR_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP}
@@ -125,6 +125,21 @@ def about(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = os.fspath(path)
         raise
+
+
+def write_text(path: Path, text: str, disk: Disk) -> None:
+    """A new file, on the disk when this returns.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    opened = disk.create(path)
+    with about(path):
+        try:
+            disk.write(opened, memoryview(text.encode()))
+            disk.sync(opened)
+        finally:
+            disk.close(opened)
 
 
 def _unless_gone(_call: object, _path: str, problem: tuple[type, BaseException, object]) -> None:

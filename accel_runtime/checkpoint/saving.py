@@ -19,7 +19,7 @@ import accel_runtime
 from accel_runtime.checkpoint import placing
 from accel_runtime.checkpoint.agreed import State, agreed
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk, about
+from accel_runtime.checkpoint.files import Disk, about, write_text
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
 from accel_runtime.checkpoint.sizes import shown
@@ -204,18 +204,9 @@ class Saving:
             about=self._about,
             run=self._run,
         )
-        self._write_text(place.scratch / NAME, manifest.text())
+        write_text(place.scratch / NAME, manifest.text(), self._disk)
         placing.commit(place.scratch, place.target, self._disk)
         return manifest
-
-    def _write_text(self, path: Path, text: str) -> None:
-        opened = self._disk.create(path)
-        with about(path):
-            try:
-                self._disk.write(opened, memoryview(text.encode()))
-                self._disk.sync(opened)
-            finally:
-                self._disk.close(opened)
 
     def _all(self, act: Callable[[], _T]) -> list[_T]:
         """`together`; where it fails nothing remains of what was written."""

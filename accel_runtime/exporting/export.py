@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from accel_runtime.checkpoint import datafile
 from accel_runtime.checkpoint.dtypes import NAMES
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.files import Disk, write_text
 from accel_runtime.checkpoint.layout import file_name
 from accel_runtime.exporting.ties import aliases
 
@@ -164,12 +164,7 @@ def _write(found: Export, scratch: Mapping[str, Path], disk: Disk) -> None:
         checksums[name] = datafile.write(scratch[name], parts, found.about, disk).file.checksum
     if INDEX in scratch:
         _unlink(scratch[INDEX], disk)
-        opened = disk.create(scratch[INDEX])
-        try:
-            disk.write(opened, memoryview(found.index(checksums).encode()))
-            disk.sync(opened)
-        finally:
-            disk.close(opened)
+        write_text(scratch[INDEX], found.index(checksums), disk)
 
 
 def _unlink(path: Path, disk: Disk) -> None:

@@ -18,7 +18,7 @@ import xxhash
 
 from accel_runtime.checkpoint.dtypes import NAMES, SIZES
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.files import Disk, write_text
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.layout import Entry, file_name, header
 from accel_runtime.checkpoint.manifest import NAME, Chunk, Stored
@@ -283,11 +283,6 @@ def _write_index(target: Path, names: Sequence[str], shards: Sequence[Sequence[_
     told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     disk, path = Disk(), target.with_name(f"{target.name}.index.json")
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    opened = disk.create(beside)
-    try:
-        disk.write(opened, memoryview(json.dumps(told, indent=2).encode() + b"\n"))
-        disk.sync(opened)
-    finally:
-        disk.close(opened)
+    write_text(beside, json.dumps(told, indent=2) + "\n", disk)
     disk.rename(beside, path)
     disk.sync_directory(path.parent)
