@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -23,7 +24,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 __all__ = ["NeedsCodeError", "read_pickle"]
 
 CONVERT = (
-    "python -c 'import sys, torch; from accel_runtime.exporting.converting import rewrite; "
+    "{} -c 'import sys, torch; from accel_runtime.exporting.converting import rewrite; "
     'rewrite(sys.argv[1], torch.load(sys.argv[1], map_location="cpu", weights_only=False))\' {}'
 )
 """The command that a person runs who trusts a file; only there does code in it run."""
@@ -85,8 +86,9 @@ def _refusal(file: object, name: str, said: str) -> CheckpointError:
 
 
 def _needs_code(file: object, name: str, what: str) -> NeedsCodeError:
+    command = CONVERT.format(shlex.quote(sys.executable), shlex.quote(name))
     way = (
-        f"this rewrites it as numbers, text and tensors:\n  {CONVERT.format(shlex.quote(name))}"
+        f"this rewrites it as numbers, text and tensors:\n  {command}"
         if isinstance(file, (str, os.PathLike))
         else "torch.load(file, weights_only=False) reads it"
     )

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -307,7 +308,7 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
         rf"{folder}/custom_checkpoint_0.pkl is not read: it holds pathlib\S+, which only code", reason
     )
     command = shlex.split(reason.splitlines()[-1])
-    assert command[0] == "python"
+    assert command[0] == sys.executable  # a `python` on PATH may be another one
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     found = read(folder, 0)
