@@ -50,7 +50,7 @@ BEAT_SIZE = 512
 EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
 
-Device = Literal["auto", "cpu", "cuda", "mps", "xpu"]
+Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ProcessGroupBackend = Literal["auto", "gloo", "nccl"]
@@ -80,6 +80,8 @@ class Settings:
     """Seconds a collective may wait for the other processes before it is an error."""
     log_level: LogLevel = "auto"
     """The level that `get_logger` sets; `auto` leaves levels to the script."""
+    spmd: bool = False
+    """Whether torch_xla computes on all devices of a machine as on one, in one process."""
     resume: bool = False
     """Whether `Accelerator.resume` goes on from the newest checkpoint."""
 

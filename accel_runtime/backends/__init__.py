@@ -26,6 +26,10 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     Raises:
         RuntimeError: The device asked for is not there, or there are fewer than processes on this machine.
     """
+    if settings.device == "xla":
+        from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
+
+        return xla.connect(settings, topology)
     device = _device(settings.device, topology)
     if topology.launched:
         return Distributed(topology, device, settings, options or {})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from accel_runtime.data.source import Loop
 from accel_runtime.exchange.agreement import Agreement, Wire, here
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
@@ -101,6 +102,31 @@ class Backend(ABC):
     @abstractmethod
     def turn(self, key: str) -> int:
         """How many times this rank has asked for this key, from 1: the same number on ranks in step."""
+
+    static_shapes = False
+    """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model, with its parameters and buffers on the device."""
+        return model.to(self.device)
+
+    def walked(
+        self,
+        walk: Callable[[Loop], Iterator[Any]],
+        loop: Loop,
+        *,
+        place: bool,  # noqa: ARG002 - devices that compute as they are told
+        loaded_beside: bool,  # noqa: ARG002
+    ) -> Iterator[Any]:
+        """The batches of a walk over a loader, as its loop is to see them.
+
+        Args:
+            walk: Walks, and says in the loop it is given where it stands.
+            loop: Says where the batch handed out last stands.
+            place: Whether batches may be brought to the device here; those that are not are brought there later.
+            loaded_beside: Whether others load the batches, so that the next can be fetched before it is asked for.
+        """
+        return walk(loop)
 
     @abstractmethod
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:

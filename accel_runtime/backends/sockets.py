@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,13 +137,18 @@ class SocketWire(Wire):
             peer.close()
 
 
-def connected(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
+def connected(group: Any, store: Any, timeout: timedelta) -> dict[int, socket.socket] | None:
     """A socket to every other rank of a group whose ranks share a machine; None if one cannot be reached so.
 
     All ranks call this together, and all get sockets or none does. They meet in a folder that nobody else may
     enter, so no other user of the machine can take the place of a rank.
+
+    Args:
+        group: A gloo group, also one that `torch.distributed` does not know.
+        store: Of this group alone.
+        timeout: How long to wait for the others.
     """
-    rank, store = group.rank(), group.get_group_store()
+    rank = group.rank()
     folder = None
     if rank == 0:
         with contextlib.suppress(OSError):
@@ -160,7 +166,7 @@ def connected(group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.
 
 
 def _meet(
-    group: dist.ProcessGroup, listener: socket.socket, place: Path, timeout: timedelta
+    group: Any, listener: socket.socket, place: Path, timeout: timedelta
 ) -> dict[int, socket.socket] | None:
     listens = _done(lambda: _listen(listener, place / str(group.rank()), timeout))
     if not _all(group, done=listens):
@@ -180,9 +186,7 @@ def _listen(listener: socket.socket, path: Path, timeout: timedelta) -> None:
     listener.listen(_BACKLOG)
 
 
-def _connect(
-    group: dist.ProcessGroup, listener: socket.socket, place: Path, peers: dict[int, socket.socket]
-) -> None:
+def _connect(group: Any, listener: socket.socket, place: Path, peers: dict[int, socket.socket]) -> None:
     """Call those before this rank, and hear those after it."""
     rank, size = group.rank(), group.size()
     for other in range(rank):
@@ -205,9 +209,9 @@ def _done(step: Callable[[], None]) -> bool:
     return True
 
 
-def _all(group: dist.ProcessGroup, *, done: bool) -> bool:
+def _all(group: Any, *, done: bool) -> bool:
     votes = torch.tensor([int(done)])
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    group.allreduce([votes], dist.ReduceOp.MIN).wait()
     return bool(votes.item())
 
 

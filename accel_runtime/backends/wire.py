@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from accel_runtime.backends.news import News
 from accel_runtime.backends.sockets import SocketWire, connected
 from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
 
-__all__ = ["GlooWire", "control_group", "side_group", "wire_of"]
+__all__ = ["GlooWire", "control_group", "side_group", "wire_between", "wire_of"]
 
 _SLOTS, _LARGE = 1, 2
 
@@ -37,11 +38,22 @@ def side_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG001 -
 @lru_cache(maxsize=1)
 def wire_of(group: dist.ProcessGroup, timeout: timedelta, *, one_machine: bool) -> Wire:
     """What carries bytes between the ranks of the control group: all ranks call this together."""
-    peers = connected(group, timeout) if one_machine else None
+    return wire_between(group, group.get_group_store(), timeout, one_machine=one_machine)
+
+
+def wire_between(group: Any, store: Any, timeout: timedelta, *, one_machine: bool) -> Wire:
+    """What carries bytes between the ranks of a group: all ranks call this together.
+
+    Args:
+        group: A gloo group that nobody else uses.
+        store: Of this group alone.
+        timeout: How long to wait for the others.
+        one_machine: Whether all ranks are on this machine.
+    """
+    peers = connected(group, store, timeout) if one_machine else None
     if peers is None:
-        return GlooWire(group, timeout)
-    news = News(group.get_group_store(), group.rank(), group.size())
-    return SocketWire(peers, group.rank(), news, timeout)
+        return GlooWire(group, store, timeout)
+    return SocketWire(peers, group.rank(), News(store, group.rank(), group.size()), timeout)
 
 
 class GlooWire(Wire):
@@ -52,13 +64,14 @@ class GlooWire(Wire):
 
     Args:
         group: A gloo group that nobody else uses.
+        store: Of this group alone.
         timeout: How long to wait for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, group: Any, store: Any, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
         self._rank, self._size = group.rank(), group.size()
-        self._news = News(group.get_group_store(), self._rank, self._size)
+        self._news = News(store, self._rank, self._size)
         # Row i holds the slot of the i-th rank after this one.
         memory_ = bytearray(self._size * SLOT)
         self._bytes = memoryview(memory_)

@@ -97,7 +97,12 @@ class PreparedLoader(DataLoader[Any]):
         beat = heartbeat()
         finished = False
         try:
-            for batch in self._source.walk(loop, start):
+            for batch in self._backend.walked(
+                lambda loop: self._source.walk(loop, start),
+                loop,
+                place=place is not None,
+                loaded_beside=self.num_workers > 0,
+            ):
                 if place and not there(batch):
                     batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
                 if note:

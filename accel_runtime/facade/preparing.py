@@ -103,7 +103,7 @@ class Preparing:
         if not evaluation_mode:
             self._precision.check(model.parameters())
         if self._places(device_placement):
-            model = model.to(self._backend.device)
+            model = self._backend.place(model)
         self._precision.wrap(model)
         compile_in_place(self._backend.original(model), self._dynamo)
         prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)

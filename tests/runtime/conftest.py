@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
-cluster = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cluster)
+TESTS = Path(__file__).parent.parent
+
+
+def _loaded(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cluster = _loaded("cluster", TESTS / "cluster.py")
+xla = _loaded("xla_cluster", TESTS / "xla" / "cluster.py")
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +42,10 @@ def clusters():
         3: cluster.Cluster(3),
         4: cluster.Cluster(4),
         "apart": cluster.Cluster(3, apart=True),
+        "xla 1": xla.Replicas(1),
+        "xla 2": xla.Replicas(2),
+        "xla 4": xla.Replicas(4),
+        "spmd 4": xla.Replicas(1, devices=4),
     }
     yield sizes
     for some in sizes.values():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
+GLOO = {1: "1 process", 2: "2 processes", "apart": "3 machines"}
+XLA = {"xla 1": "1 replica", "xla 2": "2 replicas", "xla 4": "4 replicas", "spmd 4": "SPMD on 4 devices"}
+# torch_xla is in an environment of its own, where `make test-xla` runs the same tests on its CPU device.
+HERE = XLA if importlib.util.find_spec("torch_xla") else GLOO
 
-@pytest.fixture(params=[1, 2, "apart"], ids=["1 process", "2 processes", "3 machines"])
+
+@pytest.fixture(params=HERE, ids=HERE.values())
 def ranks(request, clusters):
-    """One process, two on one machine, and three machines in turn."""
+    """Every way in which there can be one process or several, in turn."""
     return clusters[request.param]
 
 

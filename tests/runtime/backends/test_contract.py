@@ -35,7 +35,7 @@ def test_a_launched_process_joins_the_others_and_one_on_its_own_is_a_backend_too
 def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
     def gathered(shape, dtype):
         b = backend()
-        return b.all_gather(torch.full(shape, b.topology.rank).to(dtype))
+        return b.all_gather(torch.full(shape, b.topology.rank).to(b.device, dtype)).cpu()
 
     wanted = torch.stack([torch.full(shape, rank).to(dtype) for rank in range(ranks.size)])
     for got in ranks.run(gathered, shape, dtype):
@@ -45,7 +45,8 @@ def test_all_gather_stacks_in_rank_order(ranks, shape, dtype):
 
 def test_all_gather_takes_a_tensor_that_is_not_contiguous(ranks):
     def gathered():
-        return backend().all_gather(torch.arange(6).view(2, 3).T)
+        b = backend()
+        return b.all_gather(torch.arange(6, device=b.device).view(2, 3).T).cpu()
 
     for got in ranks.run(gathered):
         assert all(torch.equal(own, torch.arange(6).view(2, 3).T) for own in got)
@@ -58,11 +59,11 @@ def test_all_gather_takes_a_tensor_that_is_not_contiguous(ranks):
 def test_all_reduce_combines_into_a_new_tensor(ranks, reduction, of):
     def reduced(reduction):
         b = backend()
-        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (b.topology.rank + 1)
+        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=b.device) * (b.topology.rank + 1)
         before = mine.clone()
         total, transposed = b.all_reduce(mine, reduction), b.all_reduce(mine.T, reduction)
         assert torch.equal(mine, before)
-        return total, transposed
+        return total.cpu(), transposed.cpu()
 
     wanted = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * of([rank + 1 for rank in range(ranks.size)])
     for total, transposed in ranks.run(reduced, reduction):
@@ -75,7 +76,7 @@ def test_broadcast_writes_the_tensor_of_the_source_everywhere(ranks):
         b = backend()
         received = []
         for source in range(b.topology.world_size):
-            mine = torch.tensor([b.topology.rank * 10])
+            mine = torch.tensor([b.topology.rank * 10], device=b.device)
             assert b.broadcast(mine, source) is mine
             received.append(mine.item())
         return received
@@ -142,9 +143,10 @@ def test_a_replicated_model_averages_its_gradients(ranks):
     def gradients():
         b = backend()
         model, batch = model_and_batch()
-        replica = b.replicate(model, {})
-        replica(batch.chunk(b.topology.world_size)[b.topology.rank]).square().mean().backward()
-        return [p.grad for p in model.parameters()]
+        replica = b.replicate(b.place(model), {})
+        replica(batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)).square().mean().backward()
+        b.barrier()
+        return [p.grad.cpu() for p in model.parameters()]
 
     model, batch = model_and_batch()
     model(batch).square().mean().backward()
@@ -156,7 +158,7 @@ def test_replicas_start_as_the_first_rank(ranks):
     def weights():
         b = backend()
         torch.manual_seed(b.topology.rank)
-        return b.original(b.replicate(nn.Linear(2, 2), {})).weight.detach()
+        return b.original(b.replicate(b.place(nn.Linear(2, 2)), {})).weight.detach().cpu()
 
     torch.manual_seed(0)
     first = nn.Linear(2, 2).weight
@@ -167,7 +169,8 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
     def gradients():
         b = backend()
         model, batch = model_and_batch()
-        own = batch.chunk(b.topology.world_size)[b.topology.rank]
+        own = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
+        model = b.place(model)
         twin = copy.deepcopy(model)
         replica = b.replicate(model, {})
         with b.no_sync(replica):
@@ -175,7 +178,8 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
         twin(own).square().mean().backward()
         local = torch.equal(model[0].weight.grad, twin[0].weight.grad)
         replica(own).square().mean().backward()
-        return local, model[0].weight.grad
+        b.barrier()
+        return local, model[0].weight.grad.cpu()
 
     model, batch = model_and_batch()
     (2 * model(batch).square().mean()).backward()

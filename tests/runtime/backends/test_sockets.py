@@ -168,7 +168,7 @@ def test_where_one_rank_cannot_be_reached_none_uses_sockets(pair, broken):
             "cannot call": (socket.socket, "connect"),
         }[broken]
         with mock.patch.object(*what, refuse):
-            return connected(group, timedelta(seconds=1))
+            return connected(group, group.get_group_store(), timedelta(seconds=1))
 
     assert pair.run(attempt, broken) == [None, None]
 
@@ -190,7 +190,8 @@ def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
             bind = watched
 
         with mock.patch.object(socket, "socket", Watched):
-            peers = connected(dist.new_group(backend="gloo"), timedelta(seconds=10))
+            group = dist.new_group(backend="gloo")
+            peers = connected(group, group.get_group_store(), timedelta(seconds=10))
         for peer in peers.values():
             peer.close()
         return seen

@@ -1,0 +1,86 @@
+"""What replicas of a device that `torch.distributed` does not drive tell each other through their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_runtime.backends.wire import GlooWire, wire_between
+from accel_runtime.exchange.agreement import Agreement, Wire
+from accel_runtime.exchange.objects import share_objects
+from accel_runtime.topology import Topology
+
+__all__ = ["Hosts"]
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_ANY_DAY = timedelta(days=1)
+
+
+class Hosts:
+    """The host side of one replica: a store, and a gloo group over it that belongs to no process.
+
+    `torch.distributed` has one default group a process, and replicas may be threads of one.
+
+    Args:
+        topology: Where this replica stands.
+        share: Gives every replica the text of the first, over the device; how they find the store.
+        address: Of the first replica, as the others reach it.
+        timeout: How long to wait for the others.
+    """
+
+    def __init__(
+        self, topology: Topology, share: Callable[[str], str], address: str, timeout: timedelta
+    ) -> None:
+        self._topology, self._timeout = topology, timeout
+        self._server = None
+        if topology.rank == 0:
+            self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        host, _, port = share(f"{address}:{self._server.port}" if self._server else "").rpartition(":")
+        self.store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        """What all replicas can write into and read from."""
+        self._group = self._joined("control")
+        near = topology.local_world_size == topology.world_size
+        self.wire: Wire = wire_between(self._group, self._prefixed("wire"), timeout, one_machine=near)
+        """Carries bytes between the replicas."""
+        self._asides = 0
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every replica's tensor on the CPU, stacked."""
+        everyone = tensor.new_empty((self._topology.world_size, *tensor.shape))
+        self._group.allgather([list(everyone.unbind())], [tensor.contiguous()]).wait()
+        return everyone
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Every replica's tensor on the CPU, combined into a new one."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._group.allreduce([total], _OPERATIONS[reduction]).wait()
+        return total / self._topology.world_size if reduction == "mean" else total
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of one replica on the CPU, written into that of every other."""
+        self._group.broadcast(tensor, source).wait()
+        return tensor
+
+    def apart(self) -> Callable[[Any], list[Any]]:
+        """See `Backend.apart`."""
+        self._asides += 1
+        name = f"aside {self._asides}"
+        wire = GlooWire(self._joined(name, _ANY_DAY), self._prefixed(f"wire of {name}"), _ANY_DAY)
+        agreement = Agreement(wire, self._topology.rank, self._topology.world_size)
+        return lambda item: share_objects(name, item, agreement)
+
+    def _joined(self, name: str, timeout: timedelta | None = None) -> Any:
+        rank, size = self._topology.rank, self._topology.world_size
+        return dist.ProcessGroupGloo(self._prefixed(name), rank, size, timeout or self._timeout)
+
+    def _prefixed(self, name: str) -> Any:
+        return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]

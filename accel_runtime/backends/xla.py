@@ -1,0 +1,289 @@
+"""Replicas of torch_xla: TPU cores, or its CPU device; the one file of the runtime that imports it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from accel_runtime.backends.averaging import Averaging
+from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.feeding import Belt, fed
+from accel_runtime.backends.hosts import Hosts
+from accel_runtime.backends.moving import moved
+from accel_runtime.backends.single import Single
+from accel_runtime.data.source import Loop
+from accel_runtime.env import Settings
+from accel_runtime.kinds import DistributedType
+from accel_runtime.topology import Topology
+
+try:
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+    from torch_xla.distributed.parallel_loader import ParallelLoader
+except ImportError as error:
+    raise RuntimeError(
+        f"torch_xla cannot be loaded beside torch {torch.__version__}: {error}. The two are released in pairs, in an "
+        'environment of their own: pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0.'
+    ) from error
+
+__all__ = ["Replicas", "connect"]
+
+_REDUCE = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
+_AT_ONCE = 64 * 1024 * 1024
+"""Bytes of parameters that travel together when replicas begin."""
+_LOOPBACK = "127.0.0.1"
+# A replica may be a thread of a process that has others, and what it has joined belongs to it.
+_HERE = threading.local()
+
+
+def connect(settings: Settings, topology: Topology) -> Backend:
+    """Take up this replica's device and join the others.
+
+    Args:
+        settings: What the launcher said.
+        topology: What the environment says of this process's place; torch_xla knows better, but both must agree.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    device = torch_xla.device()
+    place = Topology(
+        xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.local_device_count(), launched=True
+    )
+    if topology.world_size not in {1, place.world_size}:
+        raise RuntimeError(
+            f"WORLD_SIZE={topology.world_size} says that there are {topology.world_size} processes, but torch_xla sees "
+            f"{place.world_size} replica(s): every process would take itself for rank 0. Leave starting to torch_xla: "
+            "accel launch with launcher.kind: xla."
+        )
+    if place.world_size == 1:
+        return Lone(Topology(), device)
+    return Replicas(place, device, _hosts(place, timedelta(seconds=settings.process_group_timeout)))
+
+
+def _hosts(place: Topology, timeout: timedelta) -> Hosts:
+    """This replica's host side, made once: what it counts goes on with a second backend."""
+    if not hasattr(_HERE, "hosts"):
+        address = xr.get_master_ip() if xr.device_type() == "TPU" else _LOOPBACK
+        _HERE.hosts = Hosts(place, _share, address, timeout)
+    hosts: Hosts = _HERE.hosts
+    return hosts
+
+
+def _share(text: str) -> str:
+    first: bytes = xm.rendezvous("accel", text.encode())[0]
+    return first.decode()
+
+
+class _Lazy(Backend):
+    """What is the same with one replica and with several: operations are recorded, and run when a step is cut off."""
+
+    static_shapes = True
+
+    @override
+    def place(self, model: nn.Module) -> nn.Module:
+        return moved(model, self.device)
+
+    @override
+    def walked(
+        self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
+    ) -> Iterator[Any]:
+        if place and loaded_beside:
+            return fed(walk, loop, self._belt)
+        return self._cut(walk(loop))
+
+    def _cut(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, with what was computed on each sent off to the device before the next is loaded."""
+        for batch in batches:
+            yield batch
+            torch_xla.sync()
+
+    def _belt(self) -> Belt:
+        """What carries batches to the device in the background."""
+        return Belt(
+            lambda batches: ParallelLoader(
+                batches, [self.device], loader_prefetch_size=1, device_prefetch_size=1
+            ),
+            self.device,
+        )
+
+    @property
+    @override
+    def kind(self) -> DistributedType:
+        return DistributedType.XLA
+
+
+class Lone(_Lazy, Single):
+    """One replica: collectives are identities."""
+
+
+class Replicas(_Lazy):
+    """Several replicas, threads of a process or processes: as torch_xla has started them.
+
+    Args:
+        topology: Where this replica stands.
+        device: What it computes on.
+        hosts: Its host side.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
+        super().__init__(topology, device, hosts.wire)
+        self._hosts = hosts
+        self._averaging: WeakKeyDictionary[nn.Module, Averaging] = _averagings()
+
+    @override
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return self._hosts.all_gather(tensor)
+        if not tensor.numel():
+            return tensor.new_empty((self.topology.world_size, *tensor.shape))
+        _settled()
+        # Pinned, it would be a sum over zeros in which every replica has its own graph.
+        gathered: torch.Tensor = xm.all_gather(tensor.unsqueeze(0), dim=0, pin_layout=False)
+        torch_xla.sync()
+        return gathered
+
+    @override
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return self._hosts.all_reduce(tensor, reduction)
+        _settled()
+        total = self._reduced(tensor, reduction)
+        torch_xla.sync()
+        return total
+
+    def _reduced(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """As `all_reduce`, as a part of the graph that is being recorded."""
+        if tensor.is_complex():
+            return torch.view_as_complex(self._reduced(torch.view_as_real(tensor), reduction))
+        wide = tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor
+        # One dimension: a scalar of 0 or 1 would become a constant of the graph, another one on every replica.
+        total: torch.Tensor = xm.all_reduce(_REDUCE[reduction], wide.reshape(-1).clone()).view(tensor.shape)
+        # A factor given to all_reduce is cut to a whole number for whole numbers.
+        total = total / self.topology.world_size if reduction == "mean" else total
+        return total.to(tensor.dtype) if wide is not tensor else total
+
+    @override
+    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        total = self._reduced(tensor, "sum")
+        return lambda: tensor.copy_(total)
+
+    @override
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return self._hosts.broadcast(tensor, source)
+        _settled()
+        with torch.no_grad():
+            tensor.copy_(self._first(tensor, source))
+        torch_xla.sync()
+        return tensor
+
+    def _first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of one replica: the sum with zeros of the others, whatever they hold."""
+        mine = torch.tensor([self.topology.rank == source]).to(self.device)
+        whole = (
+            tensor.to(torch.int32)
+            if tensor.dtype in {torch.bool, torch.uint8, torch.int8, torch.int16}
+            else tensor
+        )
+        own = torch.where(mine, whole.detach().reshape(-1), torch.zeros_like(whole).reshape(-1))
+        return self._reduced(own, "sum").view(tensor.shape).to(tensor.dtype)
+
+    @override
+    def barrier(self) -> None:
+        torch_xla.sync(wait=True)
+        super().barrier()
+
+    @override
+    def apart(self) -> Callable[[Any], list[Any]]:
+        return self._hosts.apart()
+
+    @property
+    @override
+    def name(self) -> str | None:
+        return "xla"
+
+    @override
+    def post(self, key: str, text: str) -> None:
+        self._hosts.store.set(key, text)
+
+    @override
+    def posted(self, key: str) -> str | None:
+        store = self._hosts.store
+        return store.get(key).decode() if store.check([key]) else None
+
+    @override
+    def turn(self, key: str) -> int:
+        return int(self._hosts.store.add(f"{key}/turns/{self.topology.rank}", 1))
+
+    @override
+    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
+            return model
+        self._begin_alike([*model.parameters(), *model.buffers()])
+        self._averaging[model] = Averaging(model, self._average)
+        return model
+
+    def _begin_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every replica the first one's values."""
+        for some in _in_parts([tensor.detach() for tensor in tensors]):
+            flat = self._first(torch.cat([tensor.reshape(-1) for tensor in some]), 0)
+            for tensor, part in zip(some, torch.split(flat, [t.numel() for t in some]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+            torch_xla.sync()
+
+    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
+        xm.all_reduce(xm.REDUCE_SUM, list(gradients), scale=1 / self.topology.world_size)
+
+    @override
+    def original(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._averaging[model].held() if model in self._averaging else nullcontext()
+
+    @override
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._averaging[model].released() if model in self._averaging else nullcontext()
+
+    @override
+    def leave(self) -> None:
+        return None
+
+
+def _settled() -> None:
+    """Send off what was recorded: a number that differs between replicas is then data of the graph of a collective.
+
+    Recorded, a scalar of 0 or 1 is a constant, and replicas with different constants do not run the same program.
+    """
+    torch_xla.sync()
+
+
+def _in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype each, `_AT_ONCE` bytes together at most unless one is larger."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        part: list[torch.Tensor] = []
+        for tensor in (some for some in tensors if some.dtype == dtype):
+            if part and sum(some.nbytes for some in part) + tensor.nbytes > _AT_ONCE:
+                yield part
+                part = []
+            part.append(tensor)
+        yield part
+
+
+def _averagings() -> WeakKeyDictionary[nn.Module, Averaging]:
+    """The models of this replica that average: those of all its backends."""
+    if not hasattr(_HERE, "averagings"):
+        _HERE.averagings = WeakKeyDictionary()
+    found: WeakKeyDictionary[nn.Module, Averaging] = _HERE.averagings
+    return found
