@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -129,6 +130,7 @@ def test_ten_steps_in_bf16_give_about_the_losses_of_the_cpu(mesh):
 
 def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh):
     def parts():
+        import torch_xla
         import torch_xla.distributed.spmd as xs
 
         from accel_runtime import Accelerator
@@ -144,6 +146,8 @@ def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh
         assert accelerator.unwrap_model(prepared) is model
         assert before == [id(parameter) for parameter in model.parameters()]
         assert model.head.weight is model.embed.weight
+
+        torch_xla.sync(wait=True)
 
         def held(tensor):
             return [tuple(part.data.shape) for part in xs.XLAShardedTensor(tensor.detach()).local_shards]
@@ -250,7 +254,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_sizes_that_fit(m
     assert "for 4 devices" in mesh.run(refused, 6)[0]
     assert "its batch size is 6" in mesh.run(refused, 6)[0]
     assert "such as 4 or 8" in mesh.run(refused, 6)[0]
-    assert "such as 4 or 8" in mesh.run(refused, 1)[0]
+    assert mesh.run(refused, 1)[0].endswith("such as 4")
 
 
 def test_collectives_give_whole_values_and_barriers_pass(mesh):
@@ -288,8 +292,7 @@ def test_a_ragged_dataset_is_evaluated_exactly(mesh):
         model.eval()
         found = []
         with torch.no_grad():
-            for rows in loader:
-                found.append(accelerator.gather_for_metrics(model(rows)).cpu())
+            found.extend(accelerator.gather_for_metrics(model(rows)).cpu() for rows in loader)
         return torch.cat(found).flatten().tolist()
 
     for count in (1, 5, 8, 21):
@@ -360,3 +363,46 @@ def test_the_description_says_how_many_devices_are_one(mesh):
     text = mesh.run(described)[0]
     assert "xla:0: 4 devices as one (SPMD)" in text
     assert "wrapping SpmdFullyShardedDataParallel" in text
+
+
+def half(folder, options):
+    """Steps of a run: the first five, which are saved, or those after them, where there is something saved."""
+    from accel_runtime import Accelerator
+
+    accelerator = Accelerator(**options)
+    model = Tied()
+    optimizer = optimizer_of("AdamW", model)
+    loader = DataLoader(samples(10 * BATCH), BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    begun = folder.exists()
+    if begun:
+        accelerator.load_state(folder)
+    losses = []
+    for index, (tokens, targets) in enumerate(loader):
+        loss = loss_of(model, tokens, targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not begun and index == 4:
+            accelerator.save_state(folder)
+            break
+    accelerator.save_model(model, folder.with_name(f"model of {folder.name}"))
+    state = accelerator.get_state_dict(model)
+    return [loss.item() for loss in losses], {name: value.cpu() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("first", ["mesh", "cpu"])
+def test_a_checkpoint_of_one_continues_on_the_other_with_its_optimizer(mesh, tmp_path, first):
+    there = lambda: mesh.run(half, tmp_path / "state", {})[0]  # noqa: E731
+    here = lambda: half(tmp_path / "state", {"cpu": True})  # noqa: E731
+    runs = (there, here) if first == "mesh" else (here, there)
+    (losses, _), (more, final) = (run() for run in runs)
+    wanted, expected = trained_plainly("AdamW", 1, 0.5)
+    assert losses + more == pytest.approx(wanted, abs=1e-4)
+    torch.testing.assert_close(final, expected, atol=1e-4, rtol=0)
+    exported = load_file(tmp_path / "model of state" / "model.safetensors")
+    for name, value in exported.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=0)
+    assert {"embed.weight", "inner.weight", "inner.bias"} <= {*exported, "embed.weight"}
