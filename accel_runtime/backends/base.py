@@ -146,6 +146,15 @@ class Backend(ABC):
     def original(self, model: nn.Module) -> nn.Module:
         """The module that `replicate` was given."""
 
+    def wrapping(self, model: nn.Module) -> str:
+        """What replicates a model, in a word; `none` where nothing does."""
+        return "none" if self.original(model) is model else type(model).__name__
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the device's runtime has to say of itself, by title."""
+        return {}
+
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""

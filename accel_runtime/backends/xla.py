@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,7 @@ from accel_runtime.backends.meshing import check_options, devices, wrapped
 from accel_runtime.backends.moving import moved
 from accel_runtime.backends.rows import Rows
 from accel_runtime.backends.single import Single
+from accel_runtime.backends.watching import Counts, Watch
 from accel_runtime.data.source import Loop
 from accel_runtime.env import Settings
 from accel_runtime.kinds import DistributedType
@@ -30,6 +33,7 @@ from accel_runtime.topology import Topology
 try:
     import torch_xla
     import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as met
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
     from torch_xla.distributed.parallel_loader import ParallelLoader
@@ -45,6 +49,9 @@ __all__ = ["Mesh", "Replicas", "connect"]
 _REDUCE = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
 _AT_ONCE = 64 * 1024 * 1024
 """Bytes of parameters that travel together when replicas begin."""
+_VARIABLES = ("PJRT_", "XLA_", "TPU_", "LIBTPU_", "CPU_NUM_DEVICES")
+"""How names of variables begin that torch_xla and its devices read."""
+_CHANGE_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
 _LOOPBACK = "127.0.0.1"
 # A replica may be a thread of a process that has others, and what it has joined belongs to it.
 _HERE = threading.local()
@@ -59,7 +66,14 @@ def connect(settings: Settings, topology: Topology) -> Backend:
 
     Raises:
         RuntimeError: They do not. Or all devices are to be one (SPMD), and cannot.
+        ValueError: A variable asks torch_xla to compute in another number format than the script says.
     """
+    for name in _CHANGE_NUMBERS:
+        if os.environ.get(name, "0") not in {"", "0"}:
+            raise ValueError(
+                f"{name}={os.environ[name]} makes every float32 of the run a half, also in the optimizer, and nothing shows "
+                "it. Unset it, and use mixed_precision: bf16."
+            )
     if settings.spmd:
         return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
     if xr.is_spmd():
@@ -109,9 +123,40 @@ class _Lazy(Backend):
     def walked(
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
-        if place and loaded_beside:
-            return fed(walk, loop, self._belt)
-        return self._cut(walk(loop))
+        ahead = place and loaded_beside
+        return self._watched(fed(walk, loop, self._belt) if ahead else self._cut(walk(loop)))
+
+    def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; the first replica looks at what a step costs, and what it says holds for all."""
+        if self.topology.rank:
+            yield from batches
+            return
+        self._watch.begin()
+        try:
+            for batch in batches:
+                self._watch.handed(batch)
+                yield batch
+        finally:
+            self._watch.end()
+
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch(_counts, self.device)
+
+    @override
+    def wrapping(self, model: nn.Module) -> str:
+        return "none"
+
+    @property
+    @override
+    def facts(self) -> dict[str, str]:
+        counts = _counts()
+        variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
+        return {
+            "torch_xla": f"{torch_xla.__version__} with torch {torch.__version__}, {xr.device_type()} device",
+            "variables": " ".join(f"{name}={value}" for name, value in variables.items()),
+            "graphs": f"{counts.compiled} compiled, {counts.fetched} values fetched by this process so far",
+        }
 
     def _cut(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, with what was computed on each sent off to the device before the next is loaded."""
@@ -332,6 +377,10 @@ class Replicas(_Lazy):
         return model
 
     @override
+    def wrapping(self, model: nn.Module) -> str:
+        return "none (gradients are averaged in the graph)" if model in self._averaging else "none"
+
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._averaging[model].held() if model in self._averaging else nullcontext()
 
@@ -347,6 +396,12 @@ class Replicas(_Lazy):
 def _first(rank: int) -> tuple[str | None, ...]:
     """Cut along the first of so many dimensions."""
     return ("fsdp", *[None] * (rank - 1))
+
+
+def _counts() -> Counts:
+    """What torch_xla has done in this process so far."""
+    fetches = met.metric_data("TransferFromDeviceTime")
+    return Counts(met.counter_value("UncachedCompile") or 0, fetches[0] if fetches else 0)
 
 
 def _settled() -> None:
