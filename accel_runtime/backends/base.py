@@ -103,6 +103,16 @@ class Backend(ABC):
     def turn(self, key: str) -> int:
         """How many times this rank has asked for this key, from 1: the same number on ranks in step."""
 
+    @property
+    def hardware(self) -> str:
+        """What this process computes on, for people."""
+        return str(self.device)
+
+    @property
+    def parts(self) -> int:
+        """How many devices a batch of this process is cut over: its size has to be a multiple."""
+        return 1
+
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
 

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime import tree
 from accel_runtime.backends.averaging import Averaging
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.feeding import Belt, fed
 from accel_runtime.backends.hosts import Hosts
+from accel_runtime.backends.meshing import check_options, devices, wrapped
 from accel_runtime.backends.moving import moved
+from accel_runtime.backends.rows import Rows
 from accel_runtime.backends.single import Single
 from accel_runtime.data.source import Loop
 from accel_runtime.env import Settings
@@ -27,15 +30,17 @@ from accel_runtime.topology import Topology
 try:
     import torch_xla
     import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
     from torch_xla.distributed.parallel_loader import ParallelLoader
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 except ImportError as error:
     raise RuntimeError(
         f"torch_xla cannot be loaded beside torch {torch.__version__}: {error}. The two are released in pairs, in an "
         'environment of their own: pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0.'
     ) from error
 
-__all__ = ["Replicas", "connect"]
+__all__ = ["Mesh", "Replicas", "connect"]
 
 _REDUCE = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
 _AT_ONCE = 64 * 1024 * 1024
@@ -53,8 +58,15 @@ def connect(settings: Settings, topology: Topology) -> Backend:
         topology: What the environment says of this process's place; torch_xla knows better, but both must agree.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: They do not. Or all devices are to be one (SPMD), and cannot.
     """
+    if settings.spmd:
+        return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
+    if xr.is_spmd():
+        raise RuntimeError(
+            "torch_xla computes on all devices as on one (XLA_USE_SPMD=1 is set, or the script has called use_spmd()), "
+            "but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
+        )
     device = torch_xla.device()
     place = Topology(
         xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.local_device_count(), launched=True
@@ -109,11 +121,12 @@ class _Lazy(Backend):
 
     def _belt(self) -> Belt:
         """What carries batches to the device in the background."""
-        return Belt(
-            lambda batches: ParallelLoader(
-                batches, [self.device], loader_prefetch_size=1, device_prefetch_size=1
-            ),
-            self.device,
+        return Belt(self._carrier, self.device)
+
+    def _carrier(self, batches: Any, **options: Any) -> Any:
+        """torch_xla's loader, one batch ahead."""
+        return ParallelLoader(
+            batches, [self.device], loader_prefetch_size=1, device_prefetch_size=1, **options
         )
 
     @property
@@ -124,6 +137,76 @@ class _Lazy(Backend):
 
 class Lone(_Lazy, Single):
     """One replica: collectives are identities."""
+
+
+class Mesh(_Lazy, Single):
+    """All devices of a machine as one (SPMD): data are cut over them, models fully sharded, and XLA does the talking.
+
+    There is one process, so collectives are identities: a tensor is the whole of what the devices hold.
+
+    Args:
+        parts: How many there are.
+    """
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(Topology(), torch_xla.device())
+        self._mesh = xs.Mesh(list(range(parts)), (parts,), ("fsdp",))
+        self._rows = Rows(parts, lambda rank: xs.ShardingSpec(self._mesh, _first(rank)), self._mark)
+
+    @property
+    @override
+    def hardware(self) -> str:
+        return f"{self.device}: {self._rows.parts} devices as one (SPMD)"
+
+    @property
+    @override
+    def parts(self) -> int:
+        return self._rows.parts
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        if tensor.device == self.device and not torch_xla._XLAC._get_xla_sharding_spec(tensor):  # noqa: SLF001
+            xs.mark_sharding(tensor, self._mesh, _first(tensor.dim()))
+
+    @override
+    def walked(
+        self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
+    ) -> Iterator[Any]:
+        if place and not loaded_beside:
+            return super().walked(self._sending(walk), loop, place=place, loaded_beside=loaded_beside)
+        return super().walked(walk, loop, place=place, loaded_beside=loaded_beside)
+
+    def _sending(self, walk: Callable[[Loop], Iterator[Any]]) -> Callable[[Loop], Iterator[Any]]:
+        """A walk whose batches are cut over the devices when they are asked for."""
+        return lambda loop: (tree.map_tensors(self._sent, batch) for batch in walk(loop))
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        sent: torch.Tensor = xm.send_cpu_data_to_device(tensor, self.device, self._rows)[0]
+        return sent
+
+    @override
+    def _belt(self) -> Belt:
+        return Belt(lambda batches: self._carrier(batches, input_sharding=self._rows), self.device)
+
+    @override
+    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        learns = any(parameter.requires_grad for parameter in model.parameters())
+        if isinstance(model, SpmdFullyShardedDataParallel) or not learns:
+            return model
+        check_options(options)
+        prepared = wrapped(self.place(model), self._unit)
+        prepared.register_forward_hook(self._rows.passed, with_kwargs=True)
+        return prepared
+
+    def _unit(self, model: nn.Module) -> nn.Module:
+        # Which outputs have a row for every sample is seen beside the input, where the wrapper does not look.
+        return SpmdFullyShardedDataParallel(model, mesh=self._mesh, shard_output=lambda *_: None)  # type: ignore[no-any-return]
+
+    @override
+    def original(self, model: nn.Module) -> nn.Module:
+        if not isinstance(model, SpmdFullyShardedDataParallel):
+            return model
+        own: nn.Module = model.module
+        return own
 
 
 class Replicas(_Lazy):
@@ -259,6 +342,11 @@ class Replicas(_Lazy):
     @override
     def leave(self) -> None:
         return None
+
+
+def _first(rank: int) -> tuple[str | None, ...]:
+    """Cut along the first of so many dimensions."""
+    return ("fsdp", *[None] * (rank - 1))
 
 
 def _settled() -> None:

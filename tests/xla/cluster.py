@@ -156,7 +156,7 @@ def serve(connection, size):
     def replica():
         import torch_xla.runtime as xr
 
-        rank = xr.global_ordinal()
+        rank = xr.global_ordinal() if size > 1 else 0  # asked, it would take up devices before SPMD can be
         while True:
             function, args = cloudpickle.loads(calls[rank].get())
             try:
