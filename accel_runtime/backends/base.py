@@ -104,11 +104,6 @@ class Backend(ABC):
         """How many times this rank has asked for this key, from 1: the same number on ranks in step."""
 
     @property
-    def hardware(self) -> str:
-        """What this process computes on, for people."""
-        return str(self.device)
-
-    @property
     def parts(self) -> int:
         """How many devices a batch of this process is cut over: its size has to be a multiple."""
         return 1
@@ -158,6 +153,9 @@ class Backend(ABC):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    def watch_over(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have nothing to add
+        """From now on, see to it that a state which is loaded lies as the parameters do."""
 
     def replica(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - what several have
         """What a replicated model remembers from step to step beside its state; all ranks ask together."""

@@ -32,6 +32,10 @@ class Rows:
         self.parts = parts
         self._sharding, self._mark = sharding, mark
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        """Itself: a copy of a model that has it as a hook computes on the same devices."""
+        return self
+
     def cut(self, tensor: torch.Tensor) -> bool:
         """Whether every device can have as many rows of the tensor."""
         return tensor.dim() > 0 and len(tensor) > 0 and len(tensor) % self.parts == 0

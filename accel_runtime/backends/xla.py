@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime import tree
 from accel_runtime.backends.averaging import Averaging
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.feeding import Belt, fed
 from accel_runtime.backends.hosts import Hosts
-from accel_runtime.backends.meshing import check_options, devices, wrapped
+from accel_runtime.backends.meshing import Meshed, along, devices
 from accel_runtime.backends.moving import moved
 from accel_runtime.backends.rows import Rows
 from accel_runtime.backends.single import Single
@@ -184,46 +183,33 @@ class Lone(_Lazy, Single):
     """One replica: collectives are identities."""
 
 
-class Mesh(_Lazy, Single):
-    """All devices of a machine as one (SPMD): data are cut over them, models fully sharded, and XLA does the talking.
-
-    There is one process, so collectives are identities: a tensor is the whole of what the devices hold.
+class Mesh(Meshed, _Lazy, Single):
+    """All devices of a machine as one (SPMD): collectives are identities, and XLA's own connect the devices.
 
     Args:
-        parts: How many there are.
+        parts: How many devices there are.
     """
+
+    _wrapper = SpmdFullyShardedDataParallel
 
     def __init__(self, parts: int) -> None:
         super().__init__(Topology(), torch_xla.device())
         self._mesh = xs.Mesh(list(range(parts)), (parts,), ("fsdp",))
-        self._rows = Rows(parts, lambda rank: xs.ShardingSpec(self._mesh, _first(rank)), self._mark)
+        self._rows = Rows(parts, self._sharding, lambda tensor: self._cut_along(tensor, 0))
 
-    @property
-    @override
-    def hardware(self) -> str:
-        return f"{self.device}: {self._rows.parts} devices as one (SPMD)"
-
-    @property
-    @override
-    def parts(self) -> int:
-        return self._rows.parts
-
-    def _mark(self, tensor: torch.Tensor) -> None:
-        if tensor.device == self.device and not torch_xla._XLAC._get_xla_sharding_spec(tensor):  # noqa: SLF001
-            xs.mark_sharding(tensor, self._mesh, _first(tensor.dim()))
+    def _sharding(self, rank: int) -> Any:
+        return xs.ShardingSpec(self._mesh, along(0, rank))
 
     @override
-    def walked(
-        self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
-    ) -> Iterator[Any]:
-        if place and not loaded_beside:
-            return super().walked(self._sending(walk), loop, place=place, loaded_beside=loaded_beside)
-        return super().walked(walk, loop, place=place, loaded_beside=loaded_beside)
+    def _is_cut(self, tensor: torch.Tensor) -> bool:
+        return bool(torch_xla._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001
 
-    def _sending(self, walk: Callable[[Loop], Iterator[Any]]) -> Callable[[Loop], Iterator[Any]]:
-        """A walk whose batches are cut over the devices when they are asked for."""
-        return lambda loop: (tree.map_tensors(self._sent, batch) for batch in walk(loop))
+    @override
+    def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
+        if tensor.device == self.device and not self._is_cut(tensor):
+            xs.mark_sharding(tensor, self._mesh, along(dimension, tensor.dim()))
 
+    @override
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         sent: torch.Tensor = xm.send_cpu_data_to_device(tensor, self.device, self._rows)[0]
         return sent
@@ -233,25 +219,10 @@ class Mesh(_Lazy, Single):
         return Belt(lambda batches: self._carrier(batches, input_sharding=self._rows), self.device)
 
     @override
-    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
-        learns = any(parameter.requires_grad for parameter in model.parameters())
-        if isinstance(model, SpmdFullyShardedDataParallel) or not learns:
-            return model
-        check_options(options)
-        prepared = wrapped(self.place(model), self._unit)
-        prepared.register_forward_hook(self._rows.passed, with_kwargs=True)
-        return prepared
-
-    def _unit(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         # Which outputs have a row for every sample is seen beside the input, where the wrapper does not look.
-        return SpmdFullyShardedDataParallel(model, mesh=self._mesh, shard_output=lambda *_: None)  # type: ignore[no-any-return]
-
-    @override
-    def original(self, model: nn.Module) -> nn.Module:
-        if not isinstance(model, SpmdFullyShardedDataParallel):
-            return model
-        own: nn.Module = model.module
-        return own
+        unit: nn.Module = SpmdFullyShardedDataParallel(model, mesh=self._mesh, shard_output=lambda *_: None)
+        return unit
 
 
 class Replicas(_Lazy):
@@ -391,11 +362,6 @@ class Replicas(_Lazy):
     @override
     def leave(self) -> None:
         return None
-
-
-def _first(rank: int) -> tuple[str | None, ...]:
-    """Cut along the first of so many dimensions."""
-    return ("fsdp", *[None] * (rank - 1))
 
 
 def _counts() -> Counts:

@@ -178,7 +178,7 @@ class InForce(Processes):
                 world_size=topology.world_size,
                 rank=topology.rank,
                 local_world_size=topology.local_world_size,
-                device=self._backend.hardware,
+                device=str(self.device),
                 process_group=self._backend.name or "",
             ),
             precision=self._precision.described,

@@ -130,6 +130,7 @@ class Preparing:
             return optimizer
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
+        self._backend.watch_over(optimizer)
         if self._places(device_placement):
             prepared.place()
         self._optimizers.append(prepared)

@@ -54,7 +54,7 @@ class Replicas:
     @property
     def backend(self):
         """The class of the backend."""
-        return "Lone" if self.size == 1 else "Replicas"
+        return "Mesh" if self.devices else "Lone" if self.size == 1 else "Replicas"
 
     @property
     def carrier(self):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +17,10 @@ DEVICES = 4
 BATCH = 8
 
 
-@pytest.fixture(scope="module")
-def mesh():
+@pytest.fixture
+def mesh(clusters):
     """A process on four devices; `run(function, *args)` calls a function of a test there."""
-    spec = importlib.util.spec_from_file_location("spmd_cluster", Path(__file__).parent / "cluster.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    found = module.Replicas(1, devices=DEVICES)
-    yield found
-    found.close()
+    return clusters["spmd 4"]
 
 
 class Tied(nn.Module):
@@ -361,7 +352,7 @@ def test_the_description_says_how_many_devices_are_one(mesh):
         return str(accelerator.describe())
 
     text = mesh.run(described)[0]
-    assert "xla:0: 4 devices as one (SPMD)" in text
+    assert "4 devices compute as one (SPMD)" in text
     assert "wrapping SpmdFullyShardedDataParallel" in text
 
 
