@@ -106,6 +106,11 @@ class Backend(ABC):
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether batches may hold samples twice, so that it is remembered which."""
+        return self.static_shapes or self.topology.world_size > 1
+
     def place(self, model: nn.Module) -> nn.Module:
         """The model, with its parameters and buffers on the device."""
         return model.to(self.device)

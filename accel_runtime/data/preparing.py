@@ -64,7 +64,13 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         alone = replace(options, data="global", dispatch=False)
         return Separate(_source(loader, own, alone), loader, backend)
     _check(loader, backend.topology.world_size, options)
-    sharding = sharding_of(loader, backend.topology, split=options.split_batches, even=options.even_batches)
+    sharding = sharding_of(
+        loader,
+        backend.topology,
+        split=options.split_batches,
+        even=options.even_batches,
+        static=backend.static_shapes,
+    )
     dispatched = several and options.dispatch
     if isinstance(loader.dataset, IterableDataset) and not dispatched:
         return Stream(loader, backend, sharding)
