@@ -106,6 +106,9 @@ class Backend(ABC):
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
 
+    threads = False
+    """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
+
     @property
     def repeats(self) -> bool:
         """Whether batches may hold samples twice, so that it is remembered which."""

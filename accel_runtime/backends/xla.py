@@ -137,6 +137,7 @@ class Replicas(_Lazy):
 
     def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
         super().__init__(topology, device, hosts.wire)
+        self.threads = xr.process_count() < topology.world_size
         self._hosts = hosts
         self._averaging: WeakKeyDictionary[nn.Module, Averaging] = _averagings()
 

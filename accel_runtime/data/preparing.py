@@ -71,8 +71,10 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         even=options.even_batches,
         static=backend.static_shapes,
     )
-    dispatched = several and options.dispatch
-    if isinstance(loader.dataset, IterableDataset) and not dispatched:
+    stream = isinstance(loader.dataset, IterableDataset)
+    # A stream may draw with every sample, and threads that read it by turns would draw each other's numbers.
+    dispatched = several and (options.dispatch or (stream and backend.threads))
+    if stream and not dispatched:
         return Stream(loader, backend, sharding)
     return (Dispatched if dispatched else Ordered)(loader, backend, sharding, _seed(options, backend))
 
