@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime import tree
 from accel_runtime.backends.averaging import Averaging
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.feeding import Belt, fed
@@ -81,6 +82,10 @@ def connect(settings: Settings, topology: Topology) -> Backend:
             "but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
         )
     device = torch_xla.device()
+    if not hasattr(_HERE, "seeded"):
+        # `torch.manual_seed` seeds other devices when they are first used, and does not know this one.
+        xm.set_rng_state(torch.initial_seed())
+        _HERE.seeded = True
     place = Topology(
         xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.local_device_count(), launched=True
     )
@@ -113,6 +118,26 @@ class _Lazy(Backend):
     """What is the same with one replica and with several: operations are recorded, and run when a step is cut off."""
 
     static_shapes = True
+
+    @property
+    @override
+    def random(self) -> Any:
+        return _Random
+
+    @override
+    def settle(self) -> None:
+        _settled(wait=True)
+
+    @override
+    def hosted(self, state: Any) -> Any:
+        own = [leaf for leaf in tree.leaves(state) if _is_lazy(leaf)]
+        known = {torch_xla._XLAC._xla_get_tensor_id(leaf): leaf.detach() for leaf in own}  # noqa: SLF001
+        arrived = torch_xla._XLAC._xla_get_cpu_tensors(list(known.values()))  # noqa: SLF001
+        here = dict(zip(known, arrived, strict=True))
+        return tree.map_leaves(
+            lambda leaf: here[torch_xla._XLAC._xla_get_tensor_id(leaf)] if _is_lazy(leaf) else leaf,  # noqa: SLF001
+            state,
+        )
 
     @override
     def place(self, model: nn.Module) -> nn.Module:
@@ -161,7 +186,7 @@ class _Lazy(Backend):
         """The batches, with what was computed on each sent off to the device before the next is loaded."""
         for batch in batches:
             yield batch
-            torch_xla.sync()
+            _settled()
 
     def _belt(self) -> Belt:
         """What carries batches to the device in the background."""
@@ -236,6 +261,7 @@ class Replicas(_Lazy):
 
     def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
         super().__init__(topology, device, hosts.wire)
+        self.threads = xr.process_count() < topology.world_size
         self._hosts = hosts
         self._averaging: WeakKeyDictionary[nn.Module, Averaging] = _averagings()
 
@@ -248,7 +274,7 @@ class Replicas(_Lazy):
         _settled()
         # Pinned, it would be a sum over zeros in which every replica has its own graph.
         gathered: torch.Tensor = xm.all_gather(tensor.unsqueeze(0), dim=0, pin_layout=False)
-        torch_xla.sync()
+        _settled()
         return gathered
 
     @override
@@ -257,7 +283,7 @@ class Replicas(_Lazy):
             return self._hosts.all_reduce(tensor, reduction)
         _settled()
         total = self._reduced(tensor, reduction)
-        torch_xla.sync()
+        _settled()
         return total
 
     def _reduced(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -283,7 +309,7 @@ class Replicas(_Lazy):
         _settled()
         with torch.no_grad():
             tensor.copy_(self._first(tensor, source))
-        torch_xla.sync()
+        _settled()
         return tensor
 
     def _first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -299,7 +325,7 @@ class Replicas(_Lazy):
 
     @override
     def barrier(self) -> None:
-        torch_xla.sync(wait=True)
+        _settled(wait=True)
         super().barrier()
 
     @override
@@ -338,7 +364,7 @@ class Replicas(_Lazy):
             flat = self._first(torch.cat([tensor.reshape(-1) for tensor in some]), 0)
             for tensor, part in zip(some, torch.split(flat, [t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-            torch_xla.sync()
+            _settled()
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         xm.all_reduce(xm.REDUCE_SUM, list(gradients), scale=1 / self.topology.world_size)
@@ -364,6 +390,7 @@ class Replicas(_Lazy):
         return None
 
 
+<<<<<<< HEAD
 def _counts() -> Counts:
     """What torch_xla has done in this process so far."""
     fetches = met.metric_data("TransferFromDeviceTime")
@@ -371,11 +398,39 @@ def _counts() -> Counts:
 
 
 def _settled() -> None:
+=======
+def _settled(*, wait: bool = False) -> None:
+>>>>>>> exact
     """Send off what was recorded: a number that differs between replicas is then data of the graph of a collective.
 
     Recorded, a scalar of 0 or 1 is a constant, and replicas with different constants do not run the same program.
+
+    Random numbers go on where they were: torch_xla would begin others each time, and a run that is resumed, or gathers
+    more often, would draw from others.
     """
-    torch_xla.sync()
+    seed = xm.get_rng_state()
+    torch_xla.sync(wait=wait)
+    xm.set_rng_state(seed)
+
+
+class _Random:
+    """A device's random numbers, as torch's modules of devices have them: the state is a seed, which draws change."""
+
+    @staticmethod
+    def get_rng_state(_device: torch.device) -> torch.Tensor:
+        return torch.frombuffer(bytearray(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, _device: torch.device) -> None:
+        xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        xm.set_rng_state(seed)
+
+
+def _is_lazy(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
 
 
 def _in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
