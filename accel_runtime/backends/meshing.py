@@ -20,6 +20,9 @@ from accel_runtime.topology import Topology
 
 __all__ = ["Meshed", "along", "devices"]
 
+_CUT = "{devices="
+"""How the layout of a tensor begins of which every device holds a part."""
+
 
 class Meshed(Backend):
     """What a backend whose devices are a mesh does with loaders, models and optimizers.
@@ -36,12 +39,20 @@ class Meshed(Backend):
         """A tensor of a batch, on the devices."""
 
     @abstractmethod
-    def _is_cut(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor on the devices has a sharding."""
+    def _layout(self, tensor: torch.Tensor) -> str:
+        """How a tensor lies on the devices, as XLA writes it; nothing where nobody has said it yet."""
 
     @abstractmethod
     def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
-        """Cut a tensor that is on the devices, unless it has a sharding."""
+        """Cut a tensor that is on the devices, unless it has a layout."""
+
+    @abstractmethod
+    def _number(self, tensor: torch.Tensor) -> int:
+        """What a tensor has in common with its aliases only."""
+
+    @abstractmethod
+    def _assembled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is cut, on the CPU, out of the parts that the devices hold."""
 
     @abstractmethod
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -88,13 +99,32 @@ class Meshed(Backend):
         return type(model).__name__ if isinstance(model, self._wrapper) else "none"
 
     @override
+    def hosted(self, state: Any) -> Any:
+        # torch_xla would first make every tensor whole on every device, where it may not fit.
+        self.settle()
+        whole: dict[int, torch.Tensor] = {}
+
+        def here(leaf: Any) -> Any:
+            if not self._is_cut(leaf):
+                return leaf
+            if (number := self._number(leaf)) not in whole:
+                whole[number] = self._assembled(leaf.detach())
+            return whole[number]
+
+        return super().hosted(tree.map_leaves(here, state))
+
+    def _is_cut(self, leaf: Any) -> bool:
+        there = isinstance(leaf, torch.Tensor) and leaf.device == self.device
+        return there and self._layout(leaf).startswith(_CUT)
+
+    @override
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
         # Whole on every device until the next step, a state would need the memory that sharding has saved.
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            if parameter.device == self.device and parameter.dim() and self._is_cut(parameter):
+            if self._is_cut(parameter):
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         self._cut_along(value, _largest(parameter))

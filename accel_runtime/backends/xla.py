@@ -226,12 +226,23 @@ class Mesh(Meshed, _Lazy, Single):
         return xs.ShardingSpec(self._mesh, along(0, rank))
 
     @override
-    def _is_cut(self, tensor: torch.Tensor) -> bool:
-        return bool(torch_xla._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001
+    def _layout(self, tensor: torch.Tensor) -> str:
+        return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001
+
+    @override
+    def _number(self, tensor: torch.Tensor) -> int:
+        return int(torch_xla._XLAC._xla_get_tensor_id(tensor))  # noqa: SLF001
+
+    @override
+    def _assembled(self, tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for part in xs.XLAShardedTensor(tensor).local_shards:
+            whole[tuple(part.indices)] = part.unpadded_data
+        return whole
 
     @override
     def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
-        if tensor.device == self.device and not self._is_cut(tensor):
+        if tensor.device == self.device and not self._layout(tensor):
             xs.mark_sharding(tensor, self._mesh, along(dimension, tensor.dim()))
 
     @override
