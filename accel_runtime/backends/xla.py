@@ -20,9 +20,8 @@ from accel_runtime.backends.averaging import Averaging
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.feeding import Belt, fed
 from accel_runtime.backends.hosts import Hosts
-from accel_runtime.backends.meshing import Meshed, along, devices
+from accel_runtime.backends.meshing import Machinery, Meshed, devices
 from accel_runtime.backends.moving import moved
-from accel_runtime.backends.rows import Rows
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.watching import Counts, Watch
 from accel_runtime.data.source import Loop
@@ -74,13 +73,9 @@ def connect(settings: Settings, topology: Topology) -> Backend:
                 f"{name}={os.environ[name]} makes every float32 of the run a half, also in the optimizer, and nothing shows "
                 "it. Unset it, and use mixed_precision: bf16."
             )
-    if settings.spmd:
-        return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
-    if xr.is_spmd():
-        raise RuntimeError(
-            "torch_xla computes on all devices as on one (XLA_USE_SPMD=1 is set, or the script has called use_spmd()), "
-            "but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
-        )
+    parts = devices(settings, topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked)  # noqa: SLF001
+    if parts:
+        return Mesh(parts)
     device = torch_xla.device()
     if not hasattr(_HERE, "seeded"):
         # `torch.manual_seed` seeds other devices when they are first used, and does not know this one.
@@ -215,50 +210,13 @@ class Mesh(Meshed, _Lazy, Single):
         parts: How many devices there are.
     """
 
-    _wrapper = SpmdFullyShardedDataParallel
-
     def __init__(self, parts: int) -> None:
         super().__init__(Topology(), torch_xla.device())
-        self._mesh = xs.Mesh(list(range(parts)), (parts,), ("fsdp",))
-        self._rows = Rows(parts, self._sharding, lambda tensor: self._cut_along(tensor, 0))
-
-    def _sharding(self, rank: int) -> Any:
-        return xs.ShardingSpec(self._mesh, along(0, rank))
-
-    @override
-    def _layout(self, tensor: torch.Tensor) -> str:
-        return str(torch_xla._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001
-
-    @override
-    def _number(self, tensor: torch.Tensor) -> int:
-        return int(torch_xla._XLAC._xla_get_tensor_id(tensor))  # noqa: SLF001
-
-    @override
-    def _assembled(self, tensor: torch.Tensor) -> torch.Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for part in xs.XLAShardedTensor(tensor).local_shards:
-            whole[tuple(part.indices)] = part.unpadded_data
-        return whole
-
-    @override
-    def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
-        if tensor.device == self.device and not self._layout(tensor):
-            xs.mark_sharding(tensor, self._mesh, along(dimension, tensor.dim()))
-
-    @override
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent: torch.Tensor = xm.send_cpu_data_to_device(tensor, self.device, self._rows)[0]
-        return sent
+        self._spread(Machinery(xs, xm, torch_xla._XLAC, SpmdFullyShardedDataParallel), parts)  # noqa: SLF001
 
     @override
     def _belt(self) -> Belt:
         return Belt(lambda batches: self._carrier(batches, input_sharding=self._rows), self.device)
-
-    @override
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        # Which outputs have a row for every sample is seen beside the input, where the wrapper does not look.
-        unit: nn.Module = SpmdFullyShardedDataParallel(model, mesh=self._mesh, shard_output=lambda *_: None)
-        return unit
 
 
 class Replicas(_Lazy):

@@ -8,7 +8,10 @@ import pytest
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.meshing import along, devices
+from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
+
+SPMD = Settings(device="xla", spmd=True)
 
 
 def runtime(*, machines=1):
@@ -22,17 +25,17 @@ def runtime(*, machines=1):
 
 
 def test_the_devices_of_one_machine_are_counted():
-    assert devices(Topology(), runtime(), lambda: False) == 4
+    assert devices(SPMD, Topology(), runtime(), lambda: False) == 4
 
 
 def test_several_processes_are_refused():
     with pytest.raises(RuntimeError, match="WORLD_SIZE=2 says that there are 2 processes, but SPMD"):
-        devices(Topology(0, 2, 0, 2, launched=True), runtime(), lambda: False)
+        devices(SPMD, Topology(0, 2, 0, 2, launched=True), runtime(), lambda: False)
 
 
 def test_several_machines_are_refused():
     with pytest.raises(RuntimeError, match="of one machine here, and torch_xla sees 2 machines"):
-        devices(Topology(), runtime(machines=2), lambda: False)
+        devices(SPMD, Topology(), runtime(machines=2), lambda: False)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
