@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli import planning
+from accel_cli import launchers, planning
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers.slurm.render import quoted
 from accel_cli.machine import Machine
@@ -21,7 +21,7 @@ from accel_cli.profile import document
 from accel_cli.profile.layers import Resolved, flat
 from accel_cli.tpu import Packages, Tpu
 
-__all__ = ["Pod", "check_gcloud", "folder_of", "prepare"]
+__all__ = ["Pod", "check_gcloud", "check_target", "folder", "prepare"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WORKER = Machine(1, tpu=Tpu(("TPU",), "--tpu-pod"), packages=Packages("2.9.0", "2.9.0", "there"))
@@ -41,12 +41,27 @@ class Pod:
     """Lines of shell that run before, on every worker."""
 
 
-def folder_of(path: Path, home: Path) -> str:
-    """A folder as it is called on another machine: from the home, if it is in it."""
-    for base in (home, home.resolve()):
-        if path.is_relative_to(base):
-            return str(path.relative_to(base))
+def folder(said: str | None) -> str:
+    """The working folder as the workers call it: from the home, if it is in it.
+
+    Args:
+        said: The folder that was asked for; None takes this one.
+    """
+    path = Path.cwd() if said is None else Path(said).expanduser()
+    for home in (Path.home(), Path.home().resolve()):
+        if path.is_relative_to(home):
+            return str(path.relative_to(home))
     return str(path)
+
+
+def check_target(request: Request, said: str | None) -> None:
+    """Refuse what is not here to run, unless the workers have a folder of their own.
+
+    Raises:
+        UsageError: The script or module is not in this folder.
+    """
+    if said is None:
+        planning.check_target(request.target, request.kind)
 
 
 def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
@@ -65,9 +80,16 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
             raise UsageError(f"{option} {name!r} is no name of Google Cloud")
     if request.node_rank is not None:
         raise UsageError("--node-rank is for one machine, and --tpu-pod starts all of them: leave it out")
-    resolved = planning.resolve(replace(request, for_pod=True), environ, _WORKER)
+    request = replace(request, for_pod=True)
+    resolved = planning.resolve(request, environ, _WORKER)
     # What cannot run on any worker is said here, once.
     planned = planning.make(request, resolved, {}, _WORKER)
+    if planned.launcher != (needed := launchers.suggest(_WORKER)):
+        where = resolved.source("launcher.kind")
+        raise UsageError(
+            f"--tpu-pod needs launcher.kind: {needed}, and {where} says {planned.launcher}; --set launcher.kind={needed} "
+            "says otherwise for this run"
+        )
     _refuse_secrets(resolved)
     argv = (
         "gcloud",
