@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import launchers, planning
-from accel_cli.errors import ProfileError, UsageError
+from accel_cli.errors import UsageError
 from accel_cli.launchers.slurm.render import quoted
 from accel_cli.machine import Machine
 from accel_cli.masking import masked
@@ -155,12 +154,7 @@ def _text(key: str, value: Any) -> str:
     """A value as `--set` reads it."""
     if key.startswith("env."):
         return str(value)
-    plain = str(value)
-    try:
-        same = document.scalar(plain, key)
-    except ProfileError:
-        same = None
-    return plain if type(same) is type(value) and same == value else json.dumps(value)
+    return document.dump({"value": value}).removeprefix("value:").strip()
 
 
 def _refuse_secrets(resolved: Resolved) -> None:
