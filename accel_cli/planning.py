@@ -87,14 +87,16 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     if _kind(said) is None:
         said.insert(0, Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"}))
     assigned = layers.assigned(request.assignments)
-    alone = _kind([*said, assigned]) == "single"
+    kind = _kind([*said, assigned])
+    alone = kind == "single"
     options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
-    around = place(request, environ, _kind([*said, assigned]), found)
+    options = [_in_its_words(kind, layer) for layer in options]
+    around = place(request, environ, kind, found)
     if around.ranks:
         one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
         return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
     if values := _derived(around, options):
-        several = _kind([*said, assigned]) if _kind([*said, assigned]) in _PODS else "torchrun"
+        several = kind if kind in _PODS else "torchrun"
         said.append(Layer(around.source, {"launcher.kind": several, **values}, {"": around.source}))
         alone = False
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
@@ -244,6 +246,12 @@ def _kind(said: Iterable[Layer]) -> Any:
 def _asks_for_one(layer: Layer) -> bool:
     """Whether a layer only asks for the one process, or the one machine, that `single` gives anyway."""
     return any(layer.values == {f"launcher.{key}": 1} for key in ("nproc_per_node", "nnodes"))
+
+
+def _in_its_words(kind: Any, layer: Layer) -> Layer:
+    """An option's layer, under the key by which the launcher of that kind knows it."""
+    own = launchers.LAUNCHERS[kind].words if kind in launchers.LAUNCHERS else {}
+    return Layer(layer.name, {own.get(key, key): value for key, value in layer.values.items()}, layer.where)
 
 
 def _derived(around: nodes.Facts, options: Iterable[Layer]) -> dict[str, Any]:

@@ -293,6 +293,8 @@ def _machines(plan: Plan) -> str:
 
 
 def _processes(plan: Plan) -> str:
+    if plan.counted:
+        return plan.counted if plan.nnodes == 1 else f"{plan.counted}, on {plan.nnodes} machines"
     if plan.nnodes > 1 and plan.agent.get("min_nodes", plan.nnodes) != plan.nnodes:
         each = "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
         return f"{each} on each of {plan.agent['min_nodes']} to {plan.nnodes} machines"

@@ -9,18 +9,17 @@ from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.slurm.section import Slurm
 from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.launchers.xla import Xla
 from accel_cli.machine import Machine
 
 __all__ = ["LAUNCHERS", "PLANNED", "suggest"]
 
 LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType(
-    {"single": Single, "torchrun": Torchrun, "slurm": Slurm}
+    {"single": Single, "torchrun": Torchrun, "slurm": Slurm, "xla": Xla}
 )
 """Every launcher, by the `kind` that chooses it."""
 
-PLANNED: Mapping[str, str] = MappingProxyType(
-    {"xla": "TPU through torch_xla", "sagemaker": "Amazon SageMaker jobs"}
-)
+PLANNED: Mapping[str, str] = MappingProxyType({"sagemaker": "Amazon SageMaker jobs"})
 """Kinds whose place is kept: they are refused by name until they are here."""
 
 

@@ -44,6 +44,8 @@ class Launcher(Section):
 
     title: ClassVar[str]
     """What the wizard calls it."""
+    words: ClassVar[Mapping[str, str]] = {}
+    """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
     """The number formats of the forward pass that its processes know."""
 
