@@ -390,17 +390,13 @@ class Replicas(_Lazy):
         return None
 
 
-<<<<<<< HEAD
 def _counts() -> Counts:
     """What torch_xla has done in this process so far."""
     fetches = met.metric_data("TransferFromDeviceTime")
     return Counts(met.counter_value("UncachedCompile") or 0, fetches[0] if fetches else 0)
 
 
-def _settled() -> None:
-=======
 def _settled(*, wait: bool = False) -> None:
->>>>>>> exact
     """Send off what was recorded: a number that differs between replicas is then data of the graph of a collective.
 
     Recorded, a scalar of 0 or 1 is a constant, and replicas with different constants do not run the same program.
