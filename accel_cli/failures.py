@@ -9,11 +9,11 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli.runs import RankFolder
 
-__all__ = ["Cause", "Failure", "Frame", "Link", "complete", "first", "read"]
+__all__ = ["Cause", "Failure", "Frame", "Known", "Link", "complete", "first", "read", "replica"]
 
 _LOST = re.compile(
     r"RankLostError|DistNetworkError|connectFullMesh|ncclRemoteError|communicator was aborted|"
@@ -84,6 +84,8 @@ class Failure:
     """What it gave to `sys.exit`."""
     crash: tuple[Frame, ...] = ()
     """Where its Python code was when a signal ended it."""
+    processes: int | None = None
+    """How many ranks there are, where the launcher does not know: 0 is none yet."""
 
     @property
     def code(self) -> int:
@@ -102,6 +104,27 @@ class Failure:
         if any(map(_LOST.search, talked)):
             return Cause.LOST
         return Cause.WAITED if any(map(_WAITED.search, talked)) else Cause.OWN
+
+
+class Known(NamedTuple):
+    """What the launcher knows of a failure before it reads what the process left; see `Failure`."""
+
+    rank: int
+    pid: int
+    exitcode: int
+    processes: int | None = None
+
+
+def replica(folder: RankFolder, known: Known) -> Known:
+    """The replica that failed, out of what is left by the process that has started it.
+
+    Args:
+        folder: Of that process.
+        known: What the launcher knows of that process.
+    """
+    left = _left(folder).get("accel") or {}
+    exitcode = int(left.get("exitcode", known.exitcode))
+    return Known(left.get("rank", known.rank), left.get("pid", known.pid), exitcode, left.get("replicas", 0))
 
 
 def first(failures: Iterable[Failure]) -> Failure:

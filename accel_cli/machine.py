@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from accel_cli import tpu
+from accel_cli.tpu import Packages, Tpu
 
 __all__ = ["Machine", "cpus", "detect", "glance"]
 
@@ -33,17 +36,37 @@ class Machine:
     """The version of torch; None where it was not asked."""
     problem: str | None = None
     """Why torch could not be asked."""
+    tpu: Tpu = field(default_factory=Tpu)
+    """The TPU, which torch does not know of."""
+    packages: Packages = field(default_factory=Packages)
+    """What is installed to compute on it."""
 
     @property
     def summary(self) -> str:
         """One line for a person."""
         kinds = {name: self.devices.count(name) for name in self.devices}
         accelerators = [f"{count} x {name}" for name, count in kinds.items()]
-        return ", ".join([*accelerators, f"{self.cpus} CPU cores"])
+        tpus = [self.tpu.summary] if self.tpu.found else []
+        return ", ".join([*tpus, *accelerators, f"{self.cpus} CPU cores"])
+
+    @property
+    def xla_problem(self) -> str:
+        """Why torch_xla cannot be used here, with what to do; empty where it can."""
+        return self.packages.problem(self.tpu)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why something that is here cannot be used."""
+        unused_tpu = self.xla_problem if self.tpu.found else ""
+        return [problem for problem in (self.problem, unused_tpu) if problem]
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Machine:
     """Ask a child process what torch finds: exact, and as slow as importing torch."""
+    return _with_tpu(_asked(environ), environ)
+
+
+def _asked(environ: Mapping[str, str] | None) -> Machine:
     command = [sys.executable, "-m", "accel_runtime.probe"]
     try:
         answer = subprocess.run(
@@ -61,7 +84,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Machine:
 
 def glance(environ: Mapping[str, str] | None = None) -> Machine:
     """`detect`, unless the system shows no accelerator at all: then there is nothing to ask."""
-    return detect(environ) if _may_have_accelerator() else Machine(cpus())
+    return detect(environ) if _may_have_accelerator() else _with_tpu(Machine(cpus()), environ)
+
+
+def _with_tpu(found: Machine, environ: Mapping[str, str] | None) -> Machine:
+    """What was found, and what can be known of a TPU without asking anybody."""
+    variables = environ or {}
+    return replace(found, tpu=tpu.seen(variables), packages=tpu.packages(variables))
 
 
 def _may_have_accelerator() -> bool:

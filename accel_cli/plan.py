@@ -27,6 +27,8 @@ class Plan:
     """The script, module or program, as it was typed."""
     nnodes: int = 1
     nproc_per_node: int = 1
+    counted: str = ""
+    """What `accel launch` says of the processes where their number shows itself only when they run."""
     derived: str = ""
     """What a scheduler's variables said of the machines, and all that follows; empty where none did."""
     agent: Mapping[str, Any] = field(default_factory=dict)

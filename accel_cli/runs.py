@@ -16,6 +16,7 @@ from typing import Any
 import platformdirs
 
 from accel_cli.errors import UsageError
+from accel_cli.replica.folder import THREAD
 from accel_cli.worker import STACKS
 from accel_runtime import env
 
@@ -57,6 +58,11 @@ class RankFolder:
     def beat(self) -> Path:
         """How far it is, as `accel_runtime` writes it: see `env.BEAT`."""
         return self.path / env.BEAT
+
+    @property
+    def thread(self) -> Path:
+        """Which thread of its process it is, as faulthandler names it; absent where the process is its own."""
+        return self.path / THREAD
 
     @property
     def stacks(self) -> Path:
@@ -122,11 +128,19 @@ class RunFolder:
 
     def rank(self, attempt: int, rank: int) -> RankFolder:
         """The folder of a process, whether it exists or not."""
-        return RankFolder(self.path / f"attempt_{attempt}" / f"rank_{rank}")
+        return RankFolder(self.attempt(attempt) / f"rank_{rank}")
+
+    def host(self, attempt: int) -> RankFolder:
+        """The folder of a process that starts the ranks of its machine itself, and is none of them."""
+        return RankFolder(self.attempt(attempt) / "host")
+
+    def attempt(self, attempt: int) -> Path:
+        """The folder of an attempt."""
+        return self.path / f"attempt_{attempt}"
 
     def ranks(self, attempt: int) -> dict[int, RankFolder]:
         """The processes of an attempt on this machine, by rank."""
-        folders = (self.path / f"attempt_{attempt}").glob("rank_*")
+        folders = self.attempt(attempt).glob("rank_*")
         found = {int(path.name.partition("_")[2]): RankFolder(path) for path in folders}
         return dict(sorted(found.items()))
 
@@ -156,7 +170,7 @@ def named(base: Path, name: str | None = None) -> RunFolder:
     found = recent(base)
     if not found:
         raise UsageError(
-            f"no run is kept in {base}; runs with the launcher torchrun are, and --log-dir names another folder"
+            f"no run is kept in {base}; runs with the launchers torchrun and xla are, and --log-dir names another folder"
         )
     chosen = next((run for run in found if name in {None, run.path.name}), None)
     if chosen is None:

@@ -17,7 +17,8 @@ __all__ = ["Stacks", "ask"]
 _PATIENCE_S = 3.0
 _QUIET_S = 0.2
 _START = Path(forkserver.__file__).with_name("start.py")
-_OURS = (f'File "{worker.__file__}"', f'File "{_START}"', 'File "<frozen runpy>"')
+_REPLICAS = f'File "{Path(worker.__file__).with_name("replicas.py")}"'
+_OURS = (f'File "{worker.__file__}"', f'File "{_START}"', 'File "<frozen runpy>"', _REPLICAS)
 _STATES = {
     "T": "it is stopped",
     "t": "a debugger holds it",
@@ -53,7 +54,7 @@ def ask(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
             asked[rank] = (folder, begin)
     _settle([folder.stacks for folder, _ in asked.values()])
     for rank, (folder, begin) in asked.items():
-        answers[rank] = _read(folder.stacks, begin) or Stacks(problem=f"it does not answer; {_state(folder)}")
+        answers[rank] = _read(folder, begin) or Stacks(problem=f"it does not answer; {_state(folder)}")
     return dict(sorted(answers.items()))
 
 
@@ -95,18 +96,33 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _read(file: Path, begin: int) -> Stacks | None:
+def _read(folder: RankFolder, begin: int) -> Stacks | None:
     """What faulthandler added to a file: a block for each thread, the main one last."""
-    with file.open("rb") as opened:
+    with folder.stacks.open("rb") as opened:
         opened.seek(begin)
         text = opened.read().decode(errors="replace")
-    blocks = [_frames(block) for block in text.split("\n\n") if block.strip()]
-    return Stacks(blocks[-1], tuple(blocks[:-1])) if blocks else None
+    blocks = [block for block in text.split("\n\n") if block.strip()]
+    if not blocks:
+        return None
+    main = _main(blocks, folder)
+    return Stacks(_frames(main), tuple(_frames(block) for block in blocks if block is not main))
+
+
+def _main(blocks: list[str], folder: RankFolder) -> str:
+    """The thread that runs the script: not the main one, where a replica is a thread."""
+    if not folder.thread.exists():
+        return blocks[-1]
+    name = folder.thread.read_text()
+    return next(
+        (block for block in reversed(blocks) if name in block.lstrip().partition("\n")[0]), blocks[-1]
+    )
 
 
 def _frames(block: str) -> tuple[str, ...]:
-    """The frames of a thread, without those of accel that lead to the script."""
+    """The frames of a thread, without those that lead to the script: of accel, and of what started a replica."""
     frames = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
+    started = [index for index, frame in enumerate(frames) if frame.startswith(_REPLICAS)]
+    frames = frames[: started[-1]] if started else frames
     while frames and frames[-1].startswith(_OURS):
         frames.pop()
     return tuple(frames)

@@ -15,19 +15,36 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["ASKED", "STACKS", "connect", "main"]
+__all__ = [
+    "ASKED",
+    "STACKS",
+    "Hook",
+    "answer_for_stacks",
+    "code_of",
+    "connect",
+    "execute",
+    "main",
+    "opened",
+    "prepare",
+    "quiet",
+    "record",
+    "run",
+    "said",
+]
 
 ASKED = getattr(signal, "SIGRTMIN", 0) + 8
 """The signal at which a process writes down its stacks: none that scripts, torch or a scheduler use."""
 STACKS = "stacks"
 """The file in the rank's folder to which it does."""
+_REPLICAS = str(Path(__file__).with_name("replicas.py"))
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Whether Python was told (`PYTHONSAFEPATH`, from 3.11) to put no script's folder in `sys.path`."""
 
@@ -46,10 +63,24 @@ def main(arguments: list[str]) -> None:
     if kind == "program":
         _become(sys.argv)
     if folder:
-        _answer_for_stacks(folder)
-    # What `python` itself would have seen, for a script that starts itself again.
+        answer_for_stacks(folder)
+    prepare(kind)
+    run(lambda: execute(kind, sys.argv[0]), Path(file) if file else None)
+
+
+def prepare(kind: str, *, here: bool = False) -> None:
+    """Have this process look as `python` itself would have left it to the script in `sys.argv`.
+
+    Args:
+        kind: `script` or `module`.
+        here: Whether the folder of the script is in `sys.path` already.
+    """
+    # For a script that starts itself again.
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
-    _run(kind, sys.argv[0], Path(file) if file else None)
+    if not here:
+        _first_in_path(Path.cwd() if kind == "module" else Path(sys.argv[0]).resolve().parent)
+    _buffer(sys.stdout, lines=True)
+    _buffer(sys.stderr, lines=True)
 
 
 def connect(folder: str) -> None:
@@ -60,12 +91,9 @@ def connect(folder: str) -> None:
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
-            # A terminal opened here must not become the one that controls this process, and a pipe whose
-            # reader has died must not keep it waiting.
-            found = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+            found = opened(folder, name)
         except OSError:
             continue
-        os.set_blocking(found, True)
         os.dup2(found, number)
         os.close(found)
     if not faulthandler.is_enabled():
@@ -73,7 +101,20 @@ def connect(folder: str) -> None:
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
 
 
-def _answer_for_stacks(folder: str) -> None:
+def opened(folder: str, name: str) -> int:
+    """A file descriptor for what the launcher left under that name.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    # A terminal opened here must not become the one that controls this process, and a pipe whose
+    # reader has died must not keep it waiting.
+    found = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    os.set_blocking(found, True)
+    return found
+
+
+def answer_for_stacks(folder: str) -> None:
     """Let `accel stacks` see where this process is, also while it is blocked outside of Python."""
     if hasattr(signal, "SIGRTMIN"):
         with contextlib.suppress(OSError):
@@ -93,18 +134,20 @@ def _become(argv: list[str]) -> None:
         sys.exit(f"{argv[0]} cannot be executed: {error.strerror}")
 
 
-def _run(kind: str, target: str, file: Path | None) -> None:
-    """Run Python code as `__main__`; with a `file`, a failure is left there and said by the launcher alone."""
-    _buffer(sys.stdout, lines=True)
-    _buffer(sys.stderr, lines=True)
-    hook = _Hook(quiet=file is not None)
-    if file:
-        sys.excepthook = hook
+def run(body: Callable[[], None], file: Path | None, **more: Any) -> None:
+    """Run the script; with a `file`, a failure is left there and said by the launcher alone.
+
+    Args:
+        body: What runs it.
+        file: Where a failure goes.
+        more: What is said of this process beside the failure.
+    """
+    hook = quiet() if file else Hook(quiet=False)
     try:
-        _module(target) if kind == "module" else _script(target)
+        body()
     except SystemExit as error:
         if file and error.code not in {None, 0}:
-            _record(error, file)
+            record(error, file, **more)
             sys.exit(error.code if isinstance(error.code, int) else 1)
         raise
     except KeyboardInterrupt:
@@ -113,13 +156,19 @@ def _run(kind: str, target: str, file: Path | None) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever the script raises is its failure
         error.__traceback__ = _own_frames(error)
         if file:
-            _record(error, file)
+            record(error, file, **more)
         hook.ending = True
-        _said(error)
+        said(error)
         sys.exit(1)
 
 
-class _Hook:
+def quiet() -> Hook:
+    """A hook in place that leaves what ends the script to the launcher to say."""
+    sys.excepthook = hook = Hook(quiet=True)
+    return hook
+
+
+class Hook:
     """Python's own `sys.excepthook`, but silent about the exception that ends the script if that is told elsewhere.
 
     A hook of the user's takes its place, and may call it.
@@ -129,12 +178,14 @@ class _Hook:
         self._quiet = quiet
         self.ending = False
 
-    def __call__(self, kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    def __call__(  # noqa: D102 - as `sys.excepthook`
+        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
         if not (self.ending and self._quiet):
             sys.__excepthook__(kind, error, frames)
 
 
-def _said(error: BaseException) -> None:
+def said(error: BaseException) -> None:
     """Have the hook say it, in one write."""
     _buffer(sys.stderr, lines=False)
     try:
@@ -152,21 +203,48 @@ def _buffer(stream: object, *, lines: bool) -> None:
         stream.reconfigure(line_buffering=lines, write_through=False)
 
 
-def _script(path: str) -> None:
-    """`python path`, in a fresh `__main__` that stays until the process ends."""
-    _first_in_path(Path(path).resolve().parent)
-    file = str(Path(path).absolute())
-    loader = SourceFileLoader("__main__", file)
-    module = ModuleType("__main__")
-    vars(module).update(__file__=file, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+def execute(kind: str, target: str) -> None:
+    """`python path` in a fresh `__main__` that stays until the process ends, or `python -m name`."""
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    code, module = code_of(kind, target)
     sys.modules["__main__"] = module
-    exec(compile(loader.get_data(file), file, "exec"), vars(module))  # noqa: S102 - it is the user's script
+    exec(code, vars(module))  # noqa: S102 - it is the user's script
 
 
-def _module(name: str) -> None:
-    """`python -m name`."""
-    _first_in_path(Path.cwd())
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+def code_of(kind: str, target: str) -> tuple[CodeType, ModuleType]:
+    """The code of a script or module, and a fresh `__main__` in which to execute it.
+
+    Raises:
+        ImportError: The module is not there, or cannot be executed.
+    """
+    module = ModuleType("__main__")
+    if kind == "module":
+        spec = _spec(target)
+        code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        told = {
+            "__file__": spec.origin,
+            "__spec__": spec,
+            "__package__": spec.parent,
+            "__cached__": spec.cached,
+        }
+        vars(module).update(told, __loader__=spec.loader, __builtins__=__builtins__)
+        return code, module
+    file = str(Path(target).absolute())
+    loader = SourceFileLoader("__main__", file)
+    vars(module).update(__file__=file, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    return compile(loader.get_data(file), file, "exec"), module
+
+
+def _spec(name: str) -> ModuleSpec:
+    """What `python -m name` runs: of a package its `__main__`."""
+    spec = find_spec(name)
+    if spec and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise ImportError(f"no code for module {name!r}", name=name)
+    return spec
 
 
 def _first_in_path(folder: Path) -> None:
@@ -175,20 +253,21 @@ def _first_in_path(folder: Path) -> None:
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy that lead to the script."""
+    """The traceback without the frames of accel and of Python itself that lead to the script."""
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename in {__file__, "<frozen runpy>", runpy.__file__}:
+    ours = {__file__, _REPLICAS, "<frozen runpy>", runpy.__file__}
+    while frames and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
     return frames
 
 
-def _record(error: BaseException, file: Path) -> None:
+def record(error: BaseException, file: Path, **more: Any) -> None:
     """Leave the failure where torch's elastic agent looks for it, in its own format, with more beside it."""
     now = time.time()
     error.__traceback__ = _own_frames(error)
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     extra = {"py_callstack": "".join(lines), "timestamp": str(int(now))}
-    ours: dict[str, Any] = {"time": now, "raised": [_told(link) for link in _chain(error)]}
+    ours: dict[str, Any] = {"time": now, "raised": [_told(link) for link in _chain(error)], **more}
     if isinstance(error, SystemExit):
         ours["exit"] = error.code if isinstance(error.code, int) else f"{error.code}"
     told = {"message": {"message": lines[-1].strip(), "extraInfo": extra}, "accel": ours}

@@ -81,6 +81,7 @@ def test_the_environment_is_read_at_the_edges_only(path):
     edges += (
         "accel_cli/console.py",
         "accel_cli/worker.py",
+        "accel_cli/replicas.py",
         "accel_runtime/accelerator.py",
         "accel_runtime/topology.py",
     )

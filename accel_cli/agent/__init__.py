@@ -84,6 +84,7 @@ def _room(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard, se
         shown=said["ranks"],
         shutdown_timeout=said["shutdown_timeout"],
         stall_timeout=said["stall_timeout"],
+        replicas=bool(said.get("replicas")),
     )
 
 

@@ -21,15 +21,16 @@ from typing_extensions import override
 
 from accel_cli import console, failures, quiet, ranks
 from accel_cli.agent import exchange
+from accel_cli.agent.arrivals import Arrivals
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.memory import Kills
 from accel_cli.agent.output import Output
 from accel_cli.agent.processes import Forked, Processes
 from accel_cli.agent.report import report
 from accel_cli.agent.signals import Signals
-from accel_cli.failures import Failure
+from accel_cli.failures import Failure, Known
 from accel_cli.forkserver.server import Server
-from accel_cli.runs import RunFolder
+from accel_cli.runs import RankFolder, RunFolder
 from accel_cli.stalls import Watch
 from accel_runtime import env
 
@@ -58,18 +59,23 @@ class Room:
     """Seconds the processes have when they are asked to end."""
     stall_timeout: int | None
     """Seconds without progress until it is said where they are; None does not watch."""
+    replicas: bool = False
+    """Whether a process starts the ranks of its machine itself: there is one on each machine then."""
 
 
 class Local(LocalElasticAgent):
     """The processes of this machine, attempt by attempt."""
 
     def __init__(self, spec: WorkerSpec, room: Room) -> None:
-        super().__init__(spec, DefaultLogsSpecs(os.devnull), shutdown_timeout=room.shutdown_timeout)
+        super().__init__(spec, DefaultLogsSpecs(os.devnull))
+        # Not an argument: the torch that torch_xla needs knows none.
+        self._shutdown_timeout = room.shutdown_timeout
         self._room = room
         self._kills = Kills()
         self._output: Output | None = None
         self._told: exchange.Told | None = None
         self._watch: Watch | None = None
+        self._arrivals: Arrivals | None = None
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
         self._attempt = -1
         self._launch = uuid.uuid4().hex[:12]
@@ -93,13 +99,19 @@ class Local(LocalElasticAgent):
         self._told = exchange.Told(group.store, failures.first(here), machine=machine, machines=machines)
         culprit = self._told.first()
         self._say_on_a_new_line()
-        report(culprit, here, processes=self.world_size, shown=culprit.rank in self._on_screen)
+        processes = self.world_size if culprit.processes is None else culprit.processes
+        shown = culprit.rank in ranks.shown(self._room.shown, processes)
+        report(culprit, here, processes=processes, shown=shown)
         return culprit.code
 
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
         self._output = Output(prefixed=len(self._on_screen) > 1, coloured=console.coloured())
+        if self._room.replicas:
+            self._arrivals = Arrivals(
+                self._room.folder.attempt(self._attempt), self._output, self._room.shown
+            )
         envs = {worker.local_rank: self._env(worker) for worker in worker_group.workers}
         with self._room.signals.held():
             processes = self._pcontext = self._processes(worker_group.spec, envs)
@@ -122,18 +134,22 @@ class Local(LocalElasticAgent):
         self._room.guard.watch(processes.pids().values())
         for worker in workers:
             pid = processes.pids()[worker.local_rank]
-            folder.rank(self._attempt, worker.global_rank).pid.write_text(str(pid))
+            self._folder(worker).pid.write_text(str(pid))
         if self._room.stall_timeout:
             self._watch = Watch(folder.ranks(self._attempt), self._room.stall_timeout)
 
     def _say_who_is_hidden(self, here: Collection[int]) -> None:
         """On a machine whose screen would stay empty."""
+        if self._room.replicas:
+            return
         if self._attempt == 0 and self._on_screen and self._on_screen.isdisjoint(here):
             where = f"in {console.short(str(self._room.folder.path))}, and on the screen with --ranks all"
             console.note(f"what {ranks.in_words(here)} on {socket.gethostname()} write is {where}")
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._arrivals and self._arrivals.look() and self._room.stall_timeout:
+            self._watch = Watch(self._arrivals.known, self._room.stall_timeout)
         result: RunResult = super()._monitor_workers(worker_group)
         if self._watch and result.state is WorkerState.HEALTHY:
             self._watch.look()
@@ -142,10 +158,11 @@ class Local(LocalElasticAgent):
     def _env(self, worker: Worker) -> dict[str, str]:
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
         group, spec = self._worker_group, self._worker_group.spec
-        folder = self._room.folder.rank(self._attempt, worker.global_rank)
+        folder = self._folder(worker)
         folder.path.mkdir(parents=True)
         assert self._output is not None
-        self._output.route(folder, worker.global_rank, shown=worker.global_rank in self._on_screen)
+        shown = worker.global_rank in self._on_screen and not self._room.replicas
+        self._output.route(folder, worker.global_rank, shown=shown)
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),
@@ -169,6 +186,12 @@ class Local(LocalElasticAgent):
             env.LAUNCH: self._launch,
         }
 
+    def _folder(self, worker: Worker) -> RankFolder:
+        """Of one process; what starts the ranks of its machine is none of them."""
+        if self._room.replicas:
+            return self._room.folder.host(self._attempt)
+        return self._room.folder.rank(self._attempt, worker.global_rank)
+
     @property
     def _on_screen(self) -> frozenset[int]:
         """The ranks that are shown, on whichever machine."""
@@ -176,22 +199,24 @@ class Local(LocalElasticAgent):
 
     def _failures(self, failed: Mapping[int, ProcessFailure]) -> list[Failure]:
         """What is known of the failures of this machine."""
-        ranks_of = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
-        assert isinstance(self._pcontext, Processes)
+        workers = {worker.local_rank: worker for worker in self._worker_group.workers}
         seen = time.time()
-        return [
-            failures.read(
-                self._room.folder.rank(self._attempt, ranks_of[failure.local_rank]),
-                seen,
-                rank=ranks_of[failure.local_rank],
-                host=socket.gethostname(),
-                pid=failure.pid,
-                exitcode=failure.exitcode,
-                stopped=failure.local_rank in self._pcontext.stopped,
-                memory=failure.exitcode == -signal.SIGKILL and self._kills.of(failure.pid),
-            )
-            for failure in failed.values()
-        ]
+        return [self._failure(workers[failure.local_rank], failure, seen) for failure in failed.values()]
+
+    def _failure(self, worker: Worker, failure: ProcessFailure, seen: float) -> Failure:
+        assert isinstance(self._pcontext, Processes)
+        folder, known = self._folder(worker), Known(worker.global_rank, failure.pid, failure.exitcode)
+        if self._room.replicas:
+            known = failures.replica(folder, known)
+            folder = self._room.folder.rank(self._attempt, known.rank) if known.processes else folder
+        return failures.read(
+            folder,
+            seen,
+            **known._asdict(),
+            host=socket.gethostname(),
+            stopped=failure.local_rank in self._pcontext.stopped,
+            memory=known.exitcode == -signal.SIGKILL and self._kills.of(known.pid),
+        )
 
     def _say_on_a_new_line(self) -> None:
         if self._output:

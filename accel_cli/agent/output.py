@@ -30,15 +30,17 @@ class Output:
     """
 
     def __init__(self, *, prefixed: bool, coloured: bool) -> None:
-        self._prefixed = prefixed
+        self.prefixed = prefixed
+        """Whether lines stand behind their rank."""
         self._coloured = coloured
         self._channels: list[Channel] = []
         self._folders: list[RankFolder] = []
         self._reader: threading.Thread | None = None
         self._ended = -1
+        self._started = False
 
     def route(self, folder: RankFolder, rank: int, *, shown: bool) -> None:
-        """Leave in a rank's folder what its process connects to, before it starts."""
+        """Leave in a rank's folder what its process connects to; it waits for `stderr`, where it runs already."""
         self._folders.append(folder)
         folder.output.touch(mode=0o600)
         seen: dict[object, str] = {}
@@ -51,11 +53,16 @@ class Output:
                 # Together on the screen they are one channel, so that their order stays.
                 name.symlink_to(first)
             else:
-                lines = Lines(rank, coloured=self._coloured and os.isatty(screen)) if self._prefixed else None
+                lines = Lines(rank, coloured=self._coloured and os.isatty(screen)) if self.prefixed else None
                 self._channels.append(Channel.open(name, folder.output, screen, lines))
+        if self._reader:
+            os.write(self._ended, b"+")
+        elif self._started:
+            self.start()
 
     def start(self) -> None:
         """Begin to pass on, in a thread of its own."""
+        self._started = True
         if self._channels:
             waits, self._ended = os.pipe()
             self._reader = threading.Thread(target=self._read, args=(waits,), name="output", daemon=True)
@@ -94,14 +101,19 @@ class Output:
     def _read(self, waits: int) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(waits, selectors.EVENT_READ)
-            for channel in self._channels:
-                selector.register(channel.read, selectors.EVENT_READ, channel)
+            self._listen(selector)
             while waits in selector.get_map():
                 self._pass_on(selector, _PATIENCE_S if self._some_wait() else None)
             self._finish(selector)
         os.close(waits)
         for channel in self._channels:
             channel.wait(end=True)
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        """To channels that are new."""
+        for channel in self._channels:
+            if channel.read >= 0 and channel.read not in selector.get_map():
+                selector.register(channel.read, selectors.EVENT_READ, channel)
 
     def _finish(self, selector: selectors.BaseSelector) -> None:
         """Pass on what is still in the channels."""
@@ -116,7 +128,9 @@ class Output:
         ready = selector.select(patience)
         for key, _ in ready:
             channel: Channel | None = key.data
-            if channel is None or not channel.copy():
+            if channel is None and os.read(key.fd, 1):
+                self._listen(selector)
+            elif channel is None or not channel.copy():
                 selector.unregister(key.fd)
             if channel and key.fd not in selector.get_map():
                 channel.close()

@@ -45,13 +45,13 @@ def report(culprit: Failure, failures: Collection[Failure], *, processes: int, s
         console.note(line)
     if hint := _hint(culprit):
         console.note(f"hint: {hint}")
-    console.note(f"everything rank {culprit.rank} wrote is in {console.short(culprit.log)}{away}")
+    who = f"rank {culprit.rank}" if processes else "the process that starts the replicas"
+    console.note(f"everything {who} wrote is in {console.short(culprit.log)}{away}")
     body = [] if away else tracebacks.stack(culprit)
     if not (body or away or shown or culprit.chain):
         body = [f"  | {line}" for line in tracebacks.tail(culprit)]
-    console.failure(
-        f"rank {culprit.rank} of {processes} on {culprit.host} (pid {culprit.pid})", body, how(culprit)
-    )
+    of = f" of {processes}" if processes else ""
+    console.failure(f"{who}{of} on {culprit.host} (pid {culprit.pid})", body, how(culprit))
 
 
 def in_a_line(failure: Failure) -> str:

@@ -9,21 +9,22 @@ from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.slurm.section import Slurm
 from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.launchers.xla import Xla
 from accel_cli.machine import Machine
 
 __all__ = ["LAUNCHERS", "PLANNED", "suggest"]
 
 LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType(
-    {"single": Single, "torchrun": Torchrun, "slurm": Slurm}
+    {"single": Single, "torchrun": Torchrun, "slurm": Slurm, "xla": Xla}
 )
 """Every launcher, by the `kind` that chooses it."""
 
-PLANNED: Mapping[str, str] = MappingProxyType(
-    {"xla": "TPU through torch_xla", "sagemaker": "Amazon SageMaker jobs"}
-)
+PLANNED: Mapping[str, str] = MappingProxyType({"sagemaker": "Amazon SageMaker jobs"})
 """Kinds whose place is kept: they are refused by name until they are here."""
 
 
 def suggest(machine: Machine) -> str:
-    """The kind that suits a machine: one process, or one for each of several accelerators."""
+    """The kind that suits a machine: its TPU, one process, or one for each of several accelerators."""
+    if machine.tpu.found:
+        return "xla"
     return "torchrun" if len(machine.devices) > 1 else "single"

@@ -31,7 +31,6 @@ class Stream(IterableDataset):
 
 def described(  # noqa: PLR0913
     options=None,
-    device={},
     *,
     data=range(10),
     batch=2,
