@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from accel_runtime.backends.averaging import Averaging
 from accel_runtime.backends.wire import GlooWire, wire_between
 from accel_runtime.exchange.agreement import Agreement, Wire
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.topology import Topology
 
-__all__ = ["Hosts"]
+__all__ = ["Hosts", "Kept"]
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -84,3 +88,13 @@ class Hosts:
 
     def _prefixed(self, name: str) -> Any:
         return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+
+
+class Kept(threading.local):
+    """What a replica keeps from one backend to the next: it may be a thread of a process that has others."""
+
+    def __init__(self) -> None:
+        self.hosts: Hosts | None = None
+        """Made once: what it counts goes on."""
+        self.averaging: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
+        """The models that average their gradients."""

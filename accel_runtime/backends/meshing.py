@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
 
-__all__ = ["check_options", "devices", "wrapped"]
+__all__ = ["devices", "wrapped"]
 
 
 def devices(topology: Topology, runtime: Any, begun: Callable[[], bool]) -> int:
@@ -51,23 +50,6 @@ def devices(topology: Topology, runtime: Any, begun: Callable[[], bool]) -> int:
             "off: every device is then a replica."
         )
     return int(found)
-
-
-def check_options(options: dict[str, Any]) -> None:
-    """Refuse what gradients would be rounded by; what only says how DDP finds and groups them has nothing to do here.
-
-    Args:
-        options: Fields of `DistributedDataParallelKwargs`.
-
-    Raises:
-        ValueError: There is a communication hook.
-    """
-    hook = options.get("comm_hook", DDPCommunicationHookType.NO)
-    if hook is not DDPCommunicationHookType.NO:
-        raise ValueError(
-            f"comm_hook={hook.value!r} changes what DDP sends, and with SPMD (launcher.spmd: true) the compiler sends "
-            "gradients by itself: leave comm_hook out of DistributedDataParallelKwargs"
-        )
 
 
 def wrapped(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from accel_runtime import tree
-from accel_runtime.backends.averaging import Averaging
+from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.feeding import Belt, fed
-from accel_runtime.backends.hosts import Hosts
-from accel_runtime.backends.meshing import check_options, devices, wrapped
+from accel_runtime.backends.feeding import Belt, fed, stepper
+from accel_runtime.backends.hosts import Hosts, Kept
+from accel_runtime.backends.meshing import devices, wrapped
 from accel_runtime.backends.moving import moved
+from accel_runtime.backends.refusing import check_format, check_hooks, check_spmd, check_world, patience
 from accel_runtime.backends.rows import Rows
 from accel_runtime.backends.single import Single
 from accel_runtime.data.source import Loop
-from accel_runtime.env import Settings
+from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.heartbeat import keep_still
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
@@ -40,55 +40,67 @@ except ImportError as error:
         'environment of their own: pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0.'
     ) from error
 
-__all__ = ["Mesh", "Replicas", "connect"]
+__all__ = ["Mesh", "Replicas", "connect", "seed_device", "standing"]
 
 _REDUCE = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
-_AT_ONCE = 64 * 1024 * 1024
-"""Bytes of parameters that travel together when replicas begin."""
+_NARROW = {torch.bfloat16, torch.float16}
+"""What the CPU device cannot add up, and adds up badly anywhere."""
 _LOOPBACK = "127.0.0.1"
-# A replica may be a thread of a process that has others, and what it has joined belongs to it.
-_HERE = threading.local()
+_HERE = Kept()
 
 
-def connect(settings: Settings, topology: Topology) -> Backend:
+def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> Backend:
     """Take up this replica's device and join the others.
 
     Args:
         settings: What the launcher said.
         topology: What the environment says of this process's place; torch_xla knows better, but both must agree.
+        options: Fields of `InitProcessGroupKwargs`.
 
     Raises:
+        ValueError: An option that cannot be honoured.
         RuntimeError: They do not. Or all devices are to be one (SPMD), and cannot.
     """
     if settings.spmd:
         return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
-    if xr.is_spmd():
-        raise RuntimeError(
-            "torch_xla computes on all devices as on one (XLA_USE_SPMD=1 is set, or the script has called use_spmd()), "
-            "but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
-        )
-    device = torch_xla.device()
-    place = Topology(
-        xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.local_device_count(), launched=True
-    )
-    if topology.world_size not in {1, place.world_size}:
-        raise RuntimeError(
-            f"WORLD_SIZE={topology.world_size} says that there are {topology.world_size} processes, but torch_xla sees "
-            f"{place.world_size} replica(s): every process would take itself for rank 0. Leave starting to torch_xla: "
-            "accel launch with launcher.kind: xla."
-        )
+    check_spmd(xr.is_spmd())
+    place = standing(topology)
+    timeout = patience(settings, options)
     if place.world_size == 1:
-        return Lone(Topology(), device)
-    return Replicas(place, device, _hosts(place, timedelta(seconds=settings.process_group_timeout)))
+        return Lone(place, torch_xla.device())
+    if xr.local_ordinal() % xr.addressable_device_count():
+        keep_still()  # a process has one heart, and its first replica's is watched
+    return Replicas(place, torch_xla.device(), _hosts(place, timeout))
+
+
+def standing(topology: Topology) -> Topology:
+    """Where this replica stands, as torch_xla has it.
+
+    Args:
+        topology: What the environment says of it.
+
+    Raises:
+        RuntimeError: The two disagree.
+    """
+    torch_xla.device()
+    world = xr.world_size()
+    check_world(topology, world)
+    if world == 1:
+        return Topology()
+    return Topology(xr.global_ordinal(), world, xr.local_ordinal(), xr.local_device_count(), launched=True)
+
+
+def seed_device(seed: int) -> None:
+    """Seed the generator of this replica's device."""
+    xm.set_rng_state(seed)
 
 
 def _hosts(place: Topology, timeout: timedelta) -> Hosts:
     """This replica's host side, made once: what it counts goes on with a second backend."""
-    if not hasattr(_HERE, "hosts"):
+    if _HERE.hosts is None:
         address = xr.get_master_ip() if xr.device_type() == "TPU" else _LOOPBACK
         _HERE.hosts = Hosts(place, _share, address, timeout)
-    hosts: Hosts = _HERE.hosts
-    return hosts
+    return _HERE.hosts
 
 
 def _share(text: str) -> str:
@@ -100,6 +112,25 @@ class _Lazy(Backend):
     """What is the same with one replica and with several: operations are recorded, and run when a step is cut off."""
 
     static_shapes = True
+    _handed = 0
+
+    @override
+    def check(self, replication: dict[str, Any], mixed_precision: MixedPrecision) -> None:
+        check_format(mixed_precision)
+        check_hooks(replication)
+
+    @property
+    @override
+    def random_state(self) -> int | None:
+        return int(xm.get_rng_state())
+
+    @override
+    def seed(self, state: int) -> None:
+        seed_device(state)
+
+    @override
+    def after_step(self) -> Callable[[], None]:
+        return stepper(lambda: self._handed, torch_xla.sync)
 
     @override
     def place(self, model: nn.Module) -> nn.Module:
@@ -110,8 +141,13 @@ class _Lazy(Backend):
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
         if place and loaded_beside:
-            return fed(walk, loop, self._belt)
-        return self._cut(walk(loop))
+            return self._counted(fed(walk, loop, self._belt))
+        return self._cut(self._counted(walk(loop)))
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._handed += 1
+            yield batch
 
     def _cut(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches, with what was computed on each sent off to the device before the next is loaded."""
@@ -192,7 +228,7 @@ class Mesh(_Lazy, Single):
         learns = any(parameter.requires_grad for parameter in model.parameters())
         if isinstance(model, SpmdFullyShardedDataParallel) or not learns:
             return model
-        check_options(options)
+        check_hooks(options)
         prepared = wrapped(self.place(model), self._unit)
         prepared.register_forward_hook(self._rows.passed, with_kwargs=True)
         return prepared
@@ -221,7 +257,7 @@ class Replicas(_Lazy):
     def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
         super().__init__(topology, device, hosts.wire)
         self._hosts = hosts
-        self._averaging: WeakKeyDictionary[nn.Module, Averaging] = _averagings()
+        self._averaging = _HERE.averaging
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +284,7 @@ class Replicas(_Lazy):
         """As `all_reduce`, as a part of the graph that is being recorded."""
         if tensor.is_complex():
             return torch.view_as_complex(self._reduced(torch.view_as_real(tensor), reduction))
-        wide = tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor
+        wide = tensor.float() if tensor.dtype in _NARROW else tensor
         # One dimension: a scalar of 0 or 1 would become a constant of the graph, another one on every replica.
         total: torch.Tensor = xm.all_reduce(_REDUCE[reduction], wide.reshape(-1).clone()).view(tensor.shape)
         # A factor given to all_reduce is cut to a whole number for whole numbers.
@@ -313,19 +349,35 @@ class Replicas(_Lazy):
         if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
             return model
         self._begin_alike([*model.parameters(), *model.buffers()])
-        self._averaging[model] = Averaging(model, self._average)
+        unused = options.get("find_unused_parameters", False)
+        averaging = Averaging(model, self._average, self.agreement, unused=unused)
+        self._averaging[model] = averaging
+        if options.get("broadcast_buffers", True):
+            buffers = Buffers(lambda: averaging.averages, self._alike)
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
         return model
 
     def _begin_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every replica the first one's values, in programs of their own."""
+        for some in in_parts(tensors):
+            self._alike(some)
+            torch_xla.sync()
+
+    @torch.no_grad()
+    def _alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every replica the first one's values."""
-        for some in _in_parts([tensor.detach() for tensor in tensors]):
+        for some in in_parts([tensor.detach() for tensor in tensors]):
             flat = self._first(torch.cat([tensor.reshape(-1) for tensor in some]), 0)
             for tensor, part in zip(some, torch.split(flat, [t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-            torch_xla.sync()
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        xm.all_reduce(xm.REDUCE_SUM, list(gradients), scale=1 / self.topology.world_size)
+        whole = [gradient.float() if gradient.dtype in _NARROW else gradient for gradient in gradients]
+        xm.all_reduce(xm.REDUCE_SUM, whole, scale=1 / self.topology.world_size)
+        for gradient, mean in zip(gradients, whole, strict=True):
+            if gradient is not mean:
+                gradient.copy_(mean)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:
@@ -355,23 +407,3 @@ def _settled() -> None:
     Recorded, a scalar of 0 or 1 is a constant, and replicas with different constants do not run the same program.
     """
     torch_xla.sync()
-
-
-def _in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype each, `_AT_ONCE` bytes together at most unless one is larger."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        part: list[torch.Tensor] = []
-        for tensor in (some for some in tensors if some.dtype == dtype):
-            if part and sum(some.nbytes for some in part) + tensor.nbytes > _AT_ONCE:
-                yield part
-                part = []
-            part.append(tensor)
-        yield part
-
-
-def _averagings() -> WeakKeyDictionary[nn.Module, Averaging]:
-    """The models of this replica that average: those of all its backends."""
-    if not hasattr(_HERE, "averagings"):
-        _HERE.averagings = WeakKeyDictionary()
-    found: WeakKeyDictionary[nn.Module, Averaging] = _HERE.averagings
-    return found
