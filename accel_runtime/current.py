@@ -62,9 +62,9 @@ def standing() -> Topology:
 def seed_device(seed: int) -> None:
     """Seed the generator of this process's device where `torch.manual_seed` does not reach it."""
     known = _known()
-    if known is not None:
-        known.seed(seed)
-    else:
+    if known is not None and known.device.type != "cpu":
+        known.random.manual_seed(seed)
+    elif known is None:
         backends.seed_device(Settings.from_env(os.environ), seed)
 
 

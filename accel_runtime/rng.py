@@ -53,14 +53,14 @@ def share_states(kinds: list[str], backend: Backend) -> None:
         if kind == "generator":
             continue
         if kind == "xla":
-            _share_device_state(backend)
+            _share_seed(backend)
             continue
         module = torch if kind == "torch" else getattr(torch, kind)
         module.set_rng_state(backend.broadcast(module.get_rng_state()))
 
 
-def _share_device_state(backend: Backend) -> None:
-    state = backend.random_state
-    if state is None:
+def _share_seed(backend: Backend) -> None:
+    if backend.device.type != "xla":
         raise ValueError(f"rng_types names xla, and the device is {backend.device}: leave it out")
-    backend.seed(backend.broadcast_object(state))
+    state = backend.broadcast(backend.random.get_rng_state(backend.device))
+    backend.random.set_rng_state(state, backend.device)

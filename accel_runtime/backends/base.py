@@ -125,20 +125,38 @@ class Backend(ABC):
             ValueError: There is such a thing.
         """
 
-    @property
-    def random_state(self) -> int | None:
-        """The state of the device's own generator, where torch has no name for it."""
-        return None
-
-    def seed(self, state: int) -> None:  # noqa: B027
-        """Seed that generator, or put its state back."""
-
     def after_step(self) -> Callable[[], None] | None:
         """What an optimizer calls when it has stepped; made for each. None where there is nothing to do."""
         return None
 
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
+
+    threads = False
+    """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether batches may hold samples twice, so that it is remembered which."""
+        return self.static_shapes or self.topology.world_size > 1
+
+    @property
+    def random(self) -> Any:
+        """What has the device's own random numbers: `get_rng_state(device)`, `set_rng_state(state, device)`, `manual_seed`.
+
+        States are tensors on the CPU.
+        """
+        return torch.get_device_module(self.device)
+
+    def settle(self) -> None:  # noqa: B027 - devices that compute as they are told
+        """Have everything computed that the script has asked for until now; all ranks together."""
+
+    def hosted(self, state: Any) -> Any:
+        """State as files take it: tensors of a device that shows nobody their memory are on the CPU.
+
+        Those that are one tensor stay one. What is nested in dicts, lists and tuples is found.
+        """
+        return state
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model, with its parameters and buffers on the device."""

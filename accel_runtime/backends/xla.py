@@ -15,11 +15,12 @@ from accel_runtime import tree
 from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.feeding import Belt, fed, stepper
-from accel_runtime.backends.hosts import Hosts, Kept
+from accel_runtime.backends.hosts import ByHosts, Hosts, Kept
 from accel_runtime.backends.meshing import devices, wrapped
-from accel_runtime.backends.moving import moved
+from accel_runtime.backends.moving import hosted, moved
 from accel_runtime.backends.refusing import check_format, check_hooks, check_spmd, check_world, patience
 from accel_runtime.backends.rows import Rows
+from accel_runtime.backends.seed import Seed
 from accel_runtime.backends.single import Single
 from accel_runtime.data.source import Loop
 from accel_runtime.env import MixedPrecision, Settings
@@ -65,6 +66,9 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> 
         return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
     check_spmd(xr.is_spmd())
     place = standing(topology)
+    if not _HERE.seeded:
+        # `torch.manual_seed` seeds other devices when they are first used, and does not know this one.
+        seed_device(torch.initial_seed())
     timeout = patience(settings, options)
     if place.world_size == 1:
         return Lone(place, torch_xla.device())
@@ -93,6 +97,7 @@ def standing(topology: Topology) -> Topology:
 def seed_device(seed: int) -> None:
     """Seed the generator of this replica's device."""
     xm.set_rng_state(seed)
+    _HERE.seeded = True
 
 
 def _hosts(place: Topology, timeout: timedelta) -> Hosts:
@@ -119,18 +124,22 @@ class _Lazy(Backend):
         check_format(mixed_precision)
         check_hooks(replication)
 
-    @property
-    @override
-    def random_state(self) -> int | None:
-        return int(xm.get_rng_state())
-
-    @override
-    def seed(self, state: int) -> None:
-        seed_device(state)
-
     @override
     def after_step(self) -> Callable[[], None]:
-        return stepper(lambda: self._handed, torch_xla.sync)
+        return stepper(lambda: self._handed, _settled)
+
+    @property
+    @override
+    def random(self) -> Any:
+        return Seed(xm.get_rng_state, seed_device)
+
+    @override
+    def settle(self) -> None:
+        _settled(wait=True)
+
+    @override
+    def hosted(self, state: Any) -> Any:
+        return hosted(state, torch_xla._XLAC._xla_get_tensor_id, torch_xla._XLAC._xla_get_cpu_tensors)  # noqa: SLF001
 
     @override
     def place(self, model: nn.Module) -> nn.Module:
@@ -153,7 +162,7 @@ class _Lazy(Backend):
         """The batches, with what was computed on each sent off to the device before the next is loaded."""
         for batch in batches:
             yield batch
-            torch_xla.sync()
+            _settled()
 
     def _belt(self) -> Belt:
         """What carries batches to the device in the background."""
@@ -245,7 +254,7 @@ class Mesh(_Lazy, Single):
         return own
 
 
-class Replicas(_Lazy):
+class Replicas(_Lazy, ByHosts):
     """Several replicas, threads of a process or processes: as torch_xla has started them.
 
     Args:
@@ -255,8 +264,8 @@ class Replicas(_Lazy):
     """
 
     def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
-        super().__init__(topology, device, hosts.wire)
-        self._hosts = hosts
+        super().__init__(topology, device, hosts)
+        self.threads = xr.process_count() < topology.world_size
         self._averaging = _HERE.averaging
 
     @override
@@ -268,7 +277,7 @@ class Replicas(_Lazy):
         _settled()
         # Pinned, it would be a sum over zeros in which every replica has its own graph.
         gathered: torch.Tensor = xm.all_gather(tensor.unsqueeze(0), dim=0, pin_layout=False)
-        torch_xla.sync()
+        _settled()
         return gathered
 
     @override
@@ -277,7 +286,7 @@ class Replicas(_Lazy):
             return self._hosts.all_reduce(tensor, reduction)
         _settled()
         total = self._reduced(tensor, reduction)
-        torch_xla.sync()
+        _settled()
         return total
 
     def _reduced(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
@@ -303,7 +312,7 @@ class Replicas(_Lazy):
         _settled()
         with torch.no_grad():
             tensor.copy_(self._first(tensor, source))
-        torch_xla.sync()
+        _settled()
         return tensor
 
     def _first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -319,30 +328,13 @@ class Replicas(_Lazy):
 
     @override
     def barrier(self) -> None:
-        torch_xla.sync(wait=True)
+        _settled(wait=True)
         super().barrier()
-
-    @override
-    def apart(self) -> Callable[[Any], list[Any]]:
-        return self._hosts.apart()
 
     @property
     @override
     def name(self) -> str | None:
         return "xla"
-
-    @override
-    def post(self, key: str, text: str) -> None:
-        self._hosts.store.set(key, text)
-
-    @override
-    def posted(self, key: str) -> str | None:
-        store = self._hosts.store
-        return store.get(key).decode() if store.check([key]) else None
-
-    @override
-    def turn(self, key: str) -> int:
-        return int(self._hosts.store.add(f"{key}/turns/{self.topology.rank}", 1))
 
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -362,7 +354,7 @@ class Replicas(_Lazy):
         """Give every replica the first one's values, in programs of their own."""
         for some in in_parts(tensors):
             self._alike(some)
-            torch_xla.sync()
+            _settled()
 
     @torch.no_grad()
     def _alike(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -401,9 +393,14 @@ def _first(rank: int) -> tuple[str | None, ...]:
     return ("fsdp", *[None] * (rank - 1))
 
 
-def _settled() -> None:
+def _settled(*, wait: bool = False) -> None:
     """Send off what was recorded: a number that differs between replicas is then data of the graph of a collective.
 
     Recorded, a scalar of 0 or 1 is a constant, and replicas with different constants do not run the same program.
+
+    Random numbers go on where they were: torch_xla would begin others each time, and a run that is resumed, or gathers
+    more often, would draw from others.
     """
-    torch_xla.sync()
+    seed = xm.get_rng_state()
+    torch_xla.sync(wait=wait)
+    xm.set_rng_state(seed)

@@ -66,9 +66,17 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         alone = replace(options, data="global", dispatch=False)
         return Separate(_source(loader, own, alone), loader, backend)
     _check(loader, backend.topology.world_size, options)
-    sharding = sharding_of(loader, backend.topology, split=options.split_batches, even=options.even_batches)
-    dispatched = several and options.dispatch
-    if isinstance(loader.dataset, IterableDataset) and not dispatched:
+    sharding = sharding_of(
+        loader,
+        backend.topology,
+        split=options.split_batches,
+        even=options.even_batches,
+        static=backend.static_shapes,
+    )
+    stream = isinstance(loader.dataset, IterableDataset)
+    # A stream may draw with every sample, and threads that read it by turns would draw each other's numbers.
+    dispatched = several and (options.dispatch or (stream and backend.threads))
+    if stream and not dispatched:
         return Stream(loader, backend, sharding)
     return (Dispatched if dispatched else Ordered)(loader, backend, sharding, _seed(options, backend))
 

@@ -107,7 +107,7 @@ class Preparing:
         self._precision.wrap(model)
         compile_in_place(self._backend.original(model), self._dynamo)
         prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
-        if self._backend.topology.world_size > 1:
+        if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         self._gradients.find()
