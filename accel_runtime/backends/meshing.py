@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from accel_runtime import tree
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.refusing import check_hooks, check_spmd
 from accel_runtime.backends.rows import Rows
 from accel_runtime.data.source import Loop
 from accel_runtime.env import Settings
-from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
 
 __all__ = ["Machinery", "Meshed", "along", "devices"]
@@ -87,7 +87,7 @@ class Meshed(Backend):
         learns = any(parameter.requires_grad for parameter in model.parameters())
         if isinstance(model, self._machinery.wrapper) or not learns:
             return model
-        _check_options(options)
+        check_hooks(options)
         prepared = _wrapped(self.place(model), self._wrap)
         prepared.register_forward_hook(self._rows.passed, with_kwargs=True)
         return prepared
@@ -180,11 +180,7 @@ def devices(settings: Settings, topology: Topology, runtime: Any, begun: Callabl
             are several processes.
     """
     if not settings.spmd:
-        if runtime.is_spmd():
-            raise RuntimeError(
-                "torch_xla computes on all devices as on one (XLA_USE_SPMD=1 is set, or the script has called "
-                "use_spmd()), but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
-            )
+        check_spmd(runtime.is_spmd())
         return 0
     if topology.world_size != 1:
         raise RuntimeError(
@@ -212,23 +208,6 @@ def devices(settings: Settings, topology: Topology, runtime: Any, begun: Callabl
             "off: every device is then a replica."
         )
     return int(found)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuse what gradients would be rounded by; what only says how DDP finds and groups them has nothing to do here.
-
-    Args:
-        options: Fields of `DistributedDataParallelKwargs`.
-
-    Raises:
-        ValueError: There is a communication hook.
-    """
-    hook = options.get("comm_hook", DDPCommunicationHookType.NO)
-    if hook is not DDPCommunicationHookType.NO:
-        raise ValueError(
-            f"comm_hook={hook.value!r} changes what DDP sends, and with SPMD (launcher.spmd: true) the compiler sends "
-            "gradients by itself: leave comm_hook out of DistributedDataParallelKwargs"
-        )
 
 
 def _wrapped(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -1,13 +1,17 @@
-"""A model brought to a device that needs new tensors, with every parameter staying the object it is."""
+"""Models brought to a device that needs new tensors, and state fetched from there, with what is one staying one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["moved"]
+from accel_runtime import tree
+
+__all__ = ["hosted", "moved"]
 
 
 @torch.no_grad()
@@ -37,3 +41,24 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
             ) from error
         tensor.grad = None if grad is None else grad.to(device)
     return model
+
+
+def hosted(
+    state: Any,
+    identity: Callable[[torch.Tensor], Hashable],
+    fetch: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> Any:
+    """The state with its tensors on the CPU.
+
+    Args:
+        state: Nested in any way.
+        identity: The same for tensors that are one on the device.
+        fetch: Brings all of them at once.
+    """
+
+    def lazy(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+
+    known = {identity(leaf): leaf.detach() for leaf in tree.leaves(state) if lazy(leaf)}
+    here = dict(zip(known, fetch(list(known.values())), strict=True))
+    return tree.map_leaves(lambda leaf: here[identity(leaf)] if lazy(leaf) else leaf, state)

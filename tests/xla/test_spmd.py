@@ -417,7 +417,7 @@ def test_a_communication_hook_is_refused_and_other_options_of_ddp_have_nothing_t
     def refused():
         from accel_runtime import Accelerator, DistributedDataParallelKwargs
 
-        with pytest.raises(ValueError, match="comm_hook='bf16' changes what DDP sends") as error:
+        with pytest.raises(ValueError, match="comm_hook='bf16' changes how DDP sends gradients") as error:
             Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]).prepare(
                 nn.Linear(4, 4)
             )
@@ -484,6 +484,13 @@ def test_a_checkpoint_of_one_continues_on_the_other_with_its_optimizer(mesh, tmp
     assert {"embed.weight", "inner.weight", "inner.bias"} <= {*exported, "embed.weight"}
 
 
+SEEDED = """
+import torch
+from accel_runtime import Accelerator, set_seed
+set_seed(7)
+accelerator = Accelerator()
+print(accelerator.describe(), torch.randn(2, device=accelerator.device).tolist())
+"""
 SWITCHED_ON_LATE = """
 import torch, torch_xla
 torch.ones(1).to("xla")
@@ -504,6 +511,25 @@ Accelerator()
 """
 
 
+def started(path, changed):
+    """A process of its own, on two devices."""
+    told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
+    return subprocess.run(
+        [sys.executable, path],
+        env=dict(os.environ) | told | changed,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_seed_that_is_set_before_the_accelerator_is_made_does_not_take_up_the_devices(script):
+    first, second = (started(script(SEEDED), {}) for _ in range(2))
+    assert "2 devices compute as one (SPMD)" in first.stdout, first.stderr
+    assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("text", "changed", "said"),
     [
@@ -515,15 +541,7 @@ Accelerator()
     ids=["a device in use", "torch_xla.launch", "no TPU", "not told"],
 )
 def test_where_devices_cannot_be_one_it_is_said_before_training(script, text, changed, said):
-    told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
-    run = subprocess.run(
-        [sys.executable, script(text)],
-        env=dict(os.environ) | told | changed,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    run = started(script(text), changed)
     assert run.returncode != 0
     assert said in run.stderr
 
