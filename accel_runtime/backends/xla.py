@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -123,7 +123,7 @@ class _Lazy(Backend):
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
         if place and loaded_beside:
-            return fed(walk, loop, self._belt)
+            return _steady(fed(walk, loop, self._belt))
         return self._cut(walk(loop))
 
     def _cut(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -295,9 +295,26 @@ def _settled(*, wait: bool = False) -> None:
     Random numbers go on where they were: torch_xla would begin others each time, and a run that is resumed, or gathers
     more often, would draw from others.
     """
+    with _numbers_kept():
+        torch_xla.sync(wait=wait)
+
+
+@contextmanager
+def _numbers_kept() -> Iterator[None]:
     seed = xm.get_rng_state()
-    torch_xla.sync(wait=wait)
+    yield
     xm.set_rng_state(seed)
+
+
+def _steady(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of torch_xla's loader, which sends off what was recorded whenever it is asked for one."""
+    nothing = object()
+    while True:
+        with _numbers_kept():
+            batch = next(batches, nothing)
+        if batch is nothing:
+            return
+        yield batch
 
 
 class _Random:
