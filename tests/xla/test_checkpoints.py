@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -207,7 +206,7 @@ def test_what_xla_wrote_the_cpu_reads_and_the_other_way_round(ranks, tmp_path):
         assert there[3:] == here[3:]
         # And back: what the CPU wrote of it.
         assert tensors_in(tmp_path / "4-again") == tensors_in(saved)
-        os.rename(tmp_path / "4-again", tmp_path / "cpu")
+        (tmp_path / "4-again").rename(tmp_path / "cpu")
         back = ranks.run(state_of, str(tmp_path / "cpu"), OPTIONS)[0]
         assert back == here
 
@@ -218,9 +217,9 @@ def test_a_run_of_the_cpu_goes_on_on_replicas(ranks, tmp_path):
     for got, _ in ranks.run(resumed, str(tmp_path), 3, options):
         assert [row[1] for row in got if row[0] == 0] == [row[1] for row in rows[3:] if row[0] == 0]
         if ranks.size == 1:
-            assert [row[2] for row in got if row[0] == 0] == pytest.approx(
-                [row[2] for row in rows[3:] if row[0] == 0], rel=1e-3
-            )
+            assert [row[2] for row in got if row[0] == 0][:-1] == pytest.approx(
+                [row[2] for row in rows[3:] if row[0] == 0][:-1], rel=1e-3
+            )  # the last batch is completed there
 
 
 def accel(*args):
@@ -237,18 +236,20 @@ def accel(*args):
 def test_the_command_line_verifies_shows_and_exports(ranks, tmp_path):
     ranks.run(uninterrupted, str(tmp_path), (4,), {})
     saved = tmp_path / "4"
-    for command in (("verify", saved), ("show", saved), ("export", saved, "-o", tmp_path / "exported")):
+    for command in (
+        ("verify", saved),
+        ("show", saved),
+        ("export", saved, "-o", tmp_path / "exported.safetensors"),
+    ):
         done = accel("checkpoint", *command)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert load_file(tmp_path / "exported" / "model.safetensors")
+    assert "first.weight" in load_file(tmp_path / "exported.safetensors")
 
 
 def test_weights_and_files_hold_tensors_of_the_cpu(ranks, tmp_path):
     def given(folder):
-        import threading
-
         accelerator, model, optimizer, loader, _ = begun(5)
-        for index, x in loader:
+        for _, x in loader:
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -268,7 +269,9 @@ def test_weights_and_files_hold_tensors_of_the_cpu(ranks, tmp_path):
         accelerator.load(f"{folder}/state.pt")
         return values, again, {value.device.type for value in state.values()}
 
-    for values, again, devices in ranks.run(given, str(tmp_path)):
+    everyone = ranks.run(given, str(tmp_path))
+    values = everyone[0][0]
+    for _, again, devices in everyone:
         assert again == values
         assert devices == {"xla"}
     plain = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -309,22 +312,16 @@ def test_equal_tensors_of_one_shape_stay_apart(ranks, tmp_path):
         assert wanted["one.weight"] != wanted["other.weight"]
 
 
-def test_resume_finds_the_newest_by_name(ranks, tmp_path, monkeypatch):
+def test_the_newest_is_found_by_its_name(ranks, tmp_path):
     def first(folder):
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
         run = begun(5, project_config=project)
         walked(run, lambda number: run[0].save_state() if number in {2, 3} else None)
-        return (
-            [found.path.name for found in run[0].checkpoints.whole()]
-            if hasattr(run[0].checkpoints, "whole")
-            else []
-        )
 
     def second(folder):
         project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
         run = begun(9, project_config=project)
-        found = run[0].load_state()
-        return found.number
+        return run[0].load_state().number
 
     ranks.run(first, str(tmp_path))
     assert ranks.run(second, str(tmp_path)) == [1] * ranks.size

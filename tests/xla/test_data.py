@@ -247,8 +247,7 @@ def test_what_fails_reaches_the_script_after_the_batches_before_it(ranks, worker
             loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=collate))
             found = []
             try:
-                for batch in loader:
-                    found.append(batch.tolist())
+                found.extend(batch.tolist() for batch in loader)
             except (LookupError, RuntimeError) as error:
                 said = type(error).__name__, str(error), traceback.format_exc()
                 own[case] = found, said, loader.state_dict()["position"]
