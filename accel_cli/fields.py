@@ -28,6 +28,8 @@ class Choice:
 
     value: Any
     title: str
+    offered: Callable[[Machine, Answers], bool] = lambda *_: True
+    """Whether it can be picked, on this machine and after these answers."""
 
 
 @dataclass(frozen=True)

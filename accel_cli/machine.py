@@ -54,6 +54,12 @@ class Machine:
         """Why torch_xla cannot be used here, with what to do; empty where it can."""
         return self.packages.problem(self.tpu)
 
+    @property
+    def problems(self) -> list[str]:
+        """Why something that is here cannot be used."""
+        unused_tpu = self.xla_problem if self.tpu.found else ""
+        return [problem for problem in (self.problem, unused_tpu) if problem]
+
 
 def detect(environ: Mapping[str, str] | None = None) -> Machine:
     """Ask a child process what torch finds: exact, and as slow as importing torch."""

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_cli.errors import UsageError
+from accel_cli.tpu import Tpu
 
-__all__ = ["PORT", "READ", "Facts", "Typed", "facts", "first_host"]
+__all__ = ["PORT", "READ", "Facts", "Typed", "facts", "first_host", "pod"]
 
 PORT = 29400
 """Where machines meet if nobody says a port; torch's own default for c10d."""
@@ -38,6 +39,7 @@ READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "SKYPILOT_*": (
             "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_TASK_ID",
         ),
+        "TPU_WORKER_*": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES"),
         "DSTACK_*": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "DSTACK_RUN_ID"),
     }
 )  # fmt: skip
@@ -102,6 +104,31 @@ def facts(typed: Typed, environ: Mapping[str, str], *, parent: int = 0) -> Facts
         if found:
             return _checked(found, typed)
     return Facts(node_rank=typed.node_rank, static=typed.node_rank is not None)
+
+
+def pod(typed: Typed, environ: Mapping[str, str], tpu: Tpu) -> Facts:
+    """The hosts of a TPU slice, of which each runs the same command.
+
+    Args:
+        typed: The options.
+        environ: The environment.
+        tpu: What the machine says of its TPU.
+
+    Raises:
+        UsageError: What is said is incomplete, or contradicts an option.
+    """
+    if environ.get("MEGASCALE_NUM_SLICES", "1") not in {"", "1"}:
+        raise UsageError(
+            f"MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}: several TPU slices in one run are not in this "
+            "version; train on one slice"
+        )
+    nodes = len(tpu.hosts)
+    if nodes < 2:  # noqa: PLR2004 - one host has nobody to meet
+        return Facts(node_rank=typed.node_rank, static=typed.node_rank is not None)
+    rank = _number({"TPU_WORKER_ID": tpu.worker}, "TPU_WORKER_ID")
+    _within(rank, nodes, "TPU_WORKER_ID", "the number of hosts in TPU_WORKER_HOSTNAMES")
+    values = {"nnodes": nodes, "rdzv_endpoint": _endpoint(tpu.hosts[0], str(PORT))}
+    return _checked(Facts(tpu.hosts_by, values, rank), typed)
 
 
 def _torchrun(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:

@@ -30,6 +30,8 @@ _COUNTS = frozenset(
 """What only a launcher of several processes can be told."""
 _HERE = frozenset({None, "single", "torchrun"})
 """Launchers that start processes on this machine: what a scheduler says of it concerns them."""
+_PODS = frozenset({"xla"})
+"""Launchers that start a part of a TPU slice here: which hosts it has concerns them, and a scheduler does not."""
 _AGENT = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1}
 """One process, with a launcher beside it that can give it time and watch it."""
 _WATCHED = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
@@ -60,6 +62,8 @@ class Request:
     resume: bool = False
     no_profile: bool = False
     """Whether only variables and options speak, and no file."""
+    for_pod: bool = False
+    """Whether it is for the workers of a TPU pod, of which this machine's own profile says nothing."""
 
 
 def prepare(request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
@@ -87,12 +91,13 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     alone = kind == "single"
     options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
     options = [_in_its_words(kind, layer) for layer in options]
-    around = place(request, environ) if kind in _HERE else nodes.Facts()
+    around = place(request, environ, kind, found)
     if around.ranks:
         one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
         return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
     if values := _derived(around, options):
-        said.append(Layer(around.source, {"launcher.kind": "torchrun", **values}, {"": around.source}))
+        several = kind if kind in _PODS else "torchrun"
+        said.append(Layer(around.source, {"launcher.kind": several, **values}, {"": around.source}))
         alone = False
     counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
     watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
@@ -129,17 +134,19 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
         environ=environ,
         machine=found,
         python=sys.executable,
-        nodes=place(request, environ if resolved.profile.launcher.kind in _HERE else {}),
+        nodes=place(request, environ, resolved.profile.launcher.kind, found),
     )
     return resolved.profile.start.plan(job)
 
 
-def place(request: Request, environ: Mapping[str, str]) -> nodes.Facts:
-    """What options and schedulers say of the machines.
+def place(request: Request, environ: Mapping[str, str], kind: str | None, found: Machine) -> nodes.Facts:
+    """What options, schedulers and the machine itself say of the machines there are, as far as a launcher asks.
 
     Raises:
         UsageError: They contradict each other.
     """
+    if request.for_pod or kind not in _HERE | _PODS:
+        return nodes.Facts()
     typed = nodes.Typed(
         nnodes=_scalar(request.nnodes, "--nnodes"),
         nproc_per_node=_scalar(request.nproc_per_node, "--nproc-per-node"),
@@ -147,6 +154,8 @@ def place(request: Request, environ: Mapping[str, str]) -> nodes.Facts:
         rdzv_endpoint=request.rdzv_endpoint,
         max_restarts=request.max_restarts,
     )
+    if kind in _PODS:
+        return nodes.pod(typed, environ, found.tpu)
     return nodes.facts(typed, environ, parent=os.getppid())
 
 
@@ -224,7 +233,8 @@ def _said(request: Request, environ: Mapping[str, str]) -> list[Layer]:
     """The layers below the options: files and variables, or variables only."""
     if request.no_profile:
         return [layer for layer in (layers.environment(environ),) if layer.values]
-    return layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
+    found = layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
+    return [layer for layer in found if not (request.for_pod and layer.name == "user")]
 
 
 def _kind(said: Iterable[Layer]) -> Any:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 __all__ = ["Packages", "Tpu", "packages", "seen"]
 
 _GOOGLE = "0x1ae0"
+_METADATA = "metadata.google.internal"
+_PATIENCE_S = 2.0
+"""The server is on the machine itself."""
 _CHIPS: Mapping[str, str] = MappingProxyType(
     {
         "0x0027": "TPU v2 or v3",
@@ -33,6 +37,12 @@ class Tpu:
     """A name for each chip."""
     said_by: str = ""
     """What showed that there is one; empty where nothing did."""
+    hosts: tuple[str, ...] = ()
+    """The hosts of the slice it is a part of, in the order of their numbers; empty where nothing says so."""
+    worker: str = ""
+    """The number of this one among them, as it was said."""
+    hosts_by: str = ""
+    """What said which hosts there are."""
 
     @property
     def found(self) -> bool:
@@ -79,6 +89,11 @@ def seen(environ: Mapping[str, str], *, root: Path = Path("/")) -> Tpu:
         environ: The environment.
         root: Where `sys` and `dev` are.
     """
+    found = _found(environ, root)
+    return replace(found, **_hosts(environ, ask=bool(found.chips))) if found.found else found
+
+
+def _found(environ: Mapping[str, str], root: Path) -> Tpu:
     if wanted := environ.get("PJRT_DEVICE"):
         # torch_xla was told what to use: a TPU that it is not to use is none.
         return Tpu(_on_the_bus(root), f"PJRT_DEVICE={wanted}") if wanted == "TPU" else Tpu()
@@ -89,6 +104,34 @@ def seen(environ: Mapping[str, str], *, root: Path = Path("/")) -> Tpu:
     if kind := environ.get("TPU_ACCELERATOR_TYPE"):
         return Tpu((), f"TPU_ACCELERATOR_TYPE={kind}")
     return Tpu()
+
+
+def _hosts(environ: Mapping[str, str], *, ask: bool) -> dict[str, Any]:
+    """Which hosts there are: by variables, as Kubernetes has them, else by the machine's own metadata server."""
+    if names := environ.get("TPU_WORKER_HOSTNAMES"):
+        said_by, worker = "TPU_WORKER_*", environ.get("TPU_WORKER_ID", "")
+        return {"hosts": tuple(names.split(",")), "worker": worker, "hosts_by": said_by}
+    if not ask or environ.get("TPU_SKIP_MDS_QUERY"):
+        return {}
+    server = environ.get("GCE_METADATA_HOST", _METADATA)
+    try:
+        endpoints = _attribute(server, "worker-network-endpoints")
+        worker = _attribute(server, "agent-worker-number")
+    except OSError:
+        return {}
+    # Each is `name:id:address`.
+    hosts = tuple(endpoint.split(":")[-1] for endpoint in endpoints.split(","))
+    return {"hosts": hosts, "worker": worker, "hosts_by": "TPU metadata"}
+
+
+def _attribute(server: str, name: str) -> str:
+    # As slow to import as all else a launch does, and needed on TPUs only.
+    from urllib.request import ProxyHandler, Request, build_opener  # noqa: PLC0415
+
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
+    asked = Request(url, headers={"Metadata-Flavor": "Google"})
+    with build_opener(ProxyHandler({})).open(asked, timeout=_PATIENCE_S) as answer:
+        return str(answer.read().decode().strip())
 
 
 def packages(environ: Mapping[str, str]) -> Packages:

@@ -316,8 +316,8 @@ def _write_default(target: Path, *, force: bool) -> None:
 
     _free(target, force=force)
     found = machine.detect(os.environ)
-    if found.problem:
-        console.note(found.problem)
+    for problem in found.problems:
+        console.note(problem)
     store.write(target, store.render(suggested(found).data()))
     console.note(f"{target} is written for {found.summary}")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from accel_cli.machine import Machine
 
 __all__ = ["EXAMPLE", "env"]
 
@@ -13,6 +16,7 @@ _PACKAGES = (
     "accel",
     "torch",
     "torch_xla",
+    "libtpu",
     "numpy",
     "safetensors",
     "pydantic",
@@ -21,8 +25,8 @@ _PACKAGES = (
     "questionary",
 )
 _RELEVANT = (
-    "ACCEL_", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
-    "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "WORLD_SIZE", "XLA_",
+    "ACCEL_", "CPU_NUM_DEVICES", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
+    "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "TPU_", "WORLD_SIZE", "XLA_",
 )  # fmt: skip
 
 
@@ -64,12 +68,26 @@ def _facts() -> dict[str, Any]:
         },
         "packages": _versions(),
         "devices": found.problem or {str(index): name for index, name in enumerate(found.devices)} or "none",
+        "tpu": _tpu(found),
         "profile": _profile(found),
         "variables": {
             name: masked(name, value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_RELEVANT)
         },
+    }
+
+
+def _tpu(found: Machine) -> dict[str, str]:
+    """What there is of a TPU, what would keep torch_xla from it, and where torch_xla was told to compute."""
+    import os
+
+    hosts = f"{len(found.tpu.hosts)}, this is number {found.tpu.worker} ({found.tpu.hosts_by})"
+    return {
+        "chips": found.tpu.summary or "none",
+        **({"hosts": hosts} if found.tpu.hosts else {}),
+        "torch_xla": found.xla_problem or f"{found.packages.torch_xla}, beside torch {found.packages.torch}",
+        "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "not set"),
     }
 
 

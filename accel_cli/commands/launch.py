@@ -21,6 +21,7 @@ SETTINGS: dict[str, Any] = {
 }
 _HOW = "What runs"
 _OVER = "Over the profile"
+_POD = "TPU pods"
 
 
 def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -136,6 +137,41 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
             rich_help_panel=_OVER,
         ),
     ] = False,
+    tpu_pod: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print the gcloud command that starts this on every worker of a TPU pod.",
+            rich_help_panel=_POD,
+        ),
+    ] = None,
+    zone: Annotated[
+        str | None,
+        typer.Option(metavar="ZONE", help="The pod's zone; else gcloud's own.", rich_help_panel=_POD),
+    ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="The pod's project; else gcloud's own.", rich_help_panel=_POD),
+    ] = None,
+    pod_folder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="The working folder on the workers; else this one, from the home.",
+            rich_help_panel=_POD,
+        ),
+    ] = None,
+    pod_setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINE",
+            help="A line of shell that runs before, on every worker; can be repeated.",
+            rich_help_panel=_POD,
+        ),
+    ] = None,
+    run_pod: Annotated[
+        bool, typer.Option("--run-pod", help="Run that command instead of printing it.", rich_help_panel=_POD)
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="As --dry-run, with where each value came from.")
@@ -154,7 +190,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     import os
     from dataclasses import replace
 
-    from accel_cli import console, planning
+    from accel_cli import console, planning, pods
     from accel_cli.errors import UsageError
 
     if module and no_python:
@@ -182,16 +218,53 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         resume=resume,
         no_profile=no_profile,
     )
-    planning.check_target(request.target, request.kind)
-    resolved, plan = planning.prepare(request, os.environ)
+    if tpu_pod is not None:
+        pods.check_target(request, pod_folder)
+        resolved, plan = pods.prepare(
+            pods.Pod(
+                tpu_pod, pods.folder(pod_folder), zone=zone, project=project, setup=tuple(pod_setup or ())
+            ),
+            request,
+            os.environ,
+        )
+    else:
+        _refuse_pod_options(
+            zone=zone, project=project, pod_folder=pod_folder, pod_setup=pod_setup, run_pod=run_pod
+        )
+        planning.check_target(request.target, request.kind)
+        resolved, plan = planning.prepare(request, os.environ)
     if detach and not plan.script:
         raise UsageError(f"--detach is for launchers that submit a job; {plan.launcher} runs the script here")
     if dry_run or explain:
         console.plain(described(plan, resolved if explain else None))
         return
+    if tpu_pod is not None and not run_pod:
+        _print_pod(plan, quiet=quiet)
+        return
+    if run_pod:
+        pods.check_gcloud()
     if not quiet:
         console.note(headline(plan, resolved))
     raise typer.Exit(planning.run(replace(plan, detach=detach)))
+
+
+def _refuse_pod_options(**said: Any) -> None:
+    from accel_cli.errors import UsageError
+
+    for name, value in said.items():
+        if value:
+            raise UsageError(f"--{name.replace('_', '-')} is for a TPU pod: it needs --tpu-pod NAME")
+
+
+def _print_pod(plan: Plan, *, quiet: bool) -> None:
+    """The command for the workers of a pod, on stdout, and beside it what to do with it."""
+    import shlex
+
+    from accel_cli import console
+
+    console.plain(shlex.join(plan.argv))
+    if not quiet:
+        console.note("nothing runs yet: this command starts it on every worker, and so does --run-pod")
 
 
 def headline(plan: Plan, resolved: Resolved) -> str:

@@ -24,5 +24,7 @@ PLANNED: Mapping[str, str] = MappingProxyType({"sagemaker": "Amazon SageMaker jo
 
 
 def suggest(machine: Machine) -> str:
-    """The kind that suits a machine: one process, or one for each of several accelerators."""
+    """The kind that suits a machine: its TPU, one process, or one for each of several accelerators."""
+    if machine.tpu.found:
+        return "xla"
     return "torchrun" if len(machine.devices) > 1 else "single"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
 from accel_cli.nodes import Facts
 from accel_cli.plan import Plan
-from accel_runtime.env import Settings
+from accel_runtime.env import MixedPrecision, Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
 
@@ -46,6 +46,18 @@ class Launcher(Section):
     """What the wizard calls it."""
     words: ClassVar[Mapping[str, str]] = {}
     """Its own word for a key that an option of `accel launch` names by another's."""
+    formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
+    """The number formats of the forward pass that its processes know."""
+
+    @classmethod
+    def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
+        """Whether the wizard offers it on this machine."""
+        return True
+
+    @classmethod
+    def suits_bf16(cls, machine: Machine) -> bool:
+        """Whether bfloat16 is what to compute in on this machine."""
+        return machine.bf16
 
     @abstractmethod
     def plan(self, job: Job) -> Plan:

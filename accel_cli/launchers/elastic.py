@@ -12,7 +12,6 @@ from typing_extensions import Self
 
 import accel_cli
 from accel_cli.errors import UsageError
-from accel_cli.fields import Question
 from accel_cli.launchers.base import Job, Launcher
 from accel_cli.ranks import checked
 
@@ -69,19 +68,12 @@ Nnodes = Annotated[
     ),
     Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
     AfterValidator(_machines),
-    Question("How many machines?", suggest=lambda *_: 1),
 ]
 Endpoint = Annotated[
     str | None,
     AfterValidator(_endpoint),
     Field(
         description="`host:port` where the machines meet; the host is one of them. Needed if nnodes is above 1."
-    ),
-    Question(
-        "Where do they meet, as host:port?",
-        suggest=lambda *_: "localhost:29400",
-        when=lambda answers: answers.get("nnodes", 1) != 1,
-        hint="an address every machine reaches",
     ),
 ]
 RunId = Annotated[

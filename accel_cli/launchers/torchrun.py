@@ -36,7 +36,7 @@ class Torchrun(elastic.Elastic):
     kind: Literal["torchrun"] = Field(
         "torchrun", description="Several processes, through torch's elastic agent (torch.distributed.run)."
     )
-    nnodes: elastic.Nnodes = 1
+    nnodes: Annotated[elastic.Nnodes, Question("How many machines?", suggest=lambda *_: 1)] = 1
     nproc_per_node: Annotated[
         int | Literal["auto"],
         Field(
@@ -51,7 +51,15 @@ class Torchrun(elastic.Elastic):
             hint="a number, or auto",
         ),
     ] = "auto"
-    rdzv_endpoint: elastic.Endpoint = None
+    rdzv_endpoint: Annotated[
+        elastic.Endpoint,
+        Question(
+            "Where do they meet, as host:port?",
+            suggest=lambda *_: "localhost:29400",
+            when=lambda answers: answers.get("nnodes", 1) != 1,
+            hint="an address every machine reaches",
+        ),
+    ] = None
     rdzv_id: elastic.RunId = "accel"
     max_restarts: elastic.MaxRestarts = 0
     rdzv_timeout: elastic.RdzvTimeout = 600

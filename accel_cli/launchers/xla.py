@@ -11,8 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
+from accel_cli.fields import Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, environment
+from accel_cli.machine import Machine
 
 __all__ = ["Xla"]
 
@@ -39,6 +41,8 @@ class Xla(elastic.Elastic):
     title: ClassVar[str] = "TPU (torch_xla)"
     words: ClassVar[Mapping[str, str]] = MappingProxyType({"launcher.nproc_per_node": _SAME})
 
+    formats: ClassVar[frozenset[str]] = frozenset({"no", "bf16"})
+
     kind: Literal["xla"] = Field(
         "xla",
         description="A replica on every TPU core, started by torch_xla; or on its CPU device, to try it.",
@@ -49,11 +53,30 @@ class Xla(elastic.Elastic):
         Field(
             description="On how many devices of a machine: `all`, or 1 (on one machine). torch_xla knows no other number."
         ),
+        Question(
+            "On how many TPU cores?",
+            suggest=lambda *_: "all",
+            choices=(
+                Choice("all", "all: every core of the TPU, on every host of a pod"),
+                Choice(1, "1: a single core, to try something"),
+            ),
+        ),
     ] = "all"
-    spmd: bool = Field(
-        False,
-        description="Whether one process computes on all devices of the machine as a mesh, with a model sharded over them.",
-    )
+    spmd: Annotated[
+        bool,
+        Field(
+            description="Whether one process computes on all devices of the machine as a mesh, with a model sharded over them."
+        ),
+        Question(
+            "How do the cores share the work?",
+            suggest=lambda *_: False,
+            choices=(
+                Choice(False, "each has a replica of the model, and a part of every batch"),
+                Choice(True, "SPMD: one process computes on all of them, with the model sharded"),
+            ),
+            when=lambda answers: answers.get("replicas") != 1,
+        ),
+    ] = False
     main_training_function: str | None = Field(
         None,
         min_length=1,
@@ -87,6 +110,16 @@ class Xla(elastic.Elastic):
             )
             raise ValueError(f"replicas: 1 is one device of one machine, but {other}; use replicas: all")
         return self
+
+    @classmethod
+    @override
+    def offered(cls, machine: Machine) -> bool:
+        return machine.tpu.found or machine.packages.torch_xla is not None
+
+    @classmethod
+    @override
+    def suits_bf16(cls, machine: Machine) -> bool:
+        return True
 
     @override
     def plan(self, job: Job) -> Plan:

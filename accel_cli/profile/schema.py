@@ -18,8 +18,12 @@ __all__ = ["SCHEMA_VERSION", "Profile", "json_schema", "known_keys"]
 SCHEMA_VERSION = 1
 
 
-def _precision(machine: Machine, _: Answers) -> str:
-    return "bf16" if machine.bf16 else "no"
+def _precision(machine: Machine, answers: Answers) -> str:
+    return "bf16" if LAUNCHERS[answers["kind"]].suits_bf16(machine) else "no"
+
+
+def _knows_fp16(_: Machine, answers: Answers) -> bool:
+    return "fp16" in LAUNCHERS[answers["kind"]].formats
 
 
 def _numbers_as_text(env: Any) -> Any:
@@ -59,8 +63,8 @@ class Profile(Section):
             suggest=_precision,
             choices=(
                 Choice("no", "no: compute in what the model has, usually float32"),
-                Choice("bf16", "bf16: bfloat16, half the memory; for GPUs since 2020, and recent CPUs"),
-                Choice("fp16", "fp16: float16 with a scaled loss; for older GPUs"),
+                Choice("bf16", "bf16: bfloat16, half the memory; for TPUs, GPUs since 2020, and recent CPUs"),
+                Choice("fp16", "fp16: float16 with a scaled loss; for older GPUs", offered=_knows_fp16),
             ),
         ),
     ] = "no"

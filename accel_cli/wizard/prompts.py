@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import questionary
 from questionary import Choice, Style
 
+from accel_cli import fields
 from accel_cli.errors import ProfileError
 from accel_cli.machine import Machine
 from accel_cli.profile import document
@@ -60,7 +61,8 @@ def ask_all(
                 return profile if agreed else None
             asked = asked.back()
             continue
-        answer = _ask(step, step.suggestion(machine, asked.answers, before), asked.answers)
+        choices = step.choices(machine, asked.answers)
+        answer = _ask(step, step.suggestion(machine, asked.answers, before), asked.answers, choices)
         asked = asked.back() if answer is BACK else _Asked({**asked.answers, step.key: answer})
 
 
@@ -75,16 +77,22 @@ def confirm(question: str) -> bool | None:
     return None if picked is BACK else bool(picked)
 
 
-def _ask(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
-    return _pick(step, suggestion, answers) if step.question.choices else _type(step, suggestion, answers)
+def _ask(step: Step, suggestion: Any, answers: Mapping[str, Any], offered: Sequence[fields.Choice]) -> Any:
+    if offered:
+        return _pick(
+            step.question.text,
+            suggestion,
+            [Choice(each.title, value=each.value) for each in offered],
+            answers,
+        )
+    return _type(step, suggestion, answers)
 
 
-def _pick(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
-    choices = [Choice(choice.title, value=choice.value) for choice in step.question.choices]
+def _pick(text: str, suggestion: Any, choices: list[Choice], answers: Mapping[str, Any]) -> Any:
     if answers:
         choices.append(Choice("Back", value=BACK))
     return questionary.select(
-        step.question.text, choices=choices, default=suggestion, style=_STYLE, instruction="(arrows, Enter)"
+        text, choices=choices, default=suggestion, style=_STYLE, instruction="(arrows, Enter)"
     ).unsafe_ask()
 
 

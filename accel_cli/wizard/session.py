@@ -32,8 +32,8 @@ def converse(target: Path) -> int:
         with Console().status("Looking at this machine (this imports torch once)"):
             found = machine.detect(os.environ)
         console.show(f"[bold]This machine:[/bold] {found.summary}")
-        if found.problem:
-            console.note(found.problem)
+        for problem in found.problems:
+            console.note(problem)
         agreed = prompts.ask_all(found, _before(target, found), lambda profile: _agree(profile, target))
     except KeyboardInterrupt:
         console.note("nothing was written")

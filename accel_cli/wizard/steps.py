@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 
-from accel_cli.fields import Choice, Question, question_of
+from accel_cli.fields import Answers, Choice, Question, question_of
 from accel_cli.launchers import LAUNCHERS, suggest
+from accel_cli.launchers.base import Launcher
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import nested
 from accel_cli.profile.problems import explain
@@ -36,9 +38,15 @@ class Step:
             answers: The answers so far, by dotted key.
             before: What the profile said, by dotted key.
         """
-        if self.key in before:
+        picked = [choice.value for choice in self.choices(machine, answers)]
+        if self.key in before and (not picked or before[self.key] in picked):
             return before[self.key]
         return self.question.suggest(machine, _local(answers))
+
+    def choices(self, machine: Machine, answers: Mapping[str, Any]) -> list[Choice]:
+        """What can be picked on this machine after these answers."""
+        local = _local(answers)
+        return [choice for choice in self.question.choices if choice.offered(machine, local)]
 
     def problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         """What is wrong with an answer, given those before it; None if nothing is."""
@@ -100,8 +108,14 @@ def _local(answers: Mapping[str, Any]) -> dict[str, Any]:
     return {key.rpartition(".")[2]: value for key, value in answers.items()}
 
 
+def _offered(launcher: type[Launcher], machine: Machine, _: Answers) -> bool:
+    return launcher.offered(machine)
+
+
 _KIND_QUESTION = Question(
     "How should scripts run?",
     suggest=lambda machine, _: suggest(machine),
-    choices=tuple(Choice(kind, launcher.title) for kind, launcher in LAUNCHERS.items()),
+    choices=tuple(
+        Choice(kind, launcher.title, partial(_offered, launcher)) for kind, launcher in LAUNCHERS.items()
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_cli.launchers import PLANNED
@@ -23,6 +23,8 @@ class Way:
     device: str = "auto"
     engine: str = ""
     """What else it asks for, that accel has not yet."""
+    tpu: bool = False
+    """Whether it is for a TPU, whose machines know each other and whose devices are not counted."""
 
     @property
     def several(self) -> bool:
@@ -39,8 +41,8 @@ WAYS: Mapping[str, Way] = {
     "FSDP": Way("torchrun", engine="sharding (FSDP)"),
     "DEEPSPEED": Way("torchrun", engine="DeepSpeed"),
     "MEGATRON_LM": Way("torchrun", engine="Megatron-LM"),
-    "XLA": Way("xla"),
-    "TPU": Way("xla"),  # of early releases
+    "XLA": Way("xla", "xla", tpu=True),
+    "TPU": Way("xla", "xla", tpu=True),  # of early releases
 }
 """By `distributed_type`."""
 NO_DEVICE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
@@ -61,6 +63,14 @@ class Asked:
     fp16: bool = False
     use_cpu: bool = False
     gpu_ids: str = "all"
+    main_training_function: str | None = None
+    tpu_env: list[str] = field(default_factory=list)
+
+    @property
+    def unnamed(self) -> list[str]:
+        """What should be an assignment to a variable on the TPU, and is none."""
+        parts = {entry: _parts(entry) for entry in self.tpu_env if self.way.tpu}
+        return [entry for entry, (name, equals, _) in parts.items() if not (name and equals) or "\0" in entry]
 
     @property
     def way(self) -> Way:
@@ -75,12 +85,17 @@ class Asked:
     @property
     def spread(self) -> bool:
         """Whether machines have to meet."""
-        return self.way.several and self.num_machines > 1
+        return self.way.several and not self.way.tpu and self.num_machines > 1
 
     @property
     def per_node(self) -> int | str:
         """The processes on each machine."""
         return "auto" if self.num_processes == -1 else self.num_processes // self.num_machines
+
+    @property
+    def replicas(self) -> int | str:
+        """The replicas on the TPU of each machine."""
+        return 1 if self.num_processes == self.num_machines == 1 else "all"
 
     @property
     def endpoint(self) -> str:
@@ -101,21 +116,39 @@ class Asked:
     @property
     def visible(self) -> dict[str, str]:
         """The variable that shows the processes some of the devices only."""
-        if self.gpu_ids.lower() == "all" or self.device in {"cpu", "mps"}:
+        if self.gpu_ids.lower() == "all" or self.device in {"cpu", "mps", "xla"}:
             return {}
         return {"ZE_AFFINITY_MASK" if self.device == "xpu" else "CUDA_VISIBLE_DEVICES": self.gpu_ids}
 
-    def profile(self) -> dict[str, Any]:
-        """The keys of a profile that say the same."""
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of the processes on a TPU."""
+        return {name: value for name, _, value in map(_parts, self.tpu_env) if self.way.tpu}
+
+    @property
+    def launcher(self) -> dict[str, Any]:
+        """The keys of the launcher's section."""
+        if self.way.tpu:
+            function = self.main_training_function
+            called = {"main_training_function": function} if function else {}
+            return {"kind": self.way.kind, "replicas": self.replicas, **called}
         several = {"nnodes": self.num_machines, "nproc_per_node": self.per_node}
         meeting = {"rdzv_endpoint": self.endpoint}
         return {
-            "launcher": {
-                "kind": self.way.kind,
-                **(several if self.way.several else {}),
-                **(meeting if self.spread else {}),
-            },
+            "kind": self.way.kind,
+            **(several if self.way.several else {}),
+            **(meeting if self.spread else {}),
+        }
+
+    def profile(self) -> dict[str, Any]:
+        """The keys of a profile that say the same."""
+        return {
+            "launcher": self.launcher,
             "device": self.device,
             "mixed_precision": self.precision,
-            "env": self.visible,
+            "env": self.visible | self.variables,
         }
+
+
+def _parts(entry: str) -> tuple[str, str, str]:
+    return entry.partition("=")

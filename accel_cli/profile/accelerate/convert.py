@@ -103,6 +103,11 @@ def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str
     """Keys whose values do not go together: key, what was expected, what came."""
     if data.get("distributed_type") is None:
         yield "distributed_type", "every Accelerate config file says one", "nothing"
+    if asked.way.tpu and asked.precision == "fp16":
+        key = "mixed_precision" if asked.mixed_precision else "fp16"
+        yield key, "fp16 is for GPUs, and Accelerate refuses it on a TPU too; use bf16", "fp16"
+    if asked.unnamed:
+        yield "tpu_env", "expected a list of NAME=VALUE", shown("tpu_env", asked.unnamed[0])
     if asked.use_cpu and asked.way.device not in {"auto", "cpu"}:
         yield "use_cpu", f"this contradicts distributed_type: {asked.distributed_type}", "true"
     if not asked.spread:
@@ -121,7 +126,7 @@ def _refusal(
     asked: Asked, data: Mapping[str, Any], problems: Mapping[str, Problem], where: str
 ) -> list[Problem]:
     """That the launcher is not here yet, and for every other key what will become of it."""
-    cause = "distributed_type" if asked.compute_environment == LOCAL else "compute_environment"
+    cause = "compute_environment"
     reason = (
         f"{data[cause]} needs a launcher for {asked.planned}, which this version of accel has not; a profile that "
         "ran on this machine instead would be wrong, so none was made. What will become of the other keys:"

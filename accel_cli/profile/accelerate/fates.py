@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_cli.profile.accelerate.asked import Asked
 
-__all__ = ["FATES", "NOT_SET", "OFF", "Fate", "left"]
+__all__ = ["FATES", "NOT_SET", "OFF", "Fate", "left", "tpu_only"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,16 @@ def _type(asked: Asked, _: str) -> Fate:
 
 
 def _processes(asked: Asked, number: int) -> Fate:
+    if asked.way.tpu:
+        # Accelerate starts one on every core too, whatever the number.
+        counted = "" if asked.replicas == 1 or number == -1 else ", which are as many as the TPU has"
+        return Fate(f"launcher.replicas: {asked.replicas}{counted}")
     return Fate(f"launcher.nproc_per_node: {asked.per_node}") if asked.way.several else _alone(asked, number)
 
 
 def _machines(asked: Asked, number: int) -> Fate:
+    if asked.way.tpu:
+        return left(_KNOWN) if number > 1 else Fate("the hosts of a TPU say themselves how many they are")
     return Fate(f"launcher.nnodes: {number}") if asked.way.several else _alone(asked, number)
 
 
@@ -53,17 +59,26 @@ def _alone(asked: Asked, number: int) -> Fate:
     return left(f"{text}, in Accelerate too") if number > 1 else Fate(text)
 
 
+_KNOWN = "the hosts of a TPU pod know each other: start the same on all, accel launch --tpu-pod NAME"
+
+
 def _rank(asked: Asked, rank: int) -> Fate:
+    if asked.way.tpu and rank:
+        return left(_KNOWN)
     if asked.spread:
         return left("not needed: the same command runs on every machine")
     return left("not needed on one machine") if rank else Fate("there is one machine")
 
 
 def _ip(asked: Asked, _: str) -> Fate:
+    if asked.way.tpu and asked.num_machines > 1:
+        return left(_KNOWN)
     return _meeting(asked) if asked.spread else left("not needed on one machine")
 
 
 def _port(asked: Asked, port: int) -> Fate:
+    if asked.way.tpu and asked.num_machines > 1:
+        return left(_KNOWN)
     if asked.spread:
         return _meeting(asked)
     return left("not needed on one machine") if port else Fate("accel takes a free port too")
@@ -74,6 +89,8 @@ def _meeting(asked: Asked) -> Fate:
 
 
 def _network(asked: Asked, _: bool) -> Fate:
+    if asked.way.tpu:
+        return Fate("the hosts of a TPU are on one network")
     same = "the machines meet at launcher.rdzv_endpoint, on one network or not"
     return Fate(same if asked.spread else "there is one machine")
 
@@ -105,6 +122,27 @@ def _ids(asked: Asked, ids: str) -> Fate:
     return left(f"there is nothing to choose on device: {asked.device}")
 
 
+def tpu_only(fate: Callable[[Asked, Any], Fate]) -> Callable[[Asked, Any], Fate]:
+    """What becomes of a key for TPUs: nothing is lost where it is off."""
+
+    def found(asked: Asked, value: Any) -> Fate:
+        if not value:
+            return OFF
+        return fate(asked, value) if asked.way.tpu else left("it is for TPUs, and this does not run on one")
+
+    return found
+
+
+def _function(asked: Asked, name: str) -> Fate:
+    if asked.way.tpu and name:
+        return Fate(f"launcher.main_training_function: {name}")
+    return left("accel runs the script itself, no function of it") if name not in {"", "main"} else OFF
+
+
+def _variables(asked: Asked, _: list[str]) -> Fate:
+    return Fate(", ".join(f"env.{name}" for name in asked.variables))
+
+
 FATES: Mapping[str, Callable[[Asked, Any], Fate]] = {
     "compute_environment": lambda *_: Fate("accel runs on this machine"),
     "distributed_type": _type,
@@ -119,5 +157,7 @@ FATES: Mapping[str, Callable[[Asked, Any], Fate]] = {
     "fp16": _fp16,
     "use_cpu": _cpu,
     "gpu_ids": _ids,
+    "main_training_function": _function,
+    "tpu_env": tpu_only(_variables),
 }
 """What becomes of a key that can have a place in the profile, from all that is asked and the key's value."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
-from accel_cli.profile.accelerate.fates import FATES, OFF, Fate, left
+from accel_cli.profile.accelerate.fates import FATES, OFF, Fate, left, tpu_only
 from accel_cli.profile.accelerate.sections import SECTIONS
 from accel_cli.profile.accelerate.values import (
     Read,
@@ -19,6 +19,7 @@ from accel_cli.profile.accelerate.values import (
     precision,
     processes,
     section,
+    shown,
     text,
     texts,
     truth,
@@ -42,15 +43,9 @@ def _unused(read: Read, reason: str, default: Any = None) -> Key:
     return Key(read, lambda _, value: OFF if not value or value == default else left(reason))
 
 
-def _tpu(read: Read, words: str) -> Key:
-    """A key for TPUs."""
-
-    def fate(asked: Asked, value: Any) -> Fate:
-        if not value:
-            return OFF
-        return Fate(words) if asked.planned else left("it is for TPUs, and this does not run on one")
-
-    return Key(read, fate)
+def _tpu(read: Read, instead: str) -> Key:
+    """A key for TPUs that no profile has; `{}` in what to do instead is its value."""
+    return Key(read, tpu_only(lambda _, value: left(instead.format(shown("", value)))))
 
 
 def _job(read: Read, words: str) -> Key:
@@ -58,12 +53,7 @@ def _job(read: Read, words: str) -> Key:
     return Key(read, lambda *_: Fate(words))
 
 
-LATER: Mapping[str, str] = {
-    "num_processes": "the number of processes",
-    "num_machines": "the number of machines",
-    "main_process_ip": "where the machines meet",
-    "main_process_port": "where the machines meet",
-}
+LATER: Mapping[str, str] = {"num_machines": "the number of machines"}
 """What keys will be for launchers that are planned, where it is not what they are for the others."""
 
 _SECTION = Key(section, lambda *_: OFF)
@@ -91,16 +81,19 @@ CLUSTER: Mapping[str, Key] = {
     ),
     "rdzv_backend": Key(text, FATES["rdzv_backend"]),
     "same_network": Key(truth, FATES["same_network"]),
-    "main_training_function": _unused(text, "accel runs the script itself, no function of it", "main"),
-    "downcast_bf16": _tpu(truth, "the number format on the TPU"),
-    "tpu_name": _tpu(text, "the name of the TPU"),
-    "tpu_zone": _tpu(text, "the zone of the TPU"),
-    "tpu_use_cluster": _tpu(truth, "whether the TPU is a pod"),
-    "tpu_use_sudo": _tpu(truth, "whether the pod's commands use sudo"),
-    "tpu_vm": _tpu(texts, "the pod's machines"),
-    "tpu_env": _tpu(texts, "variables for the processes"),
-    "commands": _tpu(texts, "what the pod's machines run first"),
-    "command_file": _tpu(text, "what the pod's machines run first"),
+    "main_training_function": Key(text, FATES["main_training_function"]),
+    "downcast_bf16": _tpu(
+        truth,
+        "it rounds weights and optimizer state too: mixed_precision: bf16 computes in bfloat16 and keeps them",
+    ),
+    "tpu_name": _tpu(text, "said at the launch: accel launch --tpu-pod {}"),
+    "tpu_zone": _tpu(text, "said at the launch: accel launch --tpu-pod NAME --zone {}"),
+    "tpu_use_cluster": _tpu(truth, "accel launch --tpu-pod NAME starts the same on every worker of a pod"),
+    "tpu_use_sudo": _tpu(truth, "accel uses no sudo; a line of accel launch --pod-setup may"),
+    "tpu_vm": _tpu(texts, "accel launch --tpu-pod NAME starts all workers of the pod"),
+    "tpu_env": Key(texts, FATES["tpu_env"]),
+    "commands": _tpu(texts, "said at the launch: accel launch --pod-setup LINE, for each"),
+    "command_file": _tpu(text, "said at the launch: accel launch --pod-setup LINE, for each line of it"),
     **dict.fromkeys(SECTIONS, _SECTION),
 }
 """The keys of a file for machines of one's own."""

@@ -456,7 +456,7 @@ def test_a_refusal_says_what_cannot_be_understood_too():
 def test_devices_that_accel_does_not_know_are_refused(device):
     error = refused(f"distributed_type: MULTI_{device}\nnum_processes: 2\n")
     assert [problem.key for problem in error.problems] == ["distributed_type"]
-    assert "cpu, cuda, mps, xpu" in str(error)
+    assert "cpu, cuda, mps, xla, xpu" in str(error)
 
 
 def test_all_mistakes_are_said_at_once():

@@ -102,5 +102,5 @@ def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     with pytest.raises(ProfileError) as caught:
         resolve(stack(store, {}, None, [assigned(["process_group_timeout=soon"])]))
     said = str(caught.value)
-    assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps or xpu, got 'gpu'" in said
+    assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in said
     assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said

@@ -3,6 +3,7 @@ import pytest
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import flat
+from accel_cli.tpu import Packages, Tpu
 from accel_cli.wizard.steps import next_step, profile_from, suggested
 
 MACHINES = [
@@ -96,3 +97,42 @@ def test_an_answer_is_checked_by_the_field_it_fills(value, wrong):
     assert step.key == "launcher.nproc_per_node"
     problem = step.problem(value, answers)
     assert ("whole number" in problem) if wrong else problem is None
+
+
+TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+
+
+def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
+    profile = suggested(TPU)
+    assert (profile.launcher.kind, profile.launcher.replicas, profile.launcher.spmd) == ("xla", "all", False)
+    assert profile.mixed_precision == "bf16"
+    keys = ["launcher.kind", "launcher.replicas", "launcher.spmd", "mixed_precision"]
+    assert asked({"launcher.kind": "xla"}) == keys
+    assert asked({"launcher.kind": "xla", "launcher.replicas": 1}) == [*keys[:2], keys[3]]
+    assert (
+        profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, TPU, "python")).launcher
+        == "xla"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "there"),
+    [
+        (Machine(8), False),
+        (Machine(8, packages=Packages("2.9.0", "2.9.0")), True),
+        (Machine(8, tpu=TPU.tpu, packages=Packages(None, "2.13.0")), True),
+    ],
+)
+def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, there):
+    kinds = [choice.value for choice in next_step({}).choices(machine, {})]
+    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else [])]
+
+
+def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
+    answers = {"launcher.kind": "xla", "launcher.replicas": "all", "launcher.spmd": False}
+    step = next_step(answers)
+    assert [choice.value for choice in step.choices(TPU, answers)] == ["no", "bf16"]
+    assert step.suggestion(TPU, answers, {"mixed_precision": "fp16"}) == "bf16"
+    assert step.suggestion(TPU, answers, {"mixed_precision": "no"}) == "no"
+    others = next_step({"launcher.kind": "single"})
+    assert "fp16" in [choice.value for choice in others.choices(TPU, {"launcher.kind": "single"})]
