@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 # Material for MkDocs advertises its successor at every build.
 export NO_MKDOCS_2_WARNING := 1
 READY := $(VENV)/.ready
+# torch_xla needs a torch of its own: the newest are 2.9.0, so they are beside everything else.
+XLA := .venv-xla
+XLA_READY := $(XLA)/.ready
 # Three files at a time, also on two cores: much of what is tested waits. A file's tests share what they start.
 AT_ONCE := -n 3 --dist loadfile
 
-.PHONY: help demo test test-slow check fmt docs bench clean
+.PHONY: help demo test test-slow test-xla check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +30,9 @@ test: $(READY)  ## Set up, then run the tests that take less than ten seconds ea
 test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster
 	$(BIN)/python -m pytest $(AT_ONCE) -m slow
 
+test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
+	$(XLA)/bin/python -m pytest tests/xla tests/runtime/backends/test_contract.py
+
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,7 +50,7 @@ bench: $(READY)  ## Measure accel beside bare torch, torchrun and Accelerate, an
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove everything the other targets made
-	rm -rf $(VENV) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything, made anew when what it is made from changes.
@@ -52,4 +58,11 @@ $(READY): pyproject.toml constraints.txt
 	@echo 'Setting up $(VENV): a minute, or as long as torch takes to download'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(XLA_READY): pyproject.toml constraints.txt
+	@echo 'Setting up $(XLA): two minutes, or as long as 4 GB take to download'
+	@$(PYTHON) -m venv $(XLA)
+	@sed '/^torch==/d' constraints.txt > $(XLA)/constraints.txt
+	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e '.[test,xla]'
 	@touch $@

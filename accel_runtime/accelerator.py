@@ -131,7 +131,7 @@ class Accelerator(
         self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
         self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._loops = Loops(self.process_index, self.num_processes)
+        self._loops = Loops(self.process_index, repeats=self._backend.repeats)
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._gradients = Gradients(

@@ -12,7 +12,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
-__all__ = ["connected", "current_backend", "set_current_backend"]
+__all__ = ["connected", "current_backend", "seed_device", "set_current_backend"]
 
 _HERE = threading.local()
 # The one thing that outlives a call in a module. It belongs to the thread, since XLA runs replicas as threads
@@ -46,6 +46,13 @@ def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Ba
     backend = connect(replace(settings, device="cpu" if cpu else settings.device), Topology.here(), options)
     set_current_backend(backend)
     return backend
+
+
+def seed_device(seed: int) -> None:
+    """Seed the device of the current backend, where there is one: `torch.manual_seed` does not know every kind."""
+    known = _known()
+    if known is not None and known.device.type != "cpu":
+        known.random.manual_seed(seed)
 
 
 def _known() -> Backend | None:

@@ -111,6 +111,8 @@ class Description:
     schedulers: tuple[SchedulerFacts, ...]
     loaders: tuple[LoaderFacts, ...]
     options: Mapping[str, OptionFacts]
+    device: Mapping[str, str]
+    """What the device's runtime says of itself, by title; empty where there is nothing to say."""
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain dicts, lists, numbers and text."""
@@ -125,6 +127,7 @@ class Description:
             f"{of.world_size}{over}, {of.local_world_size} on this machine; this is rank {of.rank}",
         )
         yield "device", of.device
+        yield from self.device.items()
         yield "precision", self.precision
         for model in self.models:
             yield "model", _model(model)
@@ -177,15 +180,18 @@ def origins(
 
 
 def model_facts(
-    model: nn.Module, original: nn.Module, computes_in: torch.dtype | None, reduces_in: str | None
+    original: nn.Module,
+    computes_in: torch.dtype | None,
+    reduces_in: str | None,
+    wrapping: str,
 ) -> ModelFacts:
     """What there is to say of a prepared model.
 
     Args:
-        model: As prepared.
-        original: The script's own module in it.
+        original: The script's own module.
         computes_in: What autocast computes in, if it does.
         reduces_in: What a communication hook makes of gradients, if there is one.
+        wrapping: What replicates it; `none` where nothing does.
     """
     parameters = list(original.parameters())
     learning = [parameter for parameter in parameters if parameter.requires_grad]
@@ -197,8 +203,8 @@ def model_facts(
         trainable=sum(parameter.numel() for parameter in learning),
         dtypes=dtypes,
         computes_in=_name(computes_in) if computes_in else ", ".join(dtypes),
-        reduces_in="" if model is original else reduces_in or ", ".join(averaged),
-        wrapping="none" if model is original else type(model).__name__,
+        reduces_in="" if wrapping == "none" else reduces_in or ", ".join(averaged),
+        wrapping=wrapping,
     )
 
 

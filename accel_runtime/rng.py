@@ -7,6 +7,7 @@ import random
 import torch
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.current import seed_device
 from accel_runtime.topology import Topology
 
 __all__ = ["RNG_TYPES", "set_seed", "share_states"]
@@ -31,6 +32,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
     random.seed(seed)
     torch.manual_seed(seed)
+    seed_device(seed)
     try:
         import numpy as np  # noqa: PLC0415 - torch works without NumPy, so we do
     except ImportError:

@@ -64,7 +64,8 @@ def gradients(accelerator: Accelerator) -> str:
 def evaluation(accelerator: Accelerator) -> str:
     """Every sample of a dataset that does not divide comes back once, in order."""
     count = 4 * accelerator.num_processes + 3
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=2))
+    size = 2 * accelerator._backend.parts  # noqa: SLF001 - one process may compute on several devices
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=size))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader])
     _expect(seen.tolist() == list(range(count)), f"{seen.tolist()} instead of 0 to {count - 1}")
     return f"{count} samples gathered once each, in order"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import between, checkpoints, commands, forked, gradients, imports, inside, skip, start
+from benchmarks import between, checkpoints, commands, forked, gradients, imports, inside, skip, start, xla
 from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
 from benchmarks.report import Table
 
@@ -28,6 +28,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "gradients": gradients.measure,
     "imports": imports.measure,
     "checkpoints": checkpoints.measure,
+    "xla": xla.measure,
 }
 _BUSY = 0.5
 INTRODUCTION = """\

@@ -33,6 +33,12 @@ class Alone:
     """The cluster of this one process."""
 
     size = 1
+    backend, kind, carrier = "Single", "NO", None
+
+    @staticmethod
+    def device(_rank):
+        """What a rank computes on."""
+        return "cpu"
 
     @staticmethod
     def local_rank(_rank):
@@ -54,11 +60,18 @@ class Cluster:
     `apart`, each is told that it is alone on its machine.
     """
 
+    backend, kind, carrier = "Distributed", "MULTI_CPU", "gloo"
+
     def __init__(self, size, *, apart=False):
         self.size = size
         self._apart = apart
         self._processes = []
         self._connections = []
+
+    @staticmethod
+    def device(_rank):
+        """What a rank computes on."""
+        return "cpu"
 
     def local_rank(self, rank):
         """Where a rank stands on its machine."""

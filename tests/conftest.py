@@ -66,21 +66,35 @@ def script(cwd):
     return write
 
 
-@pytest.fixture(scope="session")
-def handmade():
-    """Checkpoints made by hand, `write`, and damage, `flip`."""
-    spec = importlib.util.spec_from_file_location("handmade", Path(__file__).parent / "handmade.py")
+def loaded(path):
+    """What is in a file of the tests, which are no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="session")
+def handmade():
+    """Checkpoints made by hand, `write`, and damage, `flip`."""
+    return loaded(ROOT / "tests" / "handmade.py")
+
+
+@pytest.fixture(scope="session")
+def replicas():
+    """Replicas of torch_xla's CPU device, and its SPMD; they start when a test first calls them."""
+    xla = loaded(ROOT / "tests" / "xla" / "cluster.py")
+    found = {f"xla {size}": xla.Replicas(size) for size in (1, 2, 4)}
+    found["spmd 4"] = xla.Replicas(1, devices=4)
+    yield found
+    for some in found.values():
+        some.close()
+
+
+@pytest.fixture(scope="session")
 def slurm_cluster():
     """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
-    spec = importlib.util.spec_from_file_location("slurm_cluster", Path(__file__).parent / "slurm_cluster.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = loaded(ROOT / "tests" / "slurm_cluster.py")
     try:
         cluster = module.SlurmCluster().start()
     except module.UnavailableError as error:

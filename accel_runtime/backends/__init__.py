@@ -26,6 +26,11 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     Raises:
         RuntimeError: The device asked for is not there, or there are fewer than processes on this machine.
     """
+    if settings.spmd and settings.device != "xla":
+        raise RuntimeError(
+            f"SPMD (ACCEL_SPMD=1) is a way to use XLA devices, and the device is {settings.device}: set "
+            "ACCEL_DEVICE=xla (launcher.kind: xla does, with spmd: true), or leave ACCEL_SPMD out."
+        )
     if settings.device == "xla":
         from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 

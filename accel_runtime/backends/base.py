@@ -103,8 +103,39 @@ class Backend(ABC):
     def turn(self, key: str) -> int:
         """How many times this rank has asked for this key, from 1: the same number on ranks in step."""
 
+    @property
+    def parts(self) -> int:
+        """How many devices a batch of this process is cut over: its size has to be a multiple."""
+        return 1
+
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
+
+    threads = False
+    """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether batches may hold samples twice, so that it is remembered which."""
+        return self.static_shapes or self.topology.world_size > 1
+
+    @property
+    def random(self) -> Any:
+        """What has the device's own random numbers: `get_rng_state(device)`, `set_rng_state(state, device)`, `manual_seed`.
+
+        States are tensors on the CPU.
+        """
+        return torch.get_device_module(self.device)
+
+    def settle(self) -> None:  # noqa: B027 - devices that compute as they are told
+        """Have everything computed that the script has asked for until now; all ranks together."""
+
+    def hosted(self, state: Any) -> Any:
+        """State as files take it: tensors of a device that shows nobody their memory are on the CPU.
+
+        Those that are one tensor stay one. What is nested in dicts, lists and tuples is found.
+        """
+        return state
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model, with its parameters and buffers on the device."""
@@ -136,9 +167,21 @@ class Backend(ABC):
     def original(self, model: nn.Module) -> nn.Module:
         """The module that `replicate` was given."""
 
+    def wrapping(self, model: nn.Module) -> str:
+        """What replicates a model, in a word; `none` where nothing does."""
+        return "none" if self.original(model) is model else type(model).__name__
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the device's runtime has to say of itself, by title."""
+        return {}
+
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    def watch_over(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have nothing to add
+        """From now on, see to it that a state which is loaded lies as the parameters do."""
 
     def replica(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - what several have
         """What a replicated model remembers from step to step beside its state; all ranks ask together."""

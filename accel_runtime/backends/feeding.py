@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,12 +33,21 @@ class Belt:
 
     def put(self, batch: Any) -> None:
         """Send a batch's tensors off."""
-        self._waiting.put([leaf for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor)])
+        self._waiting.put(_carried(batch))
 
     def take(self, batch: Any) -> Any:
-        """The batch that was put first, on the device; what was computed until now is sent off before."""
-        there = iter(next(self._arriving))
-        return tree.map_tensors(lambda _: next(there), batch)
+        """The batch that was put first, on the device; what was computed until now is sent off before.
+
+        Raises:
+            RuntimeError: It did not arrive; what the transfer raised is raised itself.
+        """
+        found = next(self._arriving, None)
+        if found is None:
+            raise RuntimeError(
+                "a batch did not arrive on the device, and torch_xla's loader does not say why"
+            )
+        there = iter(found)
+        return tree.map_tensors(lambda leaf: next(there) if _travels(leaf) else leaf, batch)
 
     def close(self) -> None:
         """Carry no more."""
@@ -46,28 +55,55 @@ class Belt:
         self._loader.close()
 
 
+class _Fetched(NamedTuple):
+    """A batch that is on its way."""
+
+    batch: Any
+    share: Share | None
+    position: dict[str, Any]
+
+
 def fed(walk: Callable[[Loop], Iterator[Any]], loop: Loop, belt: Callable[[], Belt]) -> Iterator[Any]:
     """The batches of a walk on the device, one being fetched and carried while the script computes on another.
 
-    Batches are fetched in the script's own thread, so that what is drawn for them is drawn in one order.
+    Batches are fetched in the script's own thread, so that what is drawn for them is drawn in one order. What is
+    raised when one is fetched is raised in its place: after the batch before it.
     """
     ahead = Loop(loop.epoch)
-    carried = belt()
+    batches, carried = walk(ahead), belt()
+
+    def fetched() -> _Fetched | Exception | None:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised when its turn comes
+            return error
+        carried.put(batch)
+        return _Fetched(batch, ahead.share, ahead.position())
+
     try:
-        waiting: tuple[Any, Share | None, dict[str, Any]] | None = None
-        for batch in walk(ahead):
-            carried.put(batch)
-            coming = batch, ahead.share, ahead.position()
-            if waiting is not None:
-                yield _handed(waiting, loop, carried)
-            waiting = coming
-        if waiting is not None:
-            yield _handed(waiting, loop, carried)
+        coming = fetched()
+        while coming is not None:
+            if isinstance(coming, Exception):
+                raise coming
+            now, coming = coming, fetched()
+            batch = carried.take(now.batch)
+            loop.share, loop.where = now.share, _at(now.position)
+            yield batch
     finally:
+        coming = None  # an exception knows this frame, and in a cycle loader workers end only when the collector comes
         carried.close()
 
 
-def _handed(waiting: tuple[Any, Share | None, dict[str, Any]], loop: Loop, carried: Belt) -> Any:
-    batch, loop.share, position = waiting
-    loop.where = lambda _: position
-    return carried.take(batch)
+def _at(position: dict[str, Any]) -> Callable[[Share | None], dict[str, Any]]:
+    return lambda _: position
+
+
+def _carried(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree.leaves(batch) if _travels(leaf)]
+
+
+def _travels(leaf: Any) -> bool:
+    """Whether a loader carries it: others are brought to the device later, by themselves."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

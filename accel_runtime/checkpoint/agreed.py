@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,13 @@ __all__ = ["State", "agreed"]
 
 _SMALL = 1 << 16
 """Bytes of a rank's own tensor that the first rank writes for it, so that there is not a file a rank for a few."""
+
+
+Hosted = Callable[[Any], Any]
+
+
+def _same(state: Any) -> Any:
+    return state
 
 
 @dataclass
@@ -49,7 +56,7 @@ class _Taken:
         return texts, {name: None if is_sharded(own) else digest(own) for name, own in self.tensors.items()}
 
 
-def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> State:
+def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int, hosted: Hosted = _same) -> State:
     """Take the state of all items.
 
     Args:
@@ -57,6 +64,7 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> S
         share: Exchanges objects between the ranks.
         rank: This rank.
         world_size: How many there are.
+        hosted: Makes a state what files take, as `Backend.hosted`.
 
     Raises:
         CheckpointError: Something cannot be saved, on some rank, or the ranks consist of other items; raised on all.
@@ -65,7 +73,7 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int) -> S
 
     def take() -> tuple[dict[str, str], dict[str, int | None]]:
         for item in items:
-            taken.texts[item.name], tensors = packed(item.tree(), item.name)
+            taken.texts[item.name], tensors = packed(hosted(item.tree()), item.name)
             taken.tensors.update(tensors)
         return taken.prints() if world_size > 1 else ({}, {})
 

@@ -9,7 +9,18 @@ import torch
 
 from accel_runtime.checkpoint.manifest import Stored
 
-__all__ = ["fitting", "is_sharded", "is_tensor", "name_of", "named", "some", "unlike", "write"]
+__all__ = [
+    "fitting",
+    "has_memory",
+    "is_sharded",
+    "is_tensor",
+    "memory",
+    "name_of",
+    "named",
+    "some",
+    "unlike",
+    "write",
+]
 
 _SHOWN = 3
 """So many names of a kind stand in a message."""
@@ -34,8 +45,18 @@ def fitting(live: Mapping[str, torch.Tensor], tensors: Mapping[str, Stored]) -> 
     return {
         name: tensor.detach()
         for name, tensor in live.items()
-        if name in tensors and tuple(tensor.shape) == tensors[name].shape
+        if name in tensors and tuple(tensor.shape) == tensors[name].shape and has_memory(tensor)
     }
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether threads can fill it part by part; on a lazy device it stands for what will have been computed."""
+    return is_sharded(tensor) or not tensor.numel() or tensor.data_ptr() != 0
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What a tensor has in common with those that begin where it does."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata  # noqa: SLF001 - without an address, the storage itself
 
 
 def unlike(told: Stored, live: torch.Tensor) -> str:
@@ -64,7 +85,7 @@ def is_tensor(value: Any) -> bool:
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return memory(one) == memory(other) and one.stride() == other.stride()
 
 
 def is_sharded(tensor: Any) -> bool:

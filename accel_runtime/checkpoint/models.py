@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.live import fitting, is_sharded, is_tensor, named, some, unlike, write
+from accel_runtime.checkpoint.live import fitting, is_sharded, is_tensor, memory, named, some, unlike, write
 from accel_runtime.checkpoint.manifest import Stored
 
 __all__ = ["Model"]
@@ -71,9 +71,7 @@ class Model(Item):
 
     def _needs_its_own(self) -> bool:
         """Whether the module has to take its state over by itself: it is not all in its parameters and buffers."""
-        live = {
-            t.data_ptr() for t in (*self._model.parameters(), *self._model.buffers()) if not is_sharded(t)
-        }
+        live = {memory(t) for t in (*self._model.parameters(), *self._model.buffers()) if not is_sharded(t)}
         plain = (t for t in self._state.values() if is_tensor(t) and not is_sharded(t) and t.numel())
         extra = any(not is_tensor(value) for value in self._state.values())
-        return extra or any(tensor.data_ptr() not in live for tensor in plain)
+        return extra or any(memory(tensor) not in live for tensor in plain)

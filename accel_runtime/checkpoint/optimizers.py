@@ -10,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.checkpoint.items import Item
-from accel_runtime.checkpoint.live import fitting, is_tensor, name_of, named, some, unlike, write
+from accel_runtime.checkpoint.live import fitting, has_memory, is_tensor, name_of, named, some, unlike, write
 from accel_runtime.checkpoint.manifest import Stored
 from accel_runtime.optimizer import PreparedOptimizer
 
@@ -157,6 +157,8 @@ def _flat(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _room(told: Stored, live: Any, parameter: torch.Tensor) -> torch.Tensor:
     """Where a part of an optimizer's state is read into: where it is now, else beside its parameter."""
     dtype = getattr(torch, told.dtype)
+    if not has_memory(parameter):
+        return torch.empty(told.shape, dtype=dtype)
     if isinstance(live, torch.Tensor) and tuple(live.shape) == told.shape and live.dtype == dtype:
         return live.detach()
     if told.shape and tuple(parameter.shape) == told.shape:

@@ -18,22 +18,23 @@ Tree = dict[str, Any]
 """By kind: `torch`, `python`, `numpy` and the type of the device. A state, or `{"seed": number}` to begin a stream."""
 
 
-def captured(device: torch.device) -> Tree:
+def captured(device: torch.device, module: Any = None) -> Tree:
     """The states in force in this process.
 
     Args:
         device: Its own generator is kept too, where it has one that is not the CPU's.
+        module: What has that generator, as torch's modules of devices have; None is torch's.
     """
     states = capture()
     del states["generators"]
     version, words, spare = states["python"]
     states["python"] = [version, torch.tensor(words), spare]
     if device.type != "cpu":
-        states[device.type] = _of_device(device)
+        states[device.type] = _of_device(device, module or _module(device))
     return states
 
 
-def restored(tree: Tree, device: torch.device) -> None:
+def restored(tree: Tree, device: torch.device, module: Any = None) -> None:
     """Put back what `captured` or `derived` gave; what is not in it is left alone.
 
     A device whose own generator was not kept, as the run was on another kind, begins a stream that follows
@@ -48,9 +49,9 @@ def restored(tree: Tree, device: torch.device) -> None:
         states["python"] = [version, words.tolist(), spare]
     restore({kind: states[kind] for kind in KINDS if kind in states})
     for kind, seed in seeds.items():
-        _seed(kind, seed, device)
+        _seed(kind, seed, device, module)
     if device.type != "cpu" and device.type not in seeds:
-        _restore_device(states.get(device.type), tree, device)
+        _restore_device(states.get(device.type), tree, device, module)
 
 
 def derived(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
@@ -80,7 +81,7 @@ def _hashed(*parts: Any) -> int:
     return seed_of(repr(parts))
 
 
-def _seed(kind: str, seed: int, device: torch.device) -> None:
+def _seed(kind: str, seed: int, device: torch.device, module: Any) -> None:
     """Begin a stream."""
     if kind == "python":
         random.seed(seed)
@@ -90,19 +91,19 @@ def _seed(kind: str, seed: int, device: torch.device) -> None:
         numpy = importlib.import_module("numpy")
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     elif kind == device.type:
-        _module(device).manual_seed(seed)
+        (module or _module(device)).manual_seed(seed)
 
 
-def _of_device(device: torch.device) -> torch.Tensor:
-    state: torch.Tensor = _module(device).get_rng_state(*_which(device))
+def _of_device(device: torch.device, module: Any) -> torch.Tensor:
+    state: torch.Tensor = module.get_rng_state(*_which(device))
     return state
 
 
-def _restore_device(state: torch.Tensor | None, tree: Tree, device: torch.device) -> None:
+def _restore_device(state: torch.Tensor | None, tree: Tree, device: torch.device, module: Any) -> None:
     if state is None:
-        _seed(device.type, _hashed(device.type, fingerprint({"torch": tree.get("torch")})), device)
+        _seed(device.type, _hashed(device.type, fingerprint({"torch": tree.get("torch")})), device, module)
     else:
-        _module(device).set_rng_state(state, *_which(device))
+        (module or _module(device)).set_rng_state(state, *_which(device))
 
 
 def _module(device: torch.device) -> Any:

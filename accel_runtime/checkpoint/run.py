@@ -102,7 +102,7 @@ class Run:
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
-        items.append(Random(self.backend.device))
+        items.append(Random(self.backend))
         return items
 
 
@@ -150,17 +150,22 @@ class Random(Item):
 
     every_rank = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__("random")
-        self._device = device
+        self._backend = backend
 
     @override
     def tree(self) -> Any:
-        return random.captured(self._device)
+        return random.captured(self._backend.device, self._module)
 
     @override
     def restore(self, tree: Any) -> None:
-        random.restored(tree, self._device)
+        random.restored(tree, self._backend.device, self._module)
+
+    @property
+    def _module(self) -> Any:
+        """What has the device's generator; the CPU's is everybody's."""
+        return None if self._backend.device.type == "cpu" else self._backend.random
 
     @override
     def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:

@@ -111,14 +111,21 @@ class Saving:
         """How much of its part this rank has written."""
         return f"{shown(self._writer.written)} of {shown(self._writer.planned)}"
 
-    def take(self, items: Sequence[Item], step: int) -> None:
+    def take(
+        self, items: Sequence[Item], step: int, hosted: Callable[[Any], Any] = lambda state: state
+    ) -> None:
         """Take the state of the run, and plan who writes what of it.
+
+        Args:
+            items: What the run consists of.
+            step: How many optimizer steps it has made.
+            hosted: Makes a state what files take, as `Backend.hosted`.
 
         Raises:
             CheckpointError: Something cannot be saved.
         """
         try:
-            self._state = agreed(items, self._share, self._rank, self._world_size)
+            self._state = agreed(items, self._share, self._rank, self._world_size, hosted)
         except BaseException:  # whatever it is, nothing is left
             self._give_up()
             raise

@@ -168,7 +168,7 @@ class _Packer:
 
 def _memory(tensor: torch.Tensor) -> Any:
     """What tied tensors have in common, and nobody else."""
-    if hasattr(tensor, "device_mesh") or not tensor.numel():
+    if hasattr(tensor, "device_mesh") or not tensor.numel() or not tensor.data_ptr():
         return id(tensor)
     same = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
     return *same, tensor.is_conj(), tensor.is_neg()

@@ -93,7 +93,7 @@ class PreparedLoader(DataLoader[Any]):
         loop = self._progress.loop = Loop(self._progress.epoch)
         track, place = self._loops.opened(loop), self._placing()
         there = tree.presence(self._backend.device)
-        note = self._loops.note if self._backend.topology.world_size > 1 else None
+        note = self._loops.note if self._backend.repeats else None
         beat = heartbeat()
         finished = False
         try:
@@ -179,10 +179,13 @@ class PreparedLoader(DataLoader[Any]):
         """What becomes of the end of an epoch, for people."""
         if self._options.data == "sharded":
             return "each process has data of its own; one that is out repeats a batch that counts for nothing"
-        if self._backend.topology.world_size == 1:
+        alone = self._backend.topology.world_size == 1
+        if alone and (self.drop_last or not self._backend.static_shapes):
             return "no repeats"
         if self.drop_last:
             return "what does not fill a global batch is left out"
+        if alone and not self._options.even_batches:
+            return "the last batch is as short as it comes, a shape of its own"
         if not self._options.even_batches:
             return "the end is divided evenly, gradients count its samples"
         return f"the end is filled up from the start{self._filled()}"

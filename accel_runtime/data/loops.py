@@ -68,12 +68,12 @@ class Loops:
 
     Args:
         rank: The rank of this process.
-        world_size: On one process nothing is ever a repeat, so nothing is remembered.
+        repeats: Whether batches may have repeats; where nothing is ever one, nothing is remembered.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, *, repeats: bool) -> None:
         self._rank = rank
-        self._several = world_size > 1
+        self._repeats = repeats
         self._open: list[_Track] = []
         self._finished: deque[_Track] = deque(maxlen=_REMEMBERED)
         self._clock = 0
@@ -87,7 +87,7 @@ class Loops:
     @property
     def computed(self) -> Share | None:
         """The step a prepared model computed on last, where that is known, else the newest."""
-        return (self._of_model() if self._several else None) or self.current
+        return (self._of_model() if self._repeats else None) or self.current
 
     def opened(self, loop: Loop) -> _Track:
         """A loop has begun; what it returns is told of every batch, by `note`."""
@@ -97,7 +97,7 @@ class Loops:
 
     def note(self, track: _Track, batch: Any) -> None:
         """A batch is about to be handed out."""
-        if self._several:
+        if self._repeats:
             self._clock += 1
             track.note(batch, self._clock)
 
@@ -106,7 +106,7 @@ class Loops:
         self._open.remove(track)
         # What was computed before is not what is in hand now.
         self._fed = None
-        if finished and self._several:
+        if finished and self._repeats:
             self._finished.append(track)
 
     def fed(self, batch: Any) -> None:
@@ -115,7 +115,7 @@ class Loops:
         self._fed = None if tensor is None else weakref.ref(tensor)
 
     def steps_of(self, data: Any, batch: Any = None) -> Sequence[Share]:
-        """The steps whose samples `data` was computed from; empty if it belongs to no loop, and on one process.
+        """The steps whose samples `data` was computed from; empty if it belongs to no loop, and where there are no repeats.
 
         Known are, in this order: the batch given, tensors that came with a batch, what a prepared model
         computed on last, a loop that is just over and handed out as many samples, the innermost loop.
@@ -128,7 +128,7 @@ class Loops:
             ValueError: The batch given is not known; or nothing says which of several steps with different repeats
                 `data` belongs to.
         """
-        if not self._several:
+        if not self._repeats:
             return []
         if batch is not None:
             return [self._given(batch)]
@@ -210,4 +210,4 @@ class Feeding:
 
     def __reduce__(self) -> tuple[type[Feeding], tuple[Loops]]:
         # A copy or a saved model belongs to no run.
-        return Feeding, (Loops(0, 1),)
+        return Feeding, (Loops(0, repeats=False),)

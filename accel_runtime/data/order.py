@@ -67,7 +67,8 @@ class Order(ABC):
         """What the first rank drew. A sampler of the script may draw from anything, so the ranks compare."""
         if not eager and self._backend.topology.world_size == 1:
             return iter(items)
-        return _compared(items, _length(self.source, self.stride * _AHEAD) + 1, self._backend)
+        exchanged = _handed_on if self._backend.threads else _compared
+        return exchanged(items, _length(self.source, self.stride * _AHEAD) + 1, self._backend)
 
 
 class Samples(Order):
@@ -112,9 +113,10 @@ class Samples(Order):
         if type(sampler) is SequentialSampler:
             everything = range(len(sampler))
             return everything[position:], everything[: self.stride] if position else None
-        if position and _is_permutation(sampler):
+        threads = self._backend.threads
+        if position and _is_permutation(sampler) and not threads:
             return _permuted(sampler, position, self.stride)
-        known = type(sampler) in _OF_TORCH
+        known = type(sampler) in _OF_TORCH and not threads
         drawn = iter(sampler) if known else self._drawn(sampler, eager=eager)
         return _split(drawn, position, self.stride)
 
@@ -198,6 +200,16 @@ def _compared(items: Iterable[Any], many: int, backend: Backend) -> Iterator[Any
         prints = backend.all_gather(_fingerprint(drawn).to(backend.device))
         if not bool((prints == prints[0]).all()):
             drawn = backend.broadcast_object(drawn)
+        yield from drawn
+        if len(drawn) < many:
+            return
+
+
+def _handed_on(items: Iterable[Any], many: int, backend: Backend) -> Iterator[Any]:
+    """The first rank's items, of which it alone draws: so many travel at a time."""
+    source = iter(items) if backend.topology.rank == 0 else iter(())
+    while True:
+        drawn = backend.broadcast_object(list(islice(source, many)))
         yield from drawn
         if len(drawn) < many:
             return

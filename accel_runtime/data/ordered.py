@@ -96,7 +96,7 @@ class Ordered(Source):
             return {"position": at, "random": random} | persisted | self._seed
 
         loop.where = where
-        drawing = Apart(random, here)
+        drawing = Apart(random, random if self._spared else here)
         self._steps.begin(begun, loop.epoch, drawing, resumed="random" in start)
         if self.inner.num_workers:
             self._steps.seed = epoch_seed(random, loop.epoch)
@@ -136,6 +136,11 @@ class Ordered(Source):
         return {"persisted": True} if there else {}
 
     @property
+    def _spared(self) -> bool:
+        """Whether another thread draws for this one, from the random numbers they have in common."""
+        return self._backend.threads and self._backend.topology.rank > 0
+
+    @property
     def _there(self) -> bool:
         return getattr(self.inner, "_iterator", None) is not None
 
@@ -149,7 +154,7 @@ class Ordered(Source):
         """
         own = self._generator
         # Inside an epoch it has been drawn already, and what was drawn from is where it was afterwards.
-        spare = drawn or (inside(start) and own is None and "torch" not in start["random"])
+        spare = drawn or self._spared or (inside(start) and own is None and "torch" not in start["random"])
         vars(self._walked)["generator"] = torch.Generator() if spare else own
         with drawing():
             if self._there and not spare and "random" in start:

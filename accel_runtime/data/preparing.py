@@ -14,7 +14,7 @@ from accel_runtime.data.dispatch import Dispatched
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.script import sampler_of, sharding_of
+from accel_runtime.data.script import batch_size_of, gives_single, sampler_of, sharding_of
 from accel_runtime.data.separate import Separate
 from accel_runtime.data.source import Source
 from accel_runtime.data.streams import Stream, split_by_node
@@ -54,6 +54,8 @@ def prepare_loader(
     Raises:
         ValueError: The loader cannot be shared out exactly; the message says why and what to do.
     """
+    if options.place:
+        _check_size(loader, backend.parts)
     return PreparedLoader(loader, _source(loader, backend, options), backend, loops, options)
 
 
@@ -64,11 +66,31 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         alone = replace(options, data="global", dispatch=False)
         return Separate(_source(loader, own, alone), loader, backend)
     _check(loader, backend.topology.world_size, options)
-    sharding = sharding_of(loader, backend.topology, split=options.split_batches, even=options.even_batches)
-    dispatched = several and options.dispatch
-    if isinstance(loader.dataset, IterableDataset) and not dispatched:
+    sharding = sharding_of(
+        loader,
+        backend.topology,
+        split=options.split_batches,
+        even=options.even_batches,
+        static=backend.static_shapes,
+    )
+    stream = isinstance(loader.dataset, IterableDataset)
+    # A stream may draw with every sample, and threads that read it by turns would draw each other's numbers.
+    dispatched = several and (options.dispatch or (stream and backend.threads))
+    if stream and not dispatched:
         return Stream(loader, backend, sharding)
     return (Dispatched if dispatched else Ordered)(loader, backend, sharding, _seed(options, backend))
+
+
+def _check_size(loader: DataLoader[Any], parts: int) -> None:
+    """Refuse batches that devices cannot share equally: each would compute all of them."""
+    size = None if gives_single(loader) else batch_size_of(loader)
+    if size is not None and size % parts:
+        near = {parts * max(size // parts, 1), parts * (size // parts + 1)}
+        raise ValueError(
+            f"this DataLoader cannot be prepared for {parts} devices that compute as one: its batch size is {size}, "
+            f"and it is the global one, of which every device takes an equal part. Multiples of {parts} fit, such as "
+            f"{' or '.join(map(str, sorted(near)))}"
+        )
 
 
 def _seed(options: LoaderOptions, backend: Backend) -> int | None:

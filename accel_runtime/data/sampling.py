@@ -33,7 +33,8 @@ class Sharding:
     A tail that does not fill a global batch is, with `drop_last`, left out. With `even` it is completed from the
     start of the epoch, so that all ranks see equal shapes. Without, it is divided so that the ranks' numbers of
     samples differ by at most one, and a rank for which nothing is left repeats one sample that counts for nothing,
-    so that all ranks take the same steps. `Share.valid` says which samples are no repeats.
+    so that all ranks take the same steps. `Share.valid` says which samples are no repeats. On one rank there is nobody
+    to keep step with, and its tail is as short as it is unless shapes are `static`.
     """
 
     rank: int
@@ -44,6 +45,8 @@ class Sharding:
     split: bool = False
     drop_last: bool = False
     even: bool = True
+    static: bool = False
+    """Whether one rank, too, completes its tail."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
@@ -63,6 +66,11 @@ class Sharding:
     def batches(self) -> int:
         """How many of the script's batches are one global batch."""
         return 1 if self.split else self.world_size
+
+    @property
+    def fills(self) -> bool:
+        """Whether a tail is completed from the start of the epoch."""
+        return self.even and (self.static or self.world_size > 1)
 
     def steps(self, samples: int) -> int:
         """How many steps an epoch of so many samples has; the same on every rank."""
@@ -156,8 +164,7 @@ class Sharding:
         return tuple(least + (rank < more) for rank in range(self.world_size))
 
     def _known(self, valid: tuple[int, ...], size: int, *, last: bool) -> Share:
-        filled = self.even and self.world_size > 1
-        sizes = (size,) * self.world_size if filled else tuple(max(1, count) for count in valid)
+        sizes = (size,) * self.world_size if self.fills else tuple(max(1, count) for count in valid)
         return Share(valid, sizes, last, self.weight(valid))
 
 

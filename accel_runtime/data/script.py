@@ -33,10 +33,12 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
     return 1 if gives_single(loader) else getattr(sampler_of(loader), "batch_size", None)
 
 
-def sharding_of(loader: DataLoader[Any], topology: Topology, *, split: bool, even: bool) -> Sharding:
+def sharding_of(
+    loader: DataLoader[Any], topology: Topology, *, split: bool, even: bool, static: bool = False
+) -> Sharding:
     """How the batches of a loader are divided."""
     drop_last = bool(getattr(sampler_of(loader), "drop_last", False))
-    return Sharding(topology.rank, topology.world_size, batch_size_of(loader), split, drop_last, even)
+    return Sharding(topology.rank, topology.world_size, batch_size_of(loader), split, drop_last, even, static)
 
 
 def altered(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

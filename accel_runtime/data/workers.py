@@ -60,7 +60,7 @@ class Recipe:
     @property
     def keep(self) -> int:
         """How many samples of the start of an epoch may be repeated at its end."""
-        return self.sharding.size if self.sharding.even and self.sharding.world_size > 1 else 0
+        return self.sharding.size if self.sharding.fills else 0
 
 
 class Reading(IterableDataset[tuple[Made, list[Any]]]):

@@ -22,10 +22,10 @@ class CallSite(NamedTuple):
         return f"{self.file}:{self.line} ({self.function})"
 
 
-def call_site() -> CallSite:
-    """The innermost line outside of accel."""
+def call_site(*libraries: str) -> CallSite:
+    """The innermost line outside of accel, and of the folders of other libraries."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, *libraries)):
         frame = frame.f_back
     if frame is None:
         return CallSite("?", 0, "?")

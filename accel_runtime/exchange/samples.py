@@ -13,9 +13,9 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.data.source import Share
 from accel_runtime.exchange.agreement import here
 from accel_runtime.exchange.objects import deal_objects, share_objects
-from accel_runtime.exchange.structure import survey
+from accel_runtime.exchange.structure import Survey, survey
 from accel_runtime.exchange.tensors import gather_tensors, known_rank, replaced
-from accel_runtime.exchange.validity import Steps, merged
+from accel_runtime.exchange.validity import Steps, merged, trimmed
 
 __all__ = ["broadcast_object_list", "gather_object", "gather_valid", "scatter_object"]
 
@@ -34,7 +34,7 @@ def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_obje
         as_objects: Send tensors as objects too: a list then has one entry a sample, though these are tensors.
 
     Returns:
-        The same structure; on one process `data` itself.
+        The same structure; `data` itself on one process whose batches have no repeats.
 
     Raises:
         ValueError: A tensor's first dimension has nothing to do with the batches, so it is not known which
@@ -42,10 +42,12 @@ def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_obje
         MismatchError: The ranks' data or calls differ. Raised on every rank.
         StallError: A rank does not come.
     """
-    if backend.topology.world_size == 1:
+    if not backend.repeats:
         return data
     known = Steps.of(steps)
     found = survey(data)
+    if backend.topology.world_size == 1:
+        return _of_one(data, known, found, as_objects=as_objects)
     if as_objects or found.stranger is not None or not found.tensors:
         return _gather_objects(data, known, backend, as_objects=as_objects)
     call = here(f"gather_for_metrics{_told(known)}", found.structure, free="first")
@@ -131,6 +133,17 @@ def _gather_objects(data: Any, steps: Steps, backend: Backend, *, as_objects: bo
     everyone = share_objects(operation, tree.map_tensors(torch.Tensor.detach, data), backend.agreement)
     joined = steps.entries(everyone) if listed else merged(everyone, steps)
     return tree.send(joined, backend.device)
+
+
+def _of_one(data: Any, steps: Steps, found: Survey, *, as_objects: bool) -> Any:
+    """What one process computed, without its repeats; what is no column or list of samples is left as it is."""
+    if not steps.sizes:
+        return data
+    if as_objects and isinstance(data, (list, tuple)):
+        return steps.entries([data])
+    if found.stranger is not None or not found.tensors:
+        return trimmed(data, steps)
+    return tree.map_tensors(lambda tensor: trimmed(tensor, steps), data)
 
 
 def _told(steps: Steps) -> str:

@@ -11,7 +11,7 @@ from accel_runtime import tree
 from accel_runtime.data.source import Share
 from accel_runtime.exchange.agreement import MismatchError
 
-__all__ = ["Steps", "merged"]
+__all__ = ["Steps", "merged", "trimmed"]
 
 
 class Steps(NamedTuple):
@@ -109,6 +109,23 @@ def merged(everyone: list[Any], steps: Steps) -> Any:
             raise MismatchError(_differ("numbers of columns", [len(own) for own in everyone]))
         return tree.rebuilt(first, [merged(list(items), steps) for items in zip(*everyone, strict=True)])
     return steps.entries(everyone)
+
+
+def trimmed(own: Any, steps: Steps) -> Any:
+    """The values of the only rank without repeats: as `merged`, but what it would list is left as it is.
+
+    Raises:
+        ValueError: A tensor's rows have nothing to do with the samples.
+    """
+    if isinstance(own, torch.Tensor):
+        return steps.kept(own, [len(own)]) if own.dim() else own
+    if isinstance(own, Mapping):
+        return tree.rebuilt(own, {key: trimmed(value, steps) for key, value in own.items()})
+    if not isinstance(own, (list, tuple)):
+        return own
+    if _holds_columns(own):
+        return tree.rebuilt(own, [trimmed(item, steps) for item in own])
+    return steps.entries([own])
 
 
 def _rows(everyone: list[torch.Tensor], steps: Steps) -> torch.Tensor:

@@ -98,13 +98,18 @@ def read_weights(files: list[Path], source: Path) -> Weights:
     return Weights(source, tensors, {name: kept for name, kept in about.items() if kept in tensors})
 
 
-def fitting(weights: Weights, model: nn.Module) -> dict[str, Any]:
+def fitting(weights: Weights, model: nn.Module, live: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The weights as the model's own state dict, every name, shape and kind of number checked.
+
+    Args:
+        weights: What lies in files.
+        model: What they are for.
+        live: Its state as files take it, where its own tensors do not show which are one; None is its own.
 
     Raises:
         CheckpointError: They are not those of this model; the message says what differs.
     """
-    live = model.state_dict()
+    live = model.state_dict() if live is None else live
     state = completed(
         weights.tensors, {k: v for k, v in live.items() if isinstance(v, torch.Tensor)}, weights.ties
     )

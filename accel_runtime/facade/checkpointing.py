@@ -109,6 +109,7 @@ class Checkpointing(Processes):
         retention = Retention(self.project_configuration, output_dir)
         self._warn_unless_looked_back()
         self._background.wait()
+        self._backend.settle()
         share, marks = self._share("save_state"), self._resuming.origin.marks
         saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks)
         place = saving.begin(retention.target, _text(output_dir))
@@ -116,7 +117,7 @@ class Checkpointing(Processes):
         states = run.states()
         left = list(states)
         saving.run_hooks(lambda: _call(self._save_hooks, self._originals(), left, os.fspath(place.scratch)))
-        saving.take(run.items(_left(states, left)), run.step)
+        saving.take(run.items(_left(states, left)), run.step, self._backend.hosted)
         retention.saved(place.target)
         if not (self.project_configuration.async_save if async_save is None else async_save):
             self._finish(saving, retention, self._share("save_state"))
@@ -159,6 +160,7 @@ class Checkpointing(Processes):
             raise ValueError(f"load_kwargs are not used, and these were given: {', '.join(load_kwargs)}")
         self._looked_back = True
         self._background.wait()
+        self._backend.settle()
         share = self._share("load_state")
         if input_dir is not None and share(self.process_index == 0 and recognised(Path(input_dir)))[0]:
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
@@ -170,6 +172,7 @@ class Checkpointing(Processes):
                 loading.verify(found)
                 loading.run_hooks(lambda: gone.extend(self._taken(found.path)))
             loading.load(found, self._run().items(without=gone, strict=strict))
+            self._backend.settle()
         finally:
             loading.close()
         if found.number is not None and input_dir is None:

@@ -86,10 +86,11 @@ class Exporting(Processes):
                 "accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin') writes torch's own format"
             )
         limit = size_of(max_shard_size, "max_shard_size")
+        self._backend.settle()
 
         def write() -> None:
             own = self.unwrap_model(model)
-            plan = Export.planned(own.state_dict(), limit, _tied(own))
+            plan = Export.planned(self._backend.hosted(own.state_dict()), limit, _tied(own))
             export(plan, Path(save_directory), writer=self.process_index)
 
         each = self.project_configuration.save_on_each_node
@@ -108,14 +109,17 @@ class Exporting(Processes):
         Raises:
             CheckpointError: On every process: there are no such weights, they are damaged, or do not fit the model.
         """
+        self._backend.settle()
         own = self.unwrap_model(model)
         state: dict[str, Any] = {}
 
         def check() -> None:
-            state.update(fitting(weights_in(Path(directory)), own))
+            live = self._backend.hosted(own.state_dict())
+            state.update(fitting(weights_in(Path(directory)), own, live))
 
         together(partial(share_objects, "load_model", agreement=self._backend.agreement), check)
         own.load_state_dict(state)
+        self._backend.settle()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object once, from the main process; a file appears whole or not at all.
@@ -129,9 +133,10 @@ class Exporting(Processes):
             safe_serialization: Write safetensors; `f` must then be a path. Tensors that share memory, as tied
                 weights do, are written under each of their names.
         """
+        self._backend.settle()
         each = self.project_configuration.save_on_each_node
         if self.is_local_main_process if each else self.is_main_process:
-            objects.write(obj, f, safe_serialization=safe_serialization)
+            objects.write(self._backend.hosted(obj), f, safe_serialization=safe_serialization)
 
     def load(
         self, f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, *, weights_only: bool = True

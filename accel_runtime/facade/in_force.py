@@ -192,13 +192,14 @@ class InForce(Processes):
                 for loader in list(self._loaders.values())
             ),
             options=self._origins,
+            device=self._backend.facts,
         )
 
     def _model_facts(self, model: nn.Module) -> ModelFacts:
         hook = self._replication.get("comm_hook")
         return model_facts(
-            model,
             self._backend.original(model),
             self._precision.format.dtype,
             getattr(hook, "value", None),
+            self._backend.wrapping(model),
         )

@@ -107,7 +107,7 @@ class Preparing:
         self._precision.wrap(model)
         compile_in_place(self._backend.original(model), self._dynamo)
         prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
-        if self._backend.topology.world_size > 1:
+        if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         self._gradients.find()
@@ -130,6 +130,7 @@ class Preparing:
             return optimizer
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
+        self._backend.watch_over(optimizer)
         if self._places(device_placement):
             prepared.place()
         self._optimizers.append(prepared)

@@ -1,5 +1,6 @@
 """The checkpointing example, ended in every way there is: started again it comes to the weights of a whole run."""
 
+import os
 import re
 import signal
 import subprocess
@@ -70,6 +71,8 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=cwd,
+            # One process writes as Python does: to a pipe, when it ends.
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.said = ""
 

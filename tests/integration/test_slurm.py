@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CHECKPOINTING = Path(__file__).parent.parent.parent / "examples" / "checkpointing.py"
-WAIT_S = 180
+WAIT_S = 400
 """A generous bar for a job that hangs."""
 TRAIN = """
 import json, os, socket, sys

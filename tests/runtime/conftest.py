@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-TESTS = Path(__file__).parent.parent
-
-
-def _loaded(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cluster = _loaded("cluster", TESTS / "cluster.py")
-xla = _loaded("xla_cluster", TESTS / "xla" / "cluster.py")
+_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
+cluster = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cluster)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +21,7 @@ def _on_the_cpu(home, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def clusters():
+def clusters(replicas):
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
 
     `apart`, three are told that each is alone on its machine: they talk to each other in another way.
@@ -42,12 +33,8 @@ def clusters():
         3: cluster.Cluster(3),
         4: cluster.Cluster(4),
         "apart": cluster.Cluster(3, apart=True),
-        "xla 1": xla.Replicas(1),
-        "xla 2": xla.Replicas(2),
-        "xla 4": xla.Replicas(4),
-        "spmd 4": xla.Replicas(1, devices=4),
     }
-    yield sizes
+    yield sizes | replicas
     for some in sizes.values():
         some.close()
 

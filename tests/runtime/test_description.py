@@ -61,6 +61,7 @@ def test_a_run_is_described_as_plain_data(ranks):
     def data():
         found = plain({"gradient_accumulation_steps": 4})
         found.pop("options")
+        assert found.pop("device") == {}
         return json.loads(json.dumps(found))
 
     for rank, found in enumerate(ranks.run(data)):
@@ -159,6 +160,7 @@ def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
         "process_group_timeout": (1800, "default"),
         "log_level": ("warning", "ACCEL_LOG_LEVEL"),
         "resume": (False, "default"),
+        "spmd": (False, "default"),
     }
 
 
@@ -203,8 +205,8 @@ CHANGES = {
     "loaders.samples_a_step": {"options": {"gradient_accumulation_steps": 3}},
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
-OF_THE_PLACE = {"processes"}
-"""What another number of processes changes: told above."""
+OF_THE_PLACE = {"processes", "device"}
+"""What another number of processes, or another device, changes: told above, and in tests/xla."""
 
 
 def at(data, path):

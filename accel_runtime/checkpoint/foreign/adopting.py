@@ -80,7 +80,7 @@ def _planned(path: Path, run: Run, items: Sequence[Item], *, strict: bool) -> _P
     trees = {name: tree for name, tree in found.items.items() if name != "counters"}
     for item in items:
         if isinstance(item, Model) and item.name in trees:
-            trees[item.name] = completed(trees[item.name], item.tree())
+            trees[item.name] = completed(trees[item.name], run.backend.hosted(item.tree()))
     broken = []
     if found.world_size not in {0, topology.world_size}:
         try:

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from accel_runtime.backends import connect
-from accel_runtime.backends.distributed import Distributed
-from accel_runtime.backends.single import Single
 from accel_runtime.env import Settings
 from accel_runtime.exchange.agreement import ROOM, filled, here
 from accel_runtime.topology import Topology
@@ -26,8 +24,8 @@ def test_a_launched_process_joins_the_others_and_one_on_its_own_is_a_backend_too
         b = backend()
         return type(b).__name__, b.topology.rank, b.topology.world_size, str(b.device)
 
-    kind = Single if ranks.size == 1 else Distributed
-    assert ranks.run(places) == [(kind.__name__, rank, ranks.size, "cpu") for rank in range(ranks.size)]
+    wanted = [(ranks.backend, rank, ranks.size, ranks.device(rank)) for rank in range(ranks.size)]
+    assert ranks.run(places) == wanted
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 3)])
@@ -135,8 +133,13 @@ def test_one_rank_deals_to_all_others(ranks):
 
 
 def model_and_batch():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(6, 4)
+    """The same on every rank, threads of one process as well, which share torch's generator."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model, torch.randn(12, 4, generator=generator)
 
 
 def test_a_replicated_model_averages_its_gradients(ranks):
@@ -157,12 +160,11 @@ def test_a_replicated_model_averages_its_gradients(ranks):
 def test_replicas_start_as_the_first_rank(ranks):
     def weights():
         b = backend()
-        torch.manual_seed(b.topology.rank)
-        return b.original(b.replicate(b.place(nn.Linear(2, 2)), {})).weight.detach().cpu()
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, b.topology.rank + 1)
+        return b.original(b.replicate(b.place(model), {})).weight.detach().cpu()
 
-    torch.manual_seed(0)
-    first = nn.Linear(2, 2).weight
-    assert all(torch.equal(got, first) for got in ranks.run(weights))
+    assert all(torch.equal(got, torch.ones(2, 2)) for got in ranks.run(weights))
 
 
 def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks):
@@ -191,8 +193,8 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
 def test_the_original_of_a_replica_is_the_very_module(ranks):
     def originals():
         b = backend()
-        model = nn.Linear(2, 2)
-        frozen = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+        model = b.place(nn.Linear(2, 2))
+        frozen = b.place(nn.Linear(2, 2).requires_grad_(requires_grad=False))
         assert b.original(b.replicate(model, {})) is model
         assert b.original(model) is model
         assert b.replicate(frozen, {}) is frozen
@@ -228,5 +230,4 @@ def test_a_backend_says_what_it_is(ranks):
         b = backend()
         return b.kind.value, b.name
 
-    wanted = ("NO", None) if ranks.size == 1 else ("MULTI_CPU", "gloo")
-    assert ranks.run(said) == [wanted] * ranks.size
+    assert ranks.run(said) == [(ranks.kind, ranks.carrier)] * ranks.size

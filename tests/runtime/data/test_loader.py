@@ -369,7 +369,9 @@ def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
 @pytest.mark.parametrize("place", [True, False])
 def test_batches_are_placed_on_the_device_where_asked(place):
     backend = Single(Topology(), torch.device("meta"))
-    loader = prepare_loader(DataLoader(range(3)), backend, Loops(0, 1), LoaderOptions(place=place))
+    loader = prepare_loader(
+        DataLoader(range(3)), backend, Loops(0, repeats=False), LoaderOptions(place=place)
+    )
     assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
 
 

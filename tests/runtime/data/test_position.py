@@ -305,7 +305,7 @@ def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
         options = LoaderOptions(seeded=True, seed=7)
         script = DataLoader(range(COUNT), batch_size=5, shuffle=True)
         backend = Single(Topology(), torch.device("cpu"))
-        loader = prepare_loader(script, backend, Loops(0, 1), options)
+        loader = prepare_loader(script, backend, Loops(0, repeats=False), options)
         loader.set_epoch(start)
         return [torch.cat(list(loader)).tolist() for _ in range(2)]
 

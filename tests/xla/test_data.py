@@ -1,0 +1,417 @@
+"""Every sample once on XLA replicas, though shapes stay the same: in order, from any position, whatever fails."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cloudpickle
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+from accel_runtime import Accelerator, DataLoaderConfiguration
+
+SIZES = [1, 2, 4]
+
+
+@pytest.fixture(params=SIZES, ids=["1 replica", "2 replicas", "4 replicas"])
+def ranks(request, replicas):
+    """Every number of replicas in turn."""
+    return replicas[request.param]
+
+
+class Items(IterableDataset):
+    """A stream of numbers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(map(torch.tensor, range(self.count)))
+
+
+def of(**config):
+    return Accelerator(dataloader_config=DataLoaderConfiguration(**config))
+
+
+def test_every_sample_is_gathered_once_and_in_order_with_all_batches_of_one_shape(ranks):
+    """Lengths around every multiple of a batch, from indices and from a stream; numbers, tensors and objects."""
+
+    def walked(count, size, *, stream):
+        accelerator = of()
+        loader = accelerator.prepare(DataLoader(Items(count) if stream else range(count), size))
+        seen, objects, shapes = [], [], set()
+        for batch in loader:
+            shapes.add(tuple(batch.shape))
+            seen += accelerator.gather_for_metrics(batch * 2).tolist()
+            objects += accelerator.gather_for_metrics([f"no {n}" for n in batch.tolist()])
+        return seen, objects, shapes, loader.repeats
+
+    def all_of_them():
+        return {
+            (count, size, stream): walked(count, size, stream=stream)
+            for size in (1, 4)
+            for count in (0, 1, 3, 4, 5, 15, 16, 17)
+            for stream in (False, True)
+        }
+
+    for found in ranks.run(all_of_them):
+        for (count, size, _), (seen, objects, shapes, repeats) in found.items():
+            assert seen == [2 * n for n in range(count)]
+            assert objects == [f"no {n}" for n in range(count)]
+            assert shapes == ({(size,)} if count else set())
+            assert repeats == -count % (size * ranks.size)
+
+
+def test_without_even_batches_one_replica_keeps_its_short_tail(replicas):
+    def walked():
+        accelerator = of(even_batches=False)
+        loader = accelerator.prepare(DataLoader(range(10), 4))
+        return [batch.tolist() for batch in loader], loader.repeats, loader.end
+
+    batches, repeats, end = replicas[1].run(walked)[0]
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert repeats == 0
+    assert "short" in end
+
+
+def test_one_replica_says_what_it_repeats(replicas):
+    def told():
+        accelerator = of()
+        loader = accelerator.prepare(DataLoader(range(10), 4))
+        dropping = accelerator.prepare(DataLoader(range(10), 4, drop_last=True))
+        batches = [batch.tolist() for batch in loader]
+        return batches, loader.end, loader.repeats, len(list(dropping)), dropping.end, accelerator.describe()
+
+    batches, end, repeats, dropping, left_out, described = replicas[1].run(told)[0]
+    assert batches[-1] == [8, 9, 0, 1]
+    assert repeats == 2
+    assert end == "the end is filled up from the start: 2 repeats an epoch"
+    assert end in str(described)
+    assert (dropping, left_out) == (2, "no repeats")
+
+
+def test_what_a_model_made_of_a_tail_is_known_on_one_replica(replicas):
+    def seen():
+        accelerator = of()
+        model = accelerator.prepare(torch.nn.Identity())
+        loader, other = (accelerator.prepare(DataLoader(range(count), 4)) for count in (6, 9))
+        found = [], [], []
+        for batch in loader:
+            outputs = model(batch) + 100
+            for inner in other:  # an evaluation inside the loop
+                found[1].extend(accelerator.gather_for_metrics(model(inner)).tolist())
+            found[0].extend(accelerator.gather_for_metrics(outputs, batch=batch).tolist())
+            # A scalar, a row for all, and two rows a sample.
+            whole = accelerator.gather_for_metrics(
+                {"loss": outputs.sum(), "rows": batch.repeat_interleave(2), "one": [batch.sum()[None]]},
+                batch=batch,
+            )
+            found[2].append([whole["loss"].dim(), whole["rows"].tolist(), len(whole["one"][0])])
+        return found
+
+    outer, inner, mixed = replicas[1].run(seen)[0]
+    assert outer == [100, 101, 102, 103, 104, 105]
+    assert inner == list(range(9)) * 2
+    assert mixed == [[0, [0, 0, 1, 1, 2, 2, 3, 3], 1], [0, [4, 4, 5, 5], 1]]
+
+
+KINDS = [
+    "shuffled",
+    "a sampler that draws by itself",
+    "half of 22",
+    "a BatchSampler",
+    "batches of 3, 4 and 5",
+    "a list of lists",
+    "samples on their own",
+    "nothing to drop",
+    "a stream in three shards",
+    "a stream of texts",
+    "samples of a stream on their own",
+    "workers",
+    "workers that all read everything",
+    "workers that divide 18",
+]
+
+
+def test_data_of_every_kind_are_gathered_once(ranks, exactness):
+    cloudpickle.register_pickle_by_value(exactness)
+
+    def walked(kind, way):
+        accelerator = exactness.accelerator_of(way)
+        loader = accelerator.prepare(exactness.LOADERS[kind]())
+        return [n for b in loader for n in accelerator.gather_for_metrics(exactness.numbers(b)).tolist()]
+
+    kinds = [kind for kind in KINDS if ranks.size < 4 or "workers" not in kind]
+    ways = ["even", "not even"] if ranks.size < 4 else ["even"]
+
+    def seen():
+        return {(kind, way): walked(kind, exactness.WAYS[way]) for kind in kinds for way in ways}
+
+    for found in ranks.run(seen):
+        assert {key: sorted(seen) for key, seen in found.items()} == {
+            (kind, way): list(exactness.COUNTS[kind]) for kind in kinds for way in ways
+        }
+
+
+def test_the_order_of_training_is_that_of_gloo(replicas, gloo):
+    def epochs():
+        torch.manual_seed(3)
+        accelerator = of(use_seedable_sampler=True, data_seed=5)
+        loader = accelerator.prepare(DataLoader(range(21), 4, shuffle=True))
+        return [[accelerator.gather_for_metrics(batch).tolist() for batch in loader] for _ in range(2)]
+
+    for size in (1, 2):
+        assert replicas[size].run(epochs) == gloo[size].run(epochs)
+
+
+def test_epochs_after_the_first_compile_nothing(ranks):
+    """Whatever the last batch lacks."""
+
+    def compiled():
+        import torch_xla.debug.metrics as met
+
+        accelerator = of()
+        model = torch.nn.Linear(1, 1)
+        rule = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.arange(11.0)[:, None])
+        model, rule, loader = accelerator.prepare(model, rule, DataLoader(data, 4))
+        counts = []
+        for _ in range(4):
+            for (batch,) in loader:
+                accelerator.backward(model(batch).square().mean())
+                rule.step()
+                rule.zero_grad()
+                accelerator.gather_for_metrics(batch).tolist()
+            counts.append(met.counter_value("UncachedCompile"))
+        return counts
+
+    for first, *others in ranks.run(compiled):
+        assert first
+        assert others == [others[0]] * 3
+
+
+# What is fetched ahead --------------------------------------------------------------------
+
+
+class Faulty(TensorDataset):
+    """Numbers, one of which cannot be read."""
+
+    def __init__(self, count, bad):
+        self.count, self.bad = count, bad
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise LookupError(f"no sample {index}")
+        return torch.tensor(index)
+
+
+def refusing(samples):
+    """A collate function."""
+    if any(int(sample) == 9 for sample in samples):
+        raise LookupError("no sample 9")
+    return torch.stack(samples)
+
+
+class Immovable:
+    """A leaf that cannot go to a device."""
+
+    def to(self, _device):
+        raise LookupError("no sample 9")
+
+
+def immovable(samples):
+    leaf = Immovable() if any(int(sample) == 9 for sample in samples) else 0
+    return torch.stack(samples), leaf
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_fails_reaches_the_script_after_the_batches_before_it(ranks, workers):
+    """Nothing ends an epoch early, and no thread is left behind."""
+
+    def seen(workers):
+        import threading
+        import traceback
+        import warnings
+
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        accelerator = of()
+        world, rank = accelerator.num_processes, accelerator.process_index
+        own = []
+        for data, collate in (
+            (Faulty(64, 9), None),
+            (Faulty(64, -1), refusing),
+            (Faulty(64, -1), immovable),
+        ):
+            loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=collate))
+            found, said = [], None
+            try:
+                for batch in loader:
+                    tensor = batch[0] if isinstance(batch, (list, tuple)) else batch
+                    found.append(tensor.cpu().tolist())
+            except LookupError as error:
+                said = str(error), "__getitem__" in (text := traceback.format_exc()) or "no sample 9" in text
+            own.append((found, said, loader.state_dict()["position"] if said else None))
+        accelerator.wait_for_everyone()
+        names = [t.name for t in threading.enumerate() if "loader_worker" in t.name or "(_worker)" in t.name]
+        return world, rank, own, names
+
+    got = ranks.run(seen, workers)
+    step = 9 // (2 * ranks.size)
+    for world, rank, own, _ in got:
+        fails = 9 // 2 % world == rank
+        for found, said, position in own:
+            # What cannot be moved had been handed over.
+            behind = step + (own[2][0] is found)
+            begin = [[at, at + 1] for at in range(2 * rank, 64, 2 * world)]
+            if fails:
+                assert found == begin[:step]
+                assert said is not None
+                assert "no sample 9" in said[0]
+                assert said[1]
+                assert position == behind * 2 * world
+            else:
+                assert found == begin
+    assert not any(names for *_, names in got[-1:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_is_left_goes_on_where_the_script_was(ranks, workers):
+    """Not where the batch fetched ahead stands."""
+
+    def seen(workers):
+        import threading
+        import warnings
+
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        accelerator = of()
+        size = 8 // accelerator.num_processes
+
+        def begun():
+            return accelerator.prepare(
+                DataLoader(range(43), size, shuffle=True, num_workers=workers, pin_memory=workers > 0)
+            )
+
+        def gathered(walk):
+            return [accelerator.gather_for_metrics(batch).tolist() for batch in walk]
+
+        torch.manual_seed(4)
+        accelerator.wait_for_everyone()
+        loader = begun()
+        first, states = [], []
+        for batch in loader:
+            first.append(accelerator.gather_for_metrics(batch).tolist())
+            states.append(loader.state_dict())
+        rests = []
+        for state in states:
+            again = begun()
+            again.load_state_dict(state)
+            rests.append(gathered(again))
+        left = begun()
+        for _ in left:
+            break
+        accelerator.wait_for_everyone()
+        return first, rests, [t.name for t in threading.enumerate() if "_worker)" in t.name]
+
+    for first, rests, threads in ranks.run(seen, workers):
+        assert sorted(n for batch in first for n in batch) == list(range(43))
+        assert rests == [first[at + 1 :] for at in range(len(first))]
+        assert not threads
+
+
+def test_two_loops_advance_together_and_one_inside_the_other(ranks):
+    def seen():
+        import warnings
+
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        accelerator = of()
+        one, two, inner = (
+            accelerator.prepare(DataLoader(range(count), 2, num_workers=1, persistent_workers=True))
+            for count in (11, 9, 5)
+        )
+        found = [[], [], []]
+        for _ in range(2):
+            for first, second in zip(one, two, strict=False):
+                found[0] += accelerator.gather_for_metrics(first).tolist()
+                found[1] += accelerator.gather_for_metrics(second).tolist()
+            for _ in one:
+                own = [accelerator.gather_for_metrics(batch).tolist() for batch in inner]
+                found[2].append([n for batch in own for n in batch])
+        return found
+
+    shorter = -(-9 // (2 * ranks.size))
+    for first, second, inner in ranks.run(seen):
+        assert first == list(range(min(11, shorter * 2 * ranks.size))) * 2
+        assert second == list(range(9)) * 2
+        assert inner == [list(range(5))] * len(inner)
+
+
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    number: object
+    more: object
+
+
+class Box:
+    """Moves itself."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return Box(self.tensor.to(device))
+
+
+def nested(samples):
+    numbers = torch.stack(samples)
+    return {
+        "pair": Pair(numbers, {"text": [f"no {n}" for n in numbers.tolist()], "none": None}),
+        "box": Box(numbers * 2),
+        "half": numbers.to(torch.bfloat16),
+        "flags": numbers > 3,
+        "scalar": torch.tensor(1.5),
+    }
+
+
+def words(samples):
+    return [f"no {int(sample)}" for sample in samples]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_any_structure_arrive_as_they_are(ranks, workers):
+    def seen(workers):
+        accelerator = of()
+        data = Faulty(10, -1)
+        loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=nested))
+        kinds, numbers, texts = set(), [], []
+        for batch in loader:
+            pair = batch["pair"]
+            assert type(pair).__name__ == "Pair"
+            assert pair.more["none"] is None
+            assert pair.more["text"] == [f"no {n}" for n in pair.number.tolist()]
+            assert batch["box"].tensor.tolist() == [2 * n for n in pair.number.tolist()]
+            kinds |= {
+                (str(t.dtype), t.device.type)
+                for t in (pair.number, batch["box"].tensor, batch["half"], batch["flags"], batch["scalar"])
+            }
+            whole = accelerator.gather_for_metrics({"number": pair.number, "text": pair.more["text"]})
+            numbers += whole["number"].tolist()
+            texts += whole["text"]
+        plain = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=words))
+        spoken = [word for batch in plain for word in accelerator.gather_for_metrics(batch)]
+        return kinds, numbers, texts, spoken
+
+    for kinds, numbers, texts, spoken in ranks.run(seen, workers):
+        assert {device for _, device in kinds} == {"xla"}
+        assert {dtype for dtype, _ in kinds} == {
+            f"torch.{t}" for t in ("int64", "bfloat16", "bool", "float32")
+        }
+        assert numbers == list(range(10))
+        assert texts == [f"no {n}" for n in range(10)]
+        assert workers or ranks.size > 1 or spoken == texts

@@ -1,0 +1,399 @@
+"""SPMD: one process computes on four devices as on one, with batches cut over them and models sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+DEVICES = 4
+BATCH = 8
+
+
+@pytest.fixture
+def mesh(clusters):
+    """A process on four devices; `run(function, *args)` calls a function of a test there."""
+    return clusters["spmd 4"]
+
+
+class Tied(nn.Module):
+    """Guesses a token for each of a few, with one weight used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+
+    def forward(self, tokens):
+        """Of every token, [samples, tokens, 16]."""
+        return self.head(torch.tanh(self.inner(self.embed(tokens))))
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(16, (2, 3), generator=generator)) for _ in range(count)]
+
+
+def optimizer_of(kind, model):
+    if kind == "AdamW":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model, tokens, targets):
+    return functional.cross_entropy(model(tokens).transpose(1, 2), targets)
+
+
+def weights(model):
+    return {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+
+
+def trained_plainly(kind, accumulation, clip):
+    """Ten steps on the CPU with torch alone: the losses of all batches, and the weights."""
+    model = Tied()
+    optimizer = optimizer_of(kind, model)
+    losses = []
+    for index, (tokens, targets) in enumerate(DataLoader(samples(10 * BATCH * accumulation), BATCH)):
+        loss = loss_of(model, tokens, targets)
+        (loss / accumulation).backward()
+        losses.append(loss.item())
+        if (index + 1) % accumulation == 0:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, weights(model)
+
+
+def trained(kind, accumulation, clip, options):
+    """The same with an accelerator; the optimizer is made before the model is prepared."""
+    from accel_runtime import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, **options)
+    model = Tied()
+    optimizer = optimizer_of(kind, model)
+    loader = DataLoader(samples(10 * BATCH * accumulation), BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for tokens, targets in loader:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens, targets)
+            accelerator.backward(loss)
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses], weights(accelerator.unwrap_model(model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "clip"),
+    [("AdamW", 1, None), ("SGD", 1, 0.1), ("AdamW", 2, 0.1), ("SGD", 2, None)],
+)
+def test_ten_steps_give_the_losses_and_weights_of_the_cpu(mesh, kind, accumulation, clip):
+    losses, final = mesh.run(trained, kind, accumulation, clip, {})[0]
+    wanted, expected = trained_plainly(kind, accumulation, clip)
+    assert losses == pytest.approx(wanted, abs=1e-4)
+    torch.testing.assert_close(final, expected, atol=1e-4, rtol=0)
+
+
+def test_ten_steps_in_bf16_give_about_the_losses_of_the_cpu(mesh):
+    losses, final = mesh.run(trained, "SGD", 1, None, {"mixed_precision": "bf16"})[0]
+    wanted, expected = trained_plainly("SGD", 1, None)
+    assert losses != pytest.approx(wanted, abs=1e-6)
+    assert losses == pytest.approx(wanted, abs=3e-2)
+    torch.testing.assert_close(final, expected, atol=3e-2, rtol=0)
+
+
+def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh):
+    def parts():
+        import torch_xla
+        import torch_xla.distributed.spmd as xs
+
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model = Tied()
+        before = [id(parameter) for parameter in model.parameters()]
+        optimizer = torch.optim.AdamW(model.parameters())
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(16), BATCH))
+        for tokens, targets in loader:
+            accelerator.backward(loss_of(prepared, tokens, targets))
+            optimizer.step()
+        assert accelerator.unwrap_model(prepared) is model
+        assert before == [id(parameter) for parameter in model.parameters()]
+        assert model.head.weight is model.embed.weight
+
+        torch_xla.sync(wait=True)
+
+        def held(tensor):
+            return [tuple(part.data.shape) for part in xs.XLAShardedTensor(tensor.detach()).local_shards]
+
+        own = [(held(p), held(p.grad), held(optimizer.state[p]["exp_avg"])) for p in model.parameters()]
+        return list(model.state_dict()), own
+
+    names, held = mesh.run(parts)[0]
+    assert names == ["embed.weight", "inner.weight", "inner.bias", "head.weight"]
+    whole = [(16, 8), (8, 8), (8,)]
+    assert held == [([(shape[0] // DEVICES, *shape[1:])] * DEVICES,) * 3 for shape in whole]
+
+
+def test_every_tensor_of_a_batch_is_cut_by_rows_where_the_devices_divide_them(mesh):
+    def shardings(workers):
+        import torch_xla
+
+        from accel_runtime import Accelerator
+
+        def collate(items):
+            rows = torch.tensor([float(item) for item in items])
+            return {
+                "flat": rows,
+                "deep": [rows.view(-1, 1, 1), rows.bool()],
+                "one": torch.tensor(3),
+                "odd": rows[:6],
+            }
+
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader(range(16), BATCH, collate_fn=collate, num_workers=workers))
+        found = []
+        for batch in loader:
+            leaves = [batch["flat"], *batch["deep"], batch["one"], batch["odd"]]
+            found.append(
+                ([torch_xla._XLAC._get_xla_sharding_spec(leaf) for leaf in leaves], batch["flat"].tolist())
+            )
+        return found
+
+    cut = ["{devices=[4]0,1,2,3}", "{devices=[4,1,1]0,1,2,3}", "{devices=[4]0,1,2,3}"]
+    for workers in (0, 2):
+        (first, rows), (second, more) = mesh.run(shardings, workers)[0]
+        assert first == second == [*cut, "{replicated}", "{replicated}"]
+        assert rows + more == list(range(16))
+
+
+@dataclass
+class Answer:
+    """What a model of people who like dataclasses gives."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+    extra: object = None
+
+
+class Talkative(nn.Linear):
+    """Gives its output in the form asked for."""
+
+    def forward(self, rows, form):
+        """Tensors in a container of some kind."""
+        out = super().forward(rows)
+        forms = {
+            "tensor": lambda: out,
+            "tuple": lambda: (out.sum(), (out,)),
+            "dict": lambda: {"logits": out, "weight": self.weight, "text": "x", "none": None},
+            "dataclass": lambda: Answer(out, out.mean(), [out * 2]),
+            "text": lambda: "nothing",
+        }
+        return forms[form]()
+
+
+def test_any_output_works_and_what_has_the_rows_of_the_batch_is_cut_with_it(mesh):
+    def outputs():
+        import torch_xla
+
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model, loader = accelerator.prepare(Talkative(4, 8), DataLoader(torch.ones(8, 4), BATCH))
+        (rows,) = loader
+        given = {form: model(rows, form) for form in ("tensor", "tuple", "dict", "dataclass", "text")}
+        sharding = torch_xla._XLAC._get_xla_sharding_spec
+        tensor, nested, answer = given["tensor"], given["tuple"][1][0], given["dataclass"]
+        cut = [sharding(t) for t in (tensor, nested, given["dict"]["logits"], answer.logits, *answer.extra)]
+        tensor += 1  # a view of a hook's could not be changed in place
+        tensor.sum().backward()
+        return cut, sharding(given["dict"]["weight"]), sharding(given["tuple"][0]), given["text"]
+
+    cut, weight, total, text = mesh.run(outputs)[0]
+    assert cut == ["{devices=[4,1]0,1,2,3}"] * 5
+    assert weight == "{devices=[4,1]0,1,2,3}"
+    assert total == ""
+    assert text == "nothing"
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_refused_with_sizes_that_fit(mesh):
+    def refused(size, **options):
+        from accel_runtime import Accelerator
+
+        with pytest.raises(ValueError, match="its batch size is") as error:
+            Accelerator(**options).prepare(DataLoader(range(16), size))
+        Accelerator(device_placement=False).prepare(DataLoader(range(16), size))
+        return str(error.value)
+
+    assert "for 4 devices" in mesh.run(refused, 6)[0]
+    assert "its batch size is 6" in mesh.run(refused, 6)[0]
+    assert "such as 4 or 8" in mesh.run(refused, 6)[0]
+    assert mesh.run(refused, 1)[0].endswith("such as 4")
+
+
+def test_collectives_give_whole_values_and_barriers_pass(mesh):
+    def together():
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        (rows,) = accelerator.prepare(DataLoader(torch.arange(8.0), BATCH))
+        accelerator.wait_for_everyone()
+        return (
+            accelerator.gather(rows).tolist(),
+            accelerator.gather_for_metrics({"a": rows})["a"].tolist(),
+            accelerator.reduce(rows, "mean").tolist(),
+            accelerator.reduce(rows, "sum", scale=2.0).tolist(),
+            accelerator.pad_across_processes(rows).tolist(),
+            accelerator.num_processes,
+            accelerator.process_index,
+            accelerator.is_main_process,
+            accelerator.distributed_type.value,
+        )
+
+    rows = list(map(float, range(8)))
+    double = [2 * row for row in rows]
+    assert mesh.run(together)[0] == (rows, rows, rows, double, rows, 1, 0, True, "XLA")
+
+
+def test_a_ragged_dataset_is_evaluated_exactly(mesh):
+    def evaluated(count):
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        loader = accelerator.prepare(DataLoader(torch.arange(float(count)).unsqueeze(1), BATCH))
+        nn.init.constant_(accelerator.unwrap_model(model).weight, 2.0)
+        model.eval()
+        found = []
+        with torch.no_grad():
+            found.extend(accelerator.gather_for_metrics(model(rows)).cpu() for rows in loader)
+        return torch.cat(found).flatten().tolist()
+
+    for count in (1, 5, 8, 21):
+        assert mesh.run(evaluated, count)[0] == [2.0 * number for number in range(count)]
+
+
+def test_compilations_do_not_grow_with_steps(mesh):
+    def compilations():
+        import torch_xla.debug.metrics as met
+
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(samples(20 * BATCH), BATCH)
+        )
+        counts = []
+        for tokens, targets in loader:
+            accelerator.backward(loss_of(model, tokens, targets))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(met.metric_data("CompileTime")[0])
+        return counts
+
+    counts = mesh.run(compilations)[0]
+    assert counts[4] == counts[-1]
+
+
+def test_an_evaluation_model_and_one_that_learns_nothing_are_whole_on_every_device(mesh):
+    def prepared():
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        frozen, judge = nn.Linear(4, 4).requires_grad_(requires_grad=False), nn.Linear(4, 4)
+        assert accelerator.prepare(frozen) is frozen
+        assert accelerator.prepare_model(judge, evaluation_mode=True) is judge
+        return frozen.weight.device.type, judge.weight.device.type
+
+    assert mesh.run(prepared)[0] == ("xla", "xla")
+
+
+def test_a_communication_hook_is_refused_and_other_options_of_ddp_have_nothing_to_change(mesh):
+    def refused():
+        from accel_runtime import Accelerator, DistributedDataParallelKwargs
+
+        with pytest.raises(ValueError, match="comm_hook='bf16' changes what DDP sends") as error:
+            Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]).prepare(
+                nn.Linear(4, 4)
+            )
+        options = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=1)
+        Accelerator(kwargs_handlers=[options]).prepare(nn.Linear(4, 4))
+        return str(error.value)
+
+    assert "leave comm_hook out" in mesh.run(refused)[0]
+
+
+def test_the_description_says_how_many_devices_are_one(mesh):
+    def described():
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        accelerator.prepare(Tied(), DataLoader(samples(16), BATCH))
+        return str(accelerator.describe())
+
+    text = mesh.run(described)[0]
+    assert "4 devices compute as one (SPMD)" in text
+    assert "wrapping SpmdFullyShardedDataParallel" in text
+
+
+def half(folder, options):
+    """Steps of a run: the first five, which are saved, or those after them, where there is something saved."""
+    from accel_runtime import Accelerator
+
+    accelerator = Accelerator(**options)
+    model = Tied()
+    optimizer = optimizer_of("AdamW", model)
+    loader = DataLoader(samples(10 * BATCH), BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    begun = folder.exists()
+    if begun:
+        accelerator.load_state(folder)
+    losses = []
+    for index, (tokens, targets) in enumerate(loader):
+        loss = loss_of(model, tokens, targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if not begun and index == 4:
+            accelerator.save_state(folder)
+            break
+    accelerator.save_model(model, folder.with_name(f"model of {folder.name}"))
+    state = accelerator.get_state_dict(model)
+    return [loss.item() for loss in losses], {name: value.cpu() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("first", ["mesh", "cpu"])
+def test_a_checkpoint_of_one_continues_on_the_other_with_its_optimizer(mesh, tmp_path, first):
+    there = lambda: mesh.run(half, tmp_path / "state", {})[0]  # noqa: E731
+    here = lambda: half(tmp_path / "state", {"cpu": True})  # noqa: E731
+    runs = (there, here) if first == "mesh" else (here, there)
+    (losses, _), (more, final) = (run() for run in runs)
+    wanted, expected = trained_plainly("AdamW", 1, 0.5)
+    assert losses + more == pytest.approx(wanted, abs=1e-4)
+    torch.testing.assert_close(final, expected, atol=1e-4, rtol=0)
+    exported = load_file(tmp_path / "model of state" / "model.safetensors")
+    for name, value in exported.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=0)
+    assert {"embed.weight", "inner.weight", "inner.bias"} <= {*exported, "embed.weight"}

@@ -1,0 +1,106 @@
+"""What makes every step slow on a device that compiles graphs is said, once, with its line."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+
+def said(way, workers):
+    """Two epochs of training in which each step does something; what was logged."""
+    import logging
+    import threading
+
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from accel_runtime import Accelerator
+
+    messages, replica = [], threading.get_ident()
+    handler = logging.Handler()
+    handler.emit = lambda record: record.thread == replica and messages.append(record.getMessage())
+    logger = logging.getLogger("accel_runtime.xla")
+    logger.addHandler(handler)
+    accelerator = Accelerator()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.rand(60, 4)), batch_size=4, num_workers=workers)
+    if way == "lengths":
+        lengths = iter(range(1, 1000))
+        loader = DataLoader(
+            TensorDataset(torch.rand(60, 4)), 4, collate_fn=lambda _: (torch.rand(4, next(lengths), 4),)
+        )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    step = 0
+    for _ in range(2):
+        for (batch,) in loader:
+            step, rows = step + 1, batch
+            if way == "slice":
+                rows = batch.repeat(step, 1)
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if way == "item":
+                loss.item()
+            if way == "text":
+                f"{loss:.2f}"
+            if way == "now and then" and step % 5 == 0:
+                loss.item()
+    logger.removeHandler(handler)
+    return messages
+
+
+def test_a_loop_that_trains_with_a_schedule_and_fetches_now_and_then_is_told_nothing(clusters):
+    for way, workers in (("", 0), ("", 2), ("now and then", 0)):
+        assert clusters["xla 1"].run(said, way, workers) == [[]]
+
+
+@pytest.mark.parametrize(("way", "call"), [("item", "item()"), ("text", "__format__()")])
+def test_a_value_that_is_fetched_at_every_step_is_said_once_with_its_line(clusters, way, call):
+    [[message]] = clusters["xla 1"].run(said, way, 0)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = [text.strip() for text in lines].index(f'if way == "{way}":') + 2
+    assert f"test_watching.py:{line} (said): {call} fetches a value from the device at every step" in message
+
+
+def test_shapes_that_change_are_said_once_with_the_loop_and_two_of_them(clusters):
+    [[message]] = clusters["xla 1"].run(said, "lengths", 0)
+    assert "test_watching.py:" in message
+    assert "the last 10 steps compiled" in message
+    assert "the shapes of the batches change ([4, " in message
+
+
+def test_sizes_that_change_inside_the_loop_are_said_once(clusters):
+    [[message]] = clusters["xla 1"].run(said, "slice", 0)
+    assert "a size, an index or a slice in the loop changes" in message
+
+
+def test_of_several_replicas_the_first_says_it(clusters):
+    first, *others = clusters["xla 2"].run(said, "item", 0)
+    assert len(first) == 1
+    assert not any(others)
+
+
+def described():
+    import torch
+    from torch import nn
+
+    from accel_runtime import Accelerator
+
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(2, 2))
+    return str(accelerator.describe()), torch.__version__
+
+
+def test_the_description_of_a_run_shows_the_device_its_variables_and_its_graphs(clusters):
+    for cluster in (clusters["xla 1"], clusters["xla 2"]):
+        for text, version in cluster.run(described):
+            assert f"torch_xla  2.9.0 with torch {version}, CPU device" in text
+            assert f"CPU_NUM_DEVICES={cluster.size} PJRT_DEVICE=CPU" in text
+            assert " compiled, " in text
+            assert ("averaged in the graph" in text) == (cluster.size > 1)
