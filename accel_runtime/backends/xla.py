@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -164,7 +164,7 @@ class _Lazy(Backend):
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
         ahead = place and loaded_beside
-        batches = self._counted(fed(walk, loop, self._belt) if ahead else walk(loop))
+        batches = self._counted(_steady(fed(walk, loop, self._belt)) if ahead else walk(loop))
         return self._watched(batches if ahead else self._cut(batches))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -398,6 +398,23 @@ def _settled(*, wait: bool = False) -> None:
     Random numbers go on where they were: torch_xla would begin others each time, and a run that is resumed, or gathers
     more often, would draw from others.
     """
+    with _numbers_kept():
+        torch_xla.sync(wait=wait)
+
+
+@contextmanager
+def _numbers_kept() -> Iterator[None]:
     seed = xm.get_rng_state()
-    torch_xla.sync(wait=wait)
+    yield
     xm.set_rng_state(seed)
+
+
+def _steady(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of torch_xla's loader, which sends off what was recorded whenever it is asked for one."""
+    nothing = object()
+    while True:
+        with _numbers_kept():
+            batch = next(batches, nothing)
+        if batch is nothing:
+            return
+        yield batch
