@@ -163,27 +163,24 @@ class _Lazy(Backend):
     def walked(
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
-        ahead = place and loaded_beside
-        batches = self._counted(_steady(fed(walk, loop, self._belt)) if ahead else walk(loop))
-        return self._watched(batches if ahead else self._cut(batches))
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._handed += 1
-            yield batch
+        if place and loaded_beside:
+            return self._watched(_steady(fed(walk, loop, self._belt)))
+        return self._watched(self._cut(walk(loop)))
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the first replica looks at what a step costs, and what it says holds for all."""
-        if self.topology.rank:
-            yield from batches
-            return
-        self._watch.begin()
+        """The batches, counted; the first replica looks at what a step costs, and what it says holds for all."""
+        first = not self.topology.rank
+        if first:
+            self._watch.begin()
         try:
             for batch in batches:
-                self._watch.handed(batch)
+                self._handed += 1
+                if first:
+                    self._watch.handed(batch)
                 yield batch
         finally:
-            self._watch.end()
+            if first:
+                self._watch.end()
 
     @cached_property
     def _watch(self) -> Watch:
