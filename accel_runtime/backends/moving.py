@@ -13,6 +13,9 @@ from accel_runtime import tree
 
 __all__ = ["hosted", "moved"]
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where torch keeps what a script has registered on a tensor; they belong to the memory, which is swapped."""
+
 
 @torch.no_grad()
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
@@ -29,6 +32,7 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
         if tensor.device == device:
             continue
         grad, tensor.grad = tensor.grad, None
+        hooks = {name: getattr(tensor, name) for name in _HOOKS}
         there = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             there = nn.Parameter(there, requires_grad=tensor.requires_grad)
@@ -37,9 +41,12 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
         except RuntimeError as error:
             raise RuntimeError(
                 f"{name} cannot be brought to {device}, since something else holds on to it ({error}): call prepare() "
-                "before the first forward pass, and before hooks are put on parameters"
+                "before the first forward pass"
             ) from error
         tensor.grad = None if grad is None else grad.to(device)
+        for kind, own in hooks.items():
+            if own:
+                setattr(tensor, kind, own)
     return model
 
 

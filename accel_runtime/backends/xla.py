@@ -354,11 +354,12 @@ class Replicas(_Lazy, ByHosts):
                 tensor.copy_(part.view(tensor.shape))
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        whole = [gradient.float() if gradient.dtype in _NARROW else gradient for gradient in gradients]
-        xm.all_reduce(xm.REDUCE_SUM, whole, scale=1 / self.topology.world_size)
-        for gradient, mean in zip(gradients, whole, strict=True):
-            if gradient is not mean:
-                gradient.copy_(mean)
+        # A tensor that was changed in place, as a gradient that accumulates, is made anew from what it was before when
+        # it is used next: what torch_xla reduces in place is lost then. So copies are reduced.
+        means = [g.float() if g.dtype in _NARROW else g.clone() for g in gradients]
+        xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.topology.world_size)
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:

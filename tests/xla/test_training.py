@@ -252,13 +252,13 @@ def with_buffers(accelerator):
 
 def with_a_part_that_only_one_rank_uses(accelerator):
     model = network()
-    model.extra = nn.Linear(1, 1)
+    model.sometimes = nn.Linear(1, 1)
     filled(model)
     rank = accelerator.process_index
 
     def forward(batch):
         found = model[2](torch.tanh(model[0](batch)))
-        return model.extra(found) if rank else found
+        return model.sometimes(found) if rank else found
 
     model.forward = forward
     plain = model
@@ -519,14 +519,15 @@ def test_a_copy_of_a_replicated_model_belongs_to_no_run(replicas):
 
 
 def test_generators_of_the_device_are_those_of_the_first_rank_if_asked(replicas):
-    def drawn():
+    def numbers_drawn():
         import torch_xla.core.xla_model as xm
 
         accelerator = Accelerator(rng_types=["xla"])
         xm.set_rng_state(7 + accelerator.process_index)
         loader = accelerator.prepare(DataLoader([torch.ones(1)] * 4, 1))
         for _ in loader:
-            return torch.rand(3, device=accelerator.device).cpu()
+            drawn = torch.rand(3, device=accelerator.device).cpu()
+        return drawn
 
-    first, second = replicas[2].run(drawn)
+    first, second = replicas[2].run(numbers_drawn)
     assert torch.equal(first, second)
