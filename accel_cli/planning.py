@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from accel_cli.machine import Machine
 from accel_cli.profile import document, layers
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
+from accel_cli.tpu import Tpu
 from accel_runtime.env import nearest
 
 __all__ = ["Request", "check_target", "look", "make", "prepare", "resolve", "run"]
@@ -84,9 +85,10 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
         UsageError: A profile, variable or option cannot be used.
     """
     said = _said(request, environ)
-    if _kind(said) is None:
-        said.insert(0, Layer("detected", {"launcher.kind": launchers.suggest(found)}, {"": "detected"}))
     assigned = layers.assigned(request.assignments)
+    if _kind(said) is None:
+        suits = launchers.suggest(_of_use(found, [*said, assigned]))
+        said.insert(0, Layer("detected", {"launcher.kind": suits}, {"": "detected"}))
     kind = _kind([*said, assigned])
     alone = kind == "single"
     options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
@@ -239,8 +241,18 @@ def _said(request: Request, environ: Mapping[str, str]) -> list[Layer]:
 
 def _kind(said: Iterable[Layer]) -> Any:
     """The launcher that the last layer to name one names."""
-    named = [layer.values["launcher.kind"] for layer in said if "launcher.kind" in layer.values]
+    return _last(said, "launcher.kind")
+
+
+def _last(said: Iterable[Layer], key: str) -> Any:
+    """What the last layer that says a key says."""
+    named = [layer.values[key] for layer in said if key in layer.values]
     return named[-1] if named else None
+
+
+def _of_use(found: Machine, said: Iterable[Layer]) -> Machine:
+    """The machine without a TPU that it was told not to use."""
+    return found if _last(said, "device") in {None, "auto", "xla"} else replace(found, tpu=Tpu())
 
 
 def _asks_for_one(layer: Layer) -> bool:

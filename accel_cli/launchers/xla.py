@@ -139,6 +139,7 @@ class Xla(elastic.Elastic):
             nnodes=self.range[1],
             nproc_per_node=1,
             counted=self._counted,
+            derived=job.nodes.line,
             agent={**self.agent(job), "replicas": True},
             start_method="torch_xla.launch" if not self.spmd else "exec (SPMD is one process a machine)",
         )

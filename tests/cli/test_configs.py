@@ -7,8 +7,10 @@ import pytest
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import file, resolve
+from accel_cli.tpu import Packages, Tpu
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0")
 EXPECTED = {
     "bf16": ("torchrun", 1, 4, "cuda", "bf16"),
@@ -18,6 +20,9 @@ EXPECTED = {
     "slurm": ("slurm", 2, 8, "cuda", "bf16"),
     "several-gpus": ("torchrun", 1, 4, "cuda", "no"),
     "several-machines": ("torchrun", 2, 4, "cuda", "no"),
+    "tpu": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
+    "tpu-pod": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
+    "tpu-spmd": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
 }
 
 
@@ -28,6 +33,7 @@ def test_every_ready_profile_is_expected_here():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_ready_profile_plans_what_its_name_says(path):
     profile = resolve([file(path, "file")]).profile
-    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, GPUS, "python"))
+    machine = TPU if "tpu" in path.stem else GPUS
+    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
     planned = (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device, profile.mixed_precision)
     assert planned == EXPECTED[path.stem]

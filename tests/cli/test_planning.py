@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -7,9 +8,12 @@ from accel_cli.errors import ProfileError, UsageError
 from accel_cli.machine import Machine
 from accel_cli.planning import Request, check_target
 from accel_cli.profile.store import write
+from accel_cli.tpu import Packages, Tpu
 
 CPU = Machine(8)
 GPUS = Machine(8, "cuda", ("H100",) * 4)
+TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+POD = replace(TPU, tpu=replace(TPU.tpu, hosts=("t0", "t1"), worker="1", hosts_by="TPU_WORKER_*"))
 
 
 def resolved(machine=CPU, **request):
@@ -167,3 +171,75 @@ def test_going_on_reaches_the_processes_of_every_launcher_and_has_a_source(
 def test_a_run_begins_anew_unless_it_is_told_otherwise(cwd):
     found = resolved()
     assert planning.make(Request("x.py"), found, {}, CPU).env["ACCEL_RESUME"] == "0"
+
+
+# A TPU.
+
+
+def planned(machine, environ=None, **request):
+    said = Request("x.py", **request)
+    environ = {"ACCEL_HOME": os.environ["ACCEL_HOME"], **(environ or {})}
+    return planning.make(said, planning.resolve(said, environ, machine), environ, machine)
+
+
+def test_a_tpu_decides_unless_another_device_is_asked_for(cwd):
+    assert resolved(TPU).profile.launcher.kind == "xla"
+    assert resolved(TPU).source("launcher.kind") == "detected"
+    assert resolved(TPU, assignments=("device=cpu",)).profile.launcher.kind == "single"
+
+
+def test_a_tpu_that_cannot_be_used_is_refused_with_the_command_that_installs_what_is_missing(cwd):
+    with pytest.raises(UsageError, match=r'torch_xla is not installed: pip install "accel\[tpu\]"'):
+        planned(replace(TPU, packages=Packages(None, "2.13.0")))
+
+
+@pytest.mark.parametrize("count", ["2", "8"])
+def test_another_number_of_processes_than_all_or_one_is_refused_with_the_reason(cwd, count):
+    with pytest.raises(ProfileError, match="expected all or 1: torch_xla starts a replica on every device"):
+        resolved(TPU, nproc_per_node=count)
+
+
+def test_hosts_of_a_pod_meet_at_the_first_of_them_under_their_own_numbers(cwd):
+    plan = planned(POD)
+    assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["node_rank"]) == (2, "t0:29400", 1)
+    assert plan.derived == "TPU_WORKER_*: nnodes 2, rdzv_endpoint t0:29400, node_rank 1"
+    assert plan.agent["local_addr"] is None
+
+
+def test_a_tpu_of_one_host_meets_nobody(cwd):
+    one = replace(TPU, tpu=replace(TPU.tpu, hosts=("localhost",), worker="0", hosts_by="TPU_WORKER_*"))
+    assert (planned(one).nnodes, planned(one).derived) == (1, "")
+
+
+def test_an_option_moves_the_meeting_place_of_a_pod_and_may_not_contradict_it(cwd):
+    assert planned(POD, rdzv_endpoint="t0:5000").agent["rdzv_endpoint"] == "t0:5000"
+    with pytest.raises(UsageError, match="--nnodes 3 contradicts TPU_WORKER"):
+        planned(POD, nnodes="3")
+    with pytest.raises(UsageError, match="--node-rank 0 contradicts TPU_WORKER"):
+        planned(POD, node_rank=0)
+
+
+@pytest.mark.parametrize("worker", ["", "2", "x"])
+def test_a_host_of_a_pod_without_a_number_of_its_own_is_refused(cwd, worker):
+    with pytest.raises(UsageError, match="TPU_WORKER_ID"):
+        planned(replace(POD, tpu=replace(POD.tpu, worker=worker)))
+
+
+def test_several_slices_are_refused(cwd):
+    with pytest.raises(UsageError, match="MEGASCALE_NUM_SLICES=2: several TPU slices"):
+        planned(TPU, {"MEGASCALE_NUM_SLICES": "2"})
+
+
+def test_hosts_of_a_tpu_do_not_concern_launchers_of_other_devices(cwd):
+    plan = planned(POD, assignments=("launcher.kind=single", "device=cpu"))
+    assert (plan.launcher, plan.nnodes) == ("single", 1)
+
+
+def test_a_scheduler_does_not_say_what_hosts_a_tpu_has(cwd):
+    step = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_NODEID": "0",
+    }
+    assert planned(TPU, step).nnodes == 1

@@ -233,13 +233,25 @@ def test_a_home_that_cannot_be_written_is_named(accel, tmp_path):
 def test_env_says_what_a_bug_report_needs_and_no_secret(accel):
     environ = {**os.environ, "TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN"}
     facts = json.loads(accel("env", "--json", env=environ).stdout)
-    assert set(facts) == {"system", "packages", "devices", "profile", "variables"}
+    assert set(facts) == {"system", "packages", "devices", "tpu", "profile", "variables"}
     assert facts["variables"]["NCCL_DEBUG"] == "WARN"
     assert facts["variables"]["TORCH_API_TOKEN"] == "***"
     assert facts["profile"]["launcher.kind"] == "single  [detected]"
     said = accel("env", env=environ)
     assert said.returncode == 0
     assert "hunter2" not in said.stdout
+
+
+def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel):
+    hosts = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
+    facts = json.loads(accel("env", "--json", env=os.environ | {"PJRT_DEVICE": "TPU"} | hosts).stdout)
+    tpu = facts["tpu"]
+    assert (tpu["chips"], tpu["PJRT_DEVICE"]) == ("TPU (PJRT_DEVICE=TPU)", "TPU")
+    assert tpu["hosts"] == "2, this is number 1 (TPU_WORKER_*)"
+    assert "accel[tpu]" in tpu["torch_xla"]
+    assert facts["variables"]["TPU_WORKER_ID"] == "1"
+    without = json.loads(accel("env", "--json").stdout)["tpu"]
+    assert (without["chips"], without["PJRT_DEVICE"]) == ("none", "not set")
 
 
 def test_env_also_answers_when_the_profile_is_broken(accel, home):

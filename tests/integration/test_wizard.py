@@ -244,3 +244,41 @@ def test_without_a_terminal_it_says_what_to_do_instead(accel, home):
     assert "accel config --default" in done.stderr
     assert "accel config set KEY=VALUE" in done.stderr
     assert not home.exists()
+
+
+def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(terminal, written, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    screen = terminal(columns=120)
+    screen.see(KIND)
+    assert "This machine: TPU (PJRT_DEVICE=TPU)" in screen.text()
+    assert 'pip install "accel[tpu]"' in screen.text()
+    screen.answer(KIND, ENTER)
+    screen.answer("On how many TPU cores?", ENTER)
+    screen.answer("How do the cores share the work?", DOWN + ENTER)
+    screen.see(PRECISION)
+    assert "fp16" not in screen.text()
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    launcher = written().launcher
+    assert (launcher.kind, launcher.replicas, launcher.spmd) == ("xla", "all", True)
+    assert written().mixed_precision == "bf16"
+
+
+def test_one_core_of_a_tpu_shares_nothing(terminal, written, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    screen = terminal()
+    screen.answer(KIND, ENTER)
+    screen.answer("On how many TPU cores?", DOWN + ENTER)
+    screen.answer(PRECISION, DOWN + ENTER)  # Back
+    screen.answer("On how many TPU cores?", DOWN + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (written().launcher.replicas, written().launcher.spmd) == (1, False)
+
+
+def test_without_a_tpu_and_torch_xla_none_is_offered(terminal):
+    screen = terminal()
+    screen.see(KIND)
+    assert "TPU" not in screen.question()
