@@ -236,6 +236,18 @@ def wait_for(condition, said):
         time.sleep(0.1)
 
 
+def test_the_self_check_ends_in_a_table_to_report(accel, launch):
+    accel("config", "set", "launcher.kind=xla", "mixed_precision=bf16")
+    done = accel("test", timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", done.stdout, re.MULTILINE))
+    assert rows["replicas"] == "2"
+    assert rows["mixed precision"] == "bf16"
+    assert "CPU device" in rows["torch_xla"]
+    assert len(re.findall(r"^\| check \w+ \| passed in \d+\.\d s \|$", done.stdout, re.MULTILINE)) == 5
+    assert screen(done)[-1] == "everything works here"
+
+
 def accuracy(done):
     assert done.returncode == 0, done.stderr
     return float(re.search(r"test accuracy (\S+)", done.stdout)[1])
