@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import platform
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import nn
@@ -48,12 +52,18 @@ def collectives(accelerator: Accelerator) -> str:
 
 def gradients(accelerator: Accelerator) -> str:
     """One step on all processes has the gradients of one process on the whole batch."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(accelerator.device)
+    # torch's own generator is shared by replicas that are threads of one process.
+    draws = torch.Generator().manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.uniform_(-0.3, 0.3, generator=draws)
+    alone.to(accelerator.device)
     together = accelerator.prepare(copy.deepcopy(alone))
-    batch = torch.randn(4 * accelerator.num_processes, 8, device=accelerator.device)
-    own = batch[4 * accelerator.process_index :][:4]
-    alone(batch).square().mean().backward()
+    batch = torch.randn(4 * accelerator.num_processes, 8, generator=draws)
+    # Cut on the host: on a device that compiles graphs, every replica has to record the same.
+    own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
+    alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
     error = max(_difference(expected.grad, got.grad) for expected, got in pairs)
@@ -96,12 +106,52 @@ def main() -> int:
     """Run all checks and print a line each; 0 if all hold on all ranks, else 1."""
     exact = Accelerator(mixed_precision="no")
     asked = Accelerator()
-    held = [_check(check, asked if check is precision else exact) for check in CHECKS]
-    exact.print("everything works here" if all(held) else "something does not work here: see above")
-    return 0 if all(held) else 1
+    done = [_check(check, asked if check is precision else exact) for check in CHECKS]
+    held = all(one.held for one in done)
+    if facts := exact.describe().device:
+        exact.print(_report(facts, exact, done))
+    exact.print("everything works here" if held else "something does not work here: see above")
+    return 0 if held else 1
 
 
-def _check(check: Callable[[Accelerator], str], accelerator: Accelerator) -> bool:
+@dataclass(frozen=True)
+class _Done:
+    """A check that was made."""
+
+    name: str
+    held: bool
+    seconds: float
+
+
+def _report(facts: Mapping[str, str], accelerator: Accelerator, done: Sequence[_Done]) -> str:
+    """A table to paste into an issue, for devices that accel's own tests do not have."""
+    rows = {
+        "accel": _version("accel"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        **facts,
+        "replicas": str(accelerator.num_processes),
+        "mixed precision": accelerator.mixed_precision,
+        **{
+            f"check {one.name}": f"{'passed' if one.held else 'FAILED'} in {one.seconds:.1f} s"
+            for one in done
+        },
+    }
+    lines = (f"| {title} | {' '.join(said.split())} |" for title, said in rows.items())
+    return "\n".join(
+        ["\nTo report how it works on this device:\n", "| what | here |", "|---|---|", *lines, ""]
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _check(check: Callable[[Accelerator], str], accelerator: Accelerator) -> _Done:
+    begin = time.perf_counter()
     try:
         said, fine = check(accelerator), True
     except Exception as error:  # noqa: BLE001 - whatever goes wrong is what the check has to say
@@ -110,7 +160,7 @@ def _check(check: Callable[[Accelerator], str], accelerator: Accelerator) -> boo
     verdict = torch.tensor(float(fine), device=accelerator.device)
     everywhere = bool(accelerator.reduce(verdict, "min"))
     accelerator.print(f"{'ok    ' if everywhere else 'FAILED'} {check.__name__}: {said}")
-    return everywhere
+    return _Done(check.__name__, everywhere, time.perf_counter() - begin)
 
 
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:

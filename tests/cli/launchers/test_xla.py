@@ -1,0 +1,142 @@
+"""What `launcher.kind: xla` would do, and what it refuses before anything starts."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from accel_cli import planning
+from accel_cli.commands.launch import described, headline
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.launchers.base import Job
+from accel_cli.launchers.xla import Xla
+from accel_cli.machine import Machine
+from accel_cli.nodes import Facts
+from accel_cli.tpu import Packages, Tpu
+from accel_runtime.env import Settings
+
+PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
+TPU = Machine(cpus=8, tpu=Tpu(("TPU v5e",) * 4, "PCI"), packages=PAIR)
+NONE = Machine(cpus=8, packages=PAIR)
+TOLD = Settings(device="xla").to_env()
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+
+def job(kind="script", machine=TPU, env=None, environ=None, **settings):
+    told = Settings(**settings)
+    return Job("train.py", ("--lr", "-1"), kind, told, env or {}, environ or {}, machine, python="py")
+
+
+def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute_on():
+    plan = Xla().plan(job())
+    assert (plan.nproc_per_node, plan.nnodes, plan.runner) == (1, 1, "accel_cli.agent:run")
+    assert plan.argv[1].endswith("accel_cli/replicas.py")
+    assert plan.argv[2:] == ("all", "", "script", "train.py", "--lr", "-1")
+    assert plan.env == {**TOLD, **LOOPBACK, "PJRT_DEVICE": "TPU"}
+    assert plan.agent["replicas"] is True
+
+
+def test_what_is_asked_of_the_replicas_is_in_the_command():
+    assert Xla(replicas=1).plan(job()).argv[2:5] == ("1", "", "script")
+    assert Xla(main_training_function="main").plan(job("module")).argv[2:5] == ("all", "main", "module")
+    plan = Xla(spmd=True).plan(job())
+    assert plan.argv[2] == "spmd"
+    assert plan.env["ACCEL_SPMD"] == "1"
+
+
+@pytest.mark.parametrize(("environ", "env"), [({"PJRT_DEVICE": "CPU"}, {}), ({}, {"PJRT_DEVICE": "CPU"})])
+def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
+    plan = Xla().plan(job(machine=NONE, environ=environ, env=env))
+    assert plan.env["PJRT_DEVICE"] == "CPU"
+    assert plan.device == "xla (PJRT_DEVICE=CPU)"
+    assert "  PJRT_DEVICE=CPU" in described(plan, None).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "program"}, "train.py is a program"),
+        ({"device": "cpu"}, "device: cpu contradicts launcher.kind: xla"),
+        ({"device": "cuda"}, "PJRT_DEVICE=CPU accel launch"),
+        ({"process_group_backend": "nccl"}, "process_group_backend: nccl has no say"),
+        ({"mixed_precision": "fp16"}, "on a TPU use bf16"),
+        ({"environ": {"XLA_USE_BF16": "1"}}, "XLA_USE_BF16=1 makes torch_xla round every float32 number"),
+        ({"env": {"XLA_DOWNCAST_BF16": "1"}}, "use mixed_precision: bf16"),
+        ({"environ": {"XLA_USE_F16": "1"}}, "XLA_USE_F16=1"),
+        ({"environ": {"XLA_DOWNCAST_FP16": "1"}}, "XLA_DOWNCAST_FP16=1"),
+        ({"environ": {"WORLD_SIZE": "4"}}, "run accel launch once on each machine"),
+        ({"machine": NONE}, "this machine has no TPU (8 CPU cores); PJRT_DEVICE=CPU accel launch"),
+        ({"machine": replace(TPU, packages=Packages())}, "torch_xla is not installed"),
+        ({"machine": replace(TPU, packages=Packages("2.9.0", "2.13.0", "1"))}, "loads with torch 2.9 only"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(given, said):
+    with pytest.raises(UsageError) as caught:
+        Xla().plan(job(**given))
+    assert said in str(caught.value)
+
+
+def test_a_variable_that_is_off_rounds_nothing():
+    assert Xla().plan(job(environ={"XLA_USE_BF16": "0", "WORLD_SIZE": "1"}))
+
+
+@pytest.mark.parametrize("replicas", [2, 0, True, "two", 8])
+def test_any_number_of_replicas_but_all_or_one_is_refused_with_the_reason(replicas):
+    with pytest.raises(
+        ValidationError, match="expected all or 1: torch_xla starts a replica on every device"
+    ):
+        Xla(replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"replicas": 1, "spmd": True}, "spmd computes on all devices"),
+        ({"replicas": 1, "nnodes": 2}, "several machines train on all devices of each"),
+        ({"nnodes": "1:2"}, "the hosts of a TPU do not come and go"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(given, said):
+    with pytest.raises(ValidationError, match=said):
+        Xla(rdzv_endpoint="host0:29400", **given)
+
+
+def test_the_hosts_of_a_pod_meet_as_machines_do():
+    plan = Xla(nnodes=2, rdzv_endpoint="host0:29400").plan(
+        replace(job(), nodes=Facts(node_rank=1, static=True))
+    )
+    assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["node_rank"]) == (2, "host0:29400", 1)
+    assert LOOPBACK.keys().isdisjoint(plan.env)
+
+
+def prepared(*assignments, **options):
+    request = planning.Request(
+        "train.py", assignments=("launcher.kind=xla", *assignments), no_profile=True, **options
+    )
+    return planning.resolve(request, {}, TPU), request
+
+
+@pytest.mark.parametrize(("typed", "replicas"), [("1", 1), ("all", "all"), ("auto", "all")])
+def test_the_option_for_processes_says_the_replicas(typed, replicas):
+    resolved, request = prepared(nproc_per_node=typed)
+    assert resolved.profile.launcher.replicas == replicas
+    assert planning.make(request, resolved, {}, TPU).argv[2] == str(replicas)
+
+
+def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
+    with pytest.raises(ProfileError, match=r"--nproc-per-node: launcher\.replicas: expected all or 1"):
+        prepared(nproc_per_node="4")
+
+
+def test_a_typed_number_of_this_machine_reaches_the_plan():
+    options = {"nnodes": "2", "rdzv_endpoint": "host0:29400", "node_rank": 1}
+    resolved, request = prepared(**options)
+    assert planning.make(request, resolved, {"SLURM_JOB_ID": "1"}, TPU).agent["node_rank"] == 1
+
+
+def test_the_line_at_the_start_says_no_number_that_nobody_knows():
+    resolved, request = prepared()
+    assert headline(planning.make(request, resolved, {}, TPU), resolved).startswith(
+        "xla, a replica on every device, xla (PJRT_DEVICE=TPU), mixed precision no;"
+    )

@@ -1,0 +1,265 @@
+"""`launcher.kind: xla` for real, on torch_xla's CPU device: what a script sees, and how a run ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_cli.agent import guard
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent.parent / "examples"
+PATIENCE_S = 300
+PLACE = "import torch_xla.runtime as xr\nrank, size = xr.global_ordinal(), xr.world_size()\n"
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Gives torch_xla's CPU device so many devices, whose replicas can meet."""
+
+    def give(count):
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        monkeypatch.setenv("CPU_NUM_DEVICES", str(count))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent.parent)]))
+
+    give(2)
+    return give
+
+
+@pytest.fixture
+def launch(accel, devices):
+    """Launches with the launcher xla, on two replicas unless `devices` said otherwise."""
+
+    def run(*arguments):
+        return accel("launch", "-q", "--set", "launcher.kind=xla", *arguments, timeout=PATIENCE_S)
+
+    return run
+
+
+def log(home, rank):
+    (found,) = home.glob(f"runs/*/attempt_0/rank_{rank}/output.log")
+    return found.read_text()
+
+
+def screen(done):
+    """What was printed, without what gloo itself says in C++."""
+    return [line for line in done.stdout.splitlines() if "Gloo" not in line and "peer ranks" not in line]
+
+
+def test_a_script_sees_what_python_would_show_it_on_every_replica(script, launch, home):
+    script(
+        "import multiprocessing, os, pickle, sys, threading\n"
+        "from dataclasses import dataclass\n" + PLACE + "@dataclass\nclass Own:\n    rank: int\n"
+        "assert __name__ == '__main__' and vars(sys.modules['__main__']) is globals()\n"
+        "assert pickle.loads(pickle.dumps(Own(rank))) == Own(rank)\n"
+        "found = [name for name in os.environ if name in ('RANK', 'WORLD_SIZE') or name.endswith('_RUN_ID')]\n"
+        "print('rank', rank, 'of', size, sys.argv, found, sys.path[0] == os.getcwd())\n"
+        "thread = threading.Thread(target=lambda: print('from a thread', rank))\n"
+        "thread.start()\nthread.join()\n"
+        "print('to stderr', rank, file=sys.stderr)\n"
+        "sys.exit(0 if rank else None)\n"
+    )
+    arguments = ("--lr", "-1", "a b", "", "ü\udcff", "--ranks", "x")
+    done = launch("train.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    said = [
+        f"rank {rank} of 2 {['train.py', *arguments]} [] True\nfrom a thread {rank}\n" for rank in range(2)
+    ]
+    assert done.stdout == said[0]
+    assert done.stderr == "to stderr 0\n"
+    assert [log(home, rank) for rank in range(2)] == [f"{said[rank]}to stderr {rank}\n" for rank in range(2)]
+
+
+def test_a_module_runs_and_all_replicas_are_shown_behind_their_rank(script, launch):
+    script("print('once a process')\n", "own/__init__.py")
+    script(
+        PLACE + "from . import again\nimport sys\nprint(again, __spec__.name, sys.argv[1:])\n",
+        "own/__main__.py",
+    )
+    script("", "own/again.py")
+    done = launch("--ranks", "all", "-m", "own", "1")
+    assert done.returncode == 0, done.stderr
+    shown = [line for line in done.stdout.splitlines() if "own.again" in line]
+    assert sorted(line[:3] for line in shown) == ["[0]", "[1]"]
+    assert all("own.__main__ ['1']" in line for line in shown)
+
+
+def test_one_replica_calls_the_function_named_and_ends_with_its_code(script, launch, home):
+    script(
+        "import sys\nprint('imported as', __name__)\n"
+        "def train():\n    import torch_xla.runtime as xr\n    print(xr.world_size(), sys.argv)\n    sys.exit(7)\n"
+    )
+    options = ("--nproc-per-node", "1", "--set", "launcher.main_training_function=train")
+    done = launch(*options, "train.py", "x")
+    assert done.stdout == "imported as train\n1 ['train.py', 'x']\n"
+    assert done.returncode == 7
+    assert re.search(r"error: rank 0 of 1 on .*: exited with code 7\n$", done.stderr)
+    assert log(home, 0) == done.stdout
+
+
+def test_an_exception_while_the_other_replica_is_in_a_collective_ends_the_run_in_seconds(
+    script, launch, home
+):
+    script(
+        "import time, torch\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
+        "accelerator = Accelerator()\nprint('begins', accelerator.process_index)\n"
+        "def step():\n    if accelerator.process_index == 1:\n        time.sleep(1)\n"
+        "        Path('raised').touch()\n        raise ValueError('there is no data')\n"
+        "    accelerator.gather(torch.ones(1, device=accelerator.device))\n"
+        "step()\n"
+    )
+    done = launch("train.py")
+    assert time.time() - Path("raised").stat().st_mtime < 30
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    last = rf"accel: error: rank 1 of 2 on {socket.gethostname()} \(pid \d+\): ValueError: there is no data"
+    assert re.fullmatch(last, lines[-1])
+    assert "    raise ValueError('there is no data')" in lines
+    assert "replicas.py" not in done.stderr
+    assert screen(done) == ["begins 0"]
+    (where,) = (line for line in lines if line.startswith("accel: everything rank 1 wrote is in "))
+    assert where.endswith("attempt_0/rank_1/output.log")
+    assert log(home, 1).startswith("begins 1\n")
+    assert log(home, 1).count("ValueError: there is no data\n") == 1
+
+
+def test_an_exit_code_of_one_replica_is_that_of_the_run(script, launch):
+    script(f"import sys, time\n{PLACE}if rank:\n    sys.exit(7)\ntime.sleep(600)\n")
+    done = launch("train.py")
+    assert done.returncode == 7
+    assert done.stderr.splitlines()[-1].endswith(": exited with code 7")
+    assert "rank 1 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_replica_that_a_signal_ends_is_named_with_the_signal(script, launch, number):
+    script(
+        f"import os, time\n{PLACE}time.sleep(1)\nif rank:\n    os.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"
+    )
+    done = launch("train.py")
+    assert done.returncode == 128 + number
+    # Both are threads of the process that ended; the first of them stands for it.
+    assert re.search(rf"error: rank 0 of 2 on .* was ended by {number.name}", done.stderr)
+
+
+def test_what_keeps_torch_xla_from_starting_is_said_and_not_hidden(script, launch, monkeypatch):
+    script("")
+    monkeypatch.setenv("PJRT_DEVICE", "TOASTER")
+    done = launch("train.py")
+    assert done.returncode == 1
+    assert "accel: error: the process that starts the replicas on " in done.stderr
+    assert "TOASTER" in done.stderr
+
+
+def test_spmd_is_one_process_that_is_told_so(script, launch, home):
+    script(
+        "import os\nprint(__name__, os.environ['ACCEL_SPMD'], os.environ['ACCEL_DEVICE'], 'RANK' in os.environ)\n"
+        "raise SystemExit('no mesh')\n"
+    )
+    done = launch("--set", "launcher.spmd=true", "train.py")
+    assert done.stdout == "__main__ 1 xla False\n"
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(": exited with code 1: no mesh")
+    assert log(home, 0) == "__main__ 1 xla False\nno mesh\n"
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from pathlib import Path
+from accel_runtime import Accelerator
+import torch
+accelerator = Accelerator()
+rank = accelerator.process_index
+def hear(number, _):
+    print("heard", rank, signal.Signals(number).name)
+assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+signal.signal(signal.SIGUSR2, hear)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.preempted()
+Path(f"up{rank}").write_text(str(os.getpid()))
+def wait():
+    for step in range(10_000):
+        time.sleep(0.05)
+        if accelerator.preempted():
+            accelerator.save_state("saved")
+            print("saved", rank, step)
+            break
+wait()
+"""
+
+
+def test_a_signal_reaches_every_replica_and_ends_the_run_after_a_saved_checkpoint(script, devices, cwd, home):
+    script(SIGNALLED)
+    command = [sys.executable, "-m", "accel_cli"]
+    options = ["--set", "launcher.kind=xla", "--shutdown-timeout", "120", "--ranks", "all"]
+    with Path("said").open("w") as said:
+        process = subprocess.Popen(
+            [*command, "launch", "-q", *options, "train.py"], stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        wait_for(lambda: len(list(cwd.glob("up[0-9]"))) == 2, Path("said"))
+        pid = int(Path("up0").read_text())
+        asked = subprocess.run([*command, "stacks"], capture_output=True, text=True, check=True)
+        process.send_signal(signal.SIGUSR2)
+        wait_for(lambda: said_all(cwd, "heard"), Path("said"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=PATIENCE_S) == 143
+    finally:
+        process.kill()
+        process.wait()
+    session = next((p.session for p in guard.processes() if p.pid == pid), None)
+    assert session is None
+    assert "rank 0" in asked.stdout
+    assert asked.stdout.count(" in wait") == 2, asked.stdout
+    steps = re.findall(r"^\[(\d)\] saved \1 (\d+)$", Path("said").read_text(), re.MULTILINE)
+    assert sorted(rank for rank, _ in steps) == ["0", "1"]
+    assert len({step for _, step in steps}) == 1
+    assert (cwd / "saved").is_dir()
+
+
+def said_all(cwd, word):
+    return all(f"[{rank}] {word} {rank}" in (cwd / "said").read_text() for rank in range(2))
+
+
+def wait_for(condition, said):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.1)
+
+
+def test_the_self_check_ends_in_a_table_to_report(accel, launch):
+    accel("config", "set", "launcher.kind=xla", "mixed_precision=bf16")
+    done = accel("test", timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", done.stdout, re.MULTILINE))
+    assert rows["replicas"] == "2"
+    assert rows["mixed precision"] == "bf16"
+    assert "CPU device" in rows["torch_xla"]
+    assert len(re.findall(r"^\| check \w+ \| passed in \d+\.\d s \|$", done.stdout, re.MULTILINE)) == 5
+    assert screen(done)[-1] == "everything works here"
+
+
+def accuracy(done):
+    assert done.returncode == 0, done.stderr
+    return float(re.search(r"test accuracy (\S+)", done.stdout)[1])
+
+
+def test_the_example_learns_on_replicas_what_it_learns_on_processes(accel, launch, devices):
+    arguments = (str(EXAMPLES / "digits.py"), "--epochs", "2", "--output", "w.safetensors")
+    on_gloo = accuracy(
+        accel("launch", "-q", "--cpu", "--nproc-per-node", "2", *arguments, timeout=PATIENCE_S)
+    )
+    on_two = accuracy(launch(*arguments))
+    devices(1)
+    on_one = accuracy(launch(*arguments))
+    assert on_gloo > 0.8
+    assert (on_one, on_two) == pytest.approx((on_gloo, on_gloo), abs=0.01)
