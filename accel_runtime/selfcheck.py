@@ -48,13 +48,21 @@ def collectives(accelerator: Accelerator) -> str:
 
 def gradients(accelerator: Accelerator) -> str:
     """One step on all processes has the gradients of one process on the whole batch."""
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(accelerator.device)
+    # Replicas may be threads, which have the process's random numbers in common.
+    generator = torch.Generator().manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    alone.to(accelerator.device)
     together = accelerator.prepare(copy.deepcopy(alone))
-    batch = torch.randn(4 * accelerator.num_processes, 8, device=accelerator.device)
-    own = batch[4 * accelerator.process_index :][:4]
-    alone(batch).square().mean().backward()
+    batch = torch.randn(4 * accelerator.num_processes, 8, generator=generator)
+    # Cut before it is sent: a place that differs between replicas would be a part of the program of each.
+    own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
+    alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
+    # On devices that record operations, the collective among them runs on all before any of them looks.
+    accelerator.wait_for_everyone()
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
     error = max(_difference(expected.grad, got.grad) for expected, got in pairs)
     _expect(error < _TOLERANCE, f"gradients differ by {error:.1e}")
@@ -82,6 +90,7 @@ def precision(accelerator: Accelerator) -> str:
     loss = prepared(torch.randn(4, 8, device=accelerator.device)).square().mean()
     accelerator.backward(loss)
     optimizer.step()
+    accelerator.wait_for_everyone()
     wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
     _expect(seen == [wanted], f"computes in {seen} instead of {wanted}")
     _expect(bool(loss.isfinite()), f"the loss is {loss.item()}")
