@@ -12,8 +12,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # This file's own folder.
@@ -67,8 +69,13 @@ def _launch(work: _Work, *, one: bool) -> None:
     if one:
         torch_xla.launch(lambda _: work.alone(0, 1), debug_single_process=True)
         return
-    Pool(work.file).watch()
-    torch_xla.launch(_Sent(work), start_method="spawn")
+    pool = Pool(work.file)
+    pool.watch()
+    try:
+        torch_xla.launch(_Sent(work), start_method="spawn")
+    except BrokenProcessPool:
+        pool.settle()
+        raise RuntimeError("a replica ended its process by itself, as with os._exit(0)") from None
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class _Replicas:
         self._connected = threading.Event()
         self._ending = threading.Lock()
         self._hook = worker.quiet()
-        Handlers(self._threads.mine, self._fail).install()
+        Handlers(self._threads, self._stop).install()
 
     def __call__(self, index: int) -> None:
         import torch_xla.runtime as xr  # noqa: PLC0415 - as above
@@ -162,7 +169,8 @@ class _Replicas:
         try:
             self._work.beside(self._threads)
         except BaseException as error:  # noqa: BLE001 - whatever the script raises is its failure
-            self._fail(error)
+            if not _fine(error):
+                self._stop(number, error)
         self._threads.flush()
 
     def _connect(self, number: int, folder: ReplicaFolder) -> None:
@@ -176,20 +184,19 @@ class _Replicas:
             # Stacks of all threads are written into one file.
             (folder.path / worker.STACKS).symlink_to(self._folders[0].path / worker.STACKS)
 
-    def _fail(self, error: BaseException) -> None:
+    def _stop(self, number: int, error: BaseException) -> NoReturn:
         """End the process, and so the run; where replicas are threads, the first failure is the one that is told."""
-        if isinstance(error, SystemExit) and error.code in {None, 0}:
-            if threading.current_thread() is threading.main_thread():
-                self._threads.flush()
-                os._exit(0)  # a handler of the script ends it
-            return
         with self._ending:
-            code = self._folders[self._threads.mine()].failed(error)
+            code = 0 if _fine(error) else self._folders[number].failed(error)
             if not isinstance(error, SystemExit):
                 self._hook.ending = True
                 worker.said(error)
             self._threads.flush()
             os._exit(code)
+
+
+def _fine(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in {None, 0}
 
 
 def _take(folder: ReplicaFolder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import struct
-import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -67,8 +66,6 @@ class Preemption:
         before = signal.getsignal(number)
         if number in self._handlers and before is self._handlers[number]:
             return
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("preempted() handles signals, so the main thread has to ask it first")
         then = _own_handler(before)
 
         def note(came: int, frame: FrameType | None) -> None:
@@ -78,6 +75,9 @@ class Preemption:
 
         try:
             signal.signal(number, note)
+        except ValueError:
+            # Replicas of torch_xla run beside the main thread too; their launcher lets them set handlers all the same.
+            raise ValueError("preempted() handles signals, so the main thread has to ask it first") from None
         except OSError:
             raise ValueError(f"{number.name} cannot be handled by any program") from None
         self._handlers[number] = note

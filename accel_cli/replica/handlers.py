@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from accel_cli.replica.threads import Threads
+
 __all__ = ["HANDLED", "Handlers"]
 
 HANDLED = (
@@ -31,12 +33,12 @@ class Handlers:
     KeyboardInterrupt, would not reach the script.
 
     Args:
-        mine: The number of the replica that asks, among those of this process.
-        failed: Called with what a handler raises, in place of raising it in the main thread.
+        threads: The replicas of this process.
+        failed: Called with the number of a replica whose handler raised, and what.
     """
 
-    def __init__(self, mine: Callable[[], int], failed: Callable[[BaseException], None]) -> None:
-        self._mine = mine
+    def __init__(self, threads: Threads, failed: Callable[[int, BaseException], None]) -> None:
+        self._threads = threads
         self._failed = failed
         self._set = signal.signal
         self._get = signal.getsignal
@@ -61,23 +63,40 @@ class Handlers:
         if not callable(handler) and handler not in {signal.SIG_IGN, signal.SIG_DFL}:
             raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
         before = self._getsignal(number)
-        self._own[number][self._mine()] = handler
+        self._own[number][self._threads.mine()] = handler
         return before
 
     def _getsignal(self, number: int) -> Any:
         if number not in HANDLED or threading.current_thread() is threading.main_thread():
             return self._get(number)
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        return self._own[number].get(self._mine(), default)
+        return self._own[number].get(self._threads.mine(), default)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        handlers = list(self._own[number].values())
-        if not any(callable(handler) or handler is signal.SIG_IGN for handler in handlers):
+        own = {
+            replica: handler
+            for replica, handler in self._own[number].items()
+            if handler is not signal.SIG_DFL
+        }
+        if all(handler is signal.default_int_handler for handler in own.values()):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        for handler in handlers:
-            if callable(handler) and handler is not signal.default_int_handler:
-                try:
+        raised = [
+            found
+            for replica, handler in own.items()
+            if (found := self._called(replica, handler, number, frame))
+        ]
+        if raised:
+            self._failed(*min(raised, key=lambda found: isinstance(found[1], SystemExit)))
+
+    def _called(
+        self, replica: int, handler: Any, number: int, frame: FrameType | None
+    ) -> tuple[int, BaseException] | None:
+        """What a handler raised, and on which replica: it would end nothing in this thread."""
+        if callable(handler) and handler is not signal.default_int_handler:
+            try:
+                with self._threads.acting_for(replica):
                     handler(number, frame)
-                except BaseException as error:  # noqa: BLE001 - SystemExit too: it would end nothing in this thread
-                    self._failed(error)
+            except BaseException as error:  # noqa: BLE001 - SystemExit too
+                return replica, error
+        return None

@@ -37,13 +37,18 @@ class Pool:
         self._error = error
         self._children: dict[int, BaseProcess] = {}
         self._sent: set[int] = set()
+        self._watcher = threading.Thread(target=self._look, name="replicas", daemon=True)
 
     def watch(self) -> None:
         """Begin, before any is started; in the main thread."""
         for number in (*HANDLED, signal.SIGWINCH):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
-        threading.Thread(target=self._look, name="replicas", daemon=True).start()
+        self._watcher.start()
+
+    def settle(self) -> None:
+        """Once the pool is broken: wait for what is known of the process that ended, which ends this one."""
+        self._watcher.join(_REAP_S)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         running = [child for child in multiprocessing.active_children() if child.pid]

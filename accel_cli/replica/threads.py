@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -30,6 +31,16 @@ class Threads:
     def mine(self) -> int:
         """The number of the replica that calls."""
         return int(getattr(threading.current_thread(), _MARK, 0))
+
+    @contextmanager
+    def acting_for(self, number: int) -> Iterator[None]:
+        """Have the thread that calls count as another replica for a while."""
+        thread, before = threading.current_thread(), self.mine()
+        setattr(thread, _MARK, number)
+        try:
+            yield
+        finally:
+            setattr(thread, _MARK, before)
 
     def enter(self, number: int, *, several: bool) -> None:
         """Be this replica from now on, in the thread that calls and in those it starts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -148,7 +148,7 @@ class _Lazy(Backend):
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
         ahead = place and loaded_beside
-        return self._watched(fed(walk, loop, self._belt) if ahead else self._cut(walk(loop)))
+        return self._watched(_steady(fed(walk, loop, self._belt)) if ahead else self._cut(walk(loop)))
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; the first replica looks at what a step costs, and what it says holds for all."""
@@ -404,9 +404,26 @@ def _settled(*, wait: bool = False) -> None:
     Random numbers go on where they were: torch_xla would begin others each time, and a run that is resumed, or gathers
     more often, would draw from others.
     """
+    with _numbers_kept():
+        torch_xla.sync(wait=wait)
+
+
+@contextmanager
+def _numbers_kept() -> Iterator[None]:
     seed = xm.get_rng_state()
-    torch_xla.sync(wait=wait)
+    yield
     xm.set_rng_state(seed)
+
+
+def _steady(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of torch_xla's loader, which sends off what was recorded whenever it is asked for one."""
+    nothing = object()
+    while True:
+        with _numbers_kept():
+            batch = next(batches, nothing)
+        if batch is nothing:
+            return
+        yield batch
 
 
 class _Random:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cloudpickle
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
+from accel_runtime.exchange.structure import Box
 
 SIZES = [1, 2, 4]
 
@@ -196,88 +195,78 @@ def test_epochs_after_the_first_compile_nothing(ranks):
 # What is fetched ahead --------------------------------------------------------------------
 
 
-class Faulty(TensorDataset):
-    """Numbers, one of which cannot be read."""
+class Faulty(Dataset):
+    """Numbers, of which those from `bad` on cannot be read."""
 
-    def __init__(self, count, bad):
+    def __init__(self, count, bad=None):
         self.count, self.bad = count, bad
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        if index == self.bad:
-            raise LookupError(f"no sample {index}")
+        if self.bad is not None and index >= self.bad:
+            raise LookupError("no such sample")
         return torch.tensor(index)
 
 
-def refusing(samples):
-    """A collate function."""
-    if any(int(sample) == 9 for sample in samples):
-        raise LookupError("no sample 9")
-    return torch.stack(samples)
+class Refusing:
+    """A collate function that fails, or makes what no device of this kind takes."""
 
+    def __init__(self, bad, *, dtype=None):
+        self.bad, self.dtype = bad, dtype
 
-class Immovable:
-    """A leaf that cannot go to a device."""
-
-    def to(self, _device):
-        raise LookupError("no sample 9")
-
-
-def immovable(samples):
-    leaf = Immovable() if any(int(sample) == 9 for sample in samples) else 0
-    return torch.stack(samples), leaf
+    def __call__(self, samples):
+        numbers = torch.stack(samples)
+        if int(numbers.max()) < self.bad:
+            return numbers
+        if self.dtype is None:
+            raise LookupError("no such sample")
+        return numbers.to(self.dtype)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_fails_reaches_the_script_after_the_batches_before_it(ranks, workers):
-    """Nothing ends an epoch early, and no thread is left behind."""
+    """With its own type and traceback, wherever it fails; nothing ends an epoch early, and no thread is left behind."""
 
     def seen(workers):
         import threading
         import traceback
         import warnings
 
-        warnings.filterwarnings("ignore", "This DataLoader will create")
+        warnings.filterwarnings("ignore", "This DataLoader will create|ComplexHalf")
         accelerator = of()
-        world, rank = accelerator.num_processes, accelerator.process_index
-        own = []
-        for data, collate in (
-            (Faulty(64, 9), None),
-            (Faulty(64, -1), refusing),
-            (Faulty(64, -1), immovable),
-        ):
+        bad = 3 * 2 * accelerator.num_processes
+        cases = {
+            "dataset": (Faulty(64, bad), None),
+            "collate": (Faulty(64), Refusing(bad)),
+            "transfer": (Faulty(64), Refusing(bad, dtype=torch.complex32)),
+        }
+        own = {}
+        for case, (data, collate) in cases.items():
             loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=collate))
-            found, said = [], None
+            found = []
             try:
-                for batch in loader:
-                    tensor = batch[0] if isinstance(batch, (list, tuple)) else batch
-                    found.append(tensor.cpu().tolist())
-            except LookupError as error:
-                said = str(error), "__getitem__" in (text := traceback.format_exc()) or "no sample 9" in text
-            own.append((found, said, loader.state_dict()["position"] if said else None))
+                found.extend(batch.tolist() for batch in loader)
+            except (LookupError, RuntimeError) as error:
+                said = type(error).__name__, str(error), traceback.format_exc()
+                own[case] = found, said, loader.state_dict()["position"]
         accelerator.wait_for_everyone()
-        names = [t.name for t in threading.enumerate() if "loader_worker" in t.name or "(_worker)" in t.name]
-        return world, rank, own, names
+        rank, names = accelerator.process_index, [thread.name for thread in threading.enumerate()]
+        return accelerator.num_processes, rank, own, [name for name in names if "worker" in name]
 
-    got = ranks.run(seen, workers)
-    step = 9 // (2 * ranks.size)
-    for world, rank, own, _ in got:
-        fails = 9 // 2 % world == rank
-        for found, said, position in own:
-            # What cannot be moved had been handed over.
-            behind = step + (own[2][0] is found)
-            begin = [[at, at + 1] for at in range(2 * rank, 64, 2 * world)]
-            if fails:
-                assert found == begin[:step]
-                assert said is not None
-                assert "no sample 9" in said[0]
-                assert said[1]
-                assert position == behind * 2 * world
-            else:
-                assert found == begin
-    assert not any(names for *_, names in got[-1:])
+    for world, rank, own, threads in ranks.run(seen, workers):
+        steps = [[at, at + 1] for at in range(2 * rank, 3 * 2 * world, 2 * world)]
+        assert [found for found, *_ in own.values()] == [steps] * 3
+        for case, where in (("dataset", "__getitem__"), ("collate", "__call__")):
+            _, (kind, text, trace), position = own[case]
+            assert kind == "LookupError"
+            assert "no such sample" in text
+            assert f"in {where}" in trace
+            assert position == 3 * 2 * world
+        kind, text, _ = own["transfer"][1]
+        assert (kind, text) == ("RuntimeError", "Type not supported: ComplexHalf")
+        assert not threads
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -351,28 +340,22 @@ def test_two_loops_advance_together_and_one_inside_the_other(ranks):
         assert inner == [list(range(5))] * len(inner)
 
 
-class Pair(NamedTuple):
-    """A batch with names."""
-
-    number: object
-    more: object
-
-
-class Box:
+class Moving:
     """Moves itself."""
 
     def __init__(self, tensor):
         self.tensor = tensor
 
     def to(self, device):
-        return Box(self.tensor.to(device))
+        return Moving(self.tensor.to(device))
 
 
 def nested(samples):
     numbers = torch.stack(samples)
     return {
-        "pair": Pair(numbers, {"text": [f"no {n}" for n in numbers.tolist()], "none": None}),
-        "box": Box(numbers * 2),
+        # A worker can send what can be imported.
+        "pair": Box(numbers, {"text": [f"no {n}" for n in numbers.tolist()], "none": None}),
+        "own": Moving(numbers * 2) if get_worker_info() is None else numbers * 2,
         "half": numbers.to(torch.bfloat16),
         "flags": numbers > 3,
         "scalar": torch.tensor(1.5),
@@ -387,20 +370,22 @@ def words(samples):
 def test_batches_of_any_structure_arrive_as_they_are(ranks, workers):
     def seen(workers):
         accelerator = of()
-        data = Faulty(10, -1)
+        data = Faulty(10)
         loader = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=nested))
         kinds, numbers, texts = set(), [], []
         for batch in loader:
             pair = batch["pair"]
-            assert type(pair).__name__ == "Pair"
-            assert pair.more["none"] is None
-            assert pair.more["text"] == [f"no {n}" for n in pair.number.tolist()]
-            assert batch["box"].tensor.tolist() == [2 * n for n in pair.number.tolist()]
+            assert type(pair) is Box
+            number, more = pair
+            assert more["none"] is None
+            assert more["text"] == [f"no {n}" for n in number.tolist()]
+            own = getattr(batch["own"], "tensor", batch["own"])
+            assert own.tolist() == [2 * n for n in number.tolist()]
             kinds |= {
                 (str(t.dtype), t.device.type)
-                for t in (pair.number, batch["box"].tensor, batch["half"], batch["flags"], batch["scalar"])
+                for t in (number, own, batch["half"], batch["flags"], batch["scalar"])
             }
-            whole = accelerator.gather_for_metrics({"number": pair.number, "text": pair.more["text"]})
+            whole = accelerator.gather_for_metrics({"number": number, "text": more["text"]})
             numbers += whole["number"].tolist()
             texts += whole["text"]
         plain = accelerator.prepare(DataLoader(data, 2, num_workers=workers, collate_fn=words))

@@ -1,0 +1,347 @@
+"""Checkpoints of XLA replicas: a run that is resumed is the run that was not interrupted, and any machine reads them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+from accel_runtime import Accelerator, ProjectConfiguration, set_seed
+
+EPOCHS = 2
+COUNT = 22
+
+
+@pytest.fixture(params=[1, 2], ids=["1 replica", "2 replicas"])
+def ranks(request, replicas):
+    """One and two replicas in turn."""
+    return replicas[request.param]
+
+
+class Network(nn.Module):
+    """Tied weights, a buffer that changes, and random numbers of the device."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm, self.dropout = nn.BatchNorm1d(3), nn.Dropout(dropout)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=generator))
+
+    def forward(self, x):
+        return self.dropout(self.norm(self.second(torch.tanh(self.first(x))))).sum(1)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.arange(COUNT), torch.rand(COUNT, 3, generator=generator))
+
+
+def begun(seed, *, workers=0, rule="AdamW", dropout=0.3, size=4, **options):
+    import warnings
+
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    accelerator = Accelerator(**options)
+    accelerator.wait_for_everyone()
+    set_seed(seed)
+    accelerator.wait_for_everyone()
+    model = Network(dropout)
+    optimizer = getattr(torch.optim, rule)(model.parameters(), lr=0.05)
+    loader = DataLoader(data(), size // accelerator.num_processes, shuffle=True, num_workers=workers)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def walked(run, saved=None):
+    """Train to the end of the last epoch; `saved` is called after every step with its number."""
+    accelerator, model, optimizer, loader, schedule = run
+    rows, number = [], 0
+    for _ in range(loader.epoch, EPOCHS):
+        for index, x in loader:
+            with accelerator.accumulate(model):
+                loss = model(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            whole = accelerator.gather_for_metrics(index).tolist()
+            rows.append((loader.epoch, whole, loss.item(), optimizer.param_groups[0]["lr"]))
+            number += 1
+            if saved:
+                saved(number)
+    return rows, {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+
+
+def uninterrupted(folder, points, options, *, background=False):
+    run = begun(5, **options)
+
+    def save(number):
+        if number in points:
+            run[0].save_state(f"{folder}/{number}", async_save=background)
+
+    found = walked(run, save)
+    run[0].wait_for_checkpoint()
+    return found
+
+
+def resumed(folder, number, options):
+    run = begun(77, **options)
+    before = [id(parameter) for parameter in run[1].parameters()]
+    run[0].load_state(f"{folder}/{number}")
+    assert [id(parameter) for parameter in run[1].parameters()] == before
+    assert run[1].first.weight is run[1].second.weight
+    return walked(run)
+
+
+WAYS = {
+    "shuffled": {},
+    "workers": {"workers": 2},
+    "accumulating": {"gradient_accumulation_steps": 3},
+    "momentum": {"rule": "SGD"},
+}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_run_that_is_resumed_is_the_run_that_was_not_interrupted(ranks, kind, background, tmp_path):
+    """Bit for bit: batches, losses, dropout, weights; in the middle of an epoch and of a window, and at an end."""
+    points = (1, 4, 6) if kind == "shuffled" else (4,)
+    whole = ranks.run(lambda *a: uninterrupted(*a, background=background), str(tmp_path), points, WAYS[kind])
+    never = ranks.run(uninterrupted, str(tmp_path), (), WAYS[kind])
+    assert whole == never
+    for number in points:
+        for (rows, end), (all_rows, wanted) in zip(
+            ranks.run(resumed, str(tmp_path), number, WAYS[kind]), whole, strict=True
+        ):
+            assert rows == all_rows[number:]
+            assert end == wanted
+
+
+def test_on_one_replica_instead_of_two_the_same_global_batches_follow(replicas, tmp_path):
+    whole = replicas[2].run(uninterrupted, str(tmp_path), (3,), {})
+    again = replicas[1].run(resumed, str(tmp_path), 3, {})
+    left = [row[1] for row in whole[0][0][3:] if row[0] == 0]
+    assert [row[1] for row in again[0][0] if row[0] == 0] == left
+
+
+def state_of(folder, options):
+    """What a run has after loading, and what it saves again."""
+    accelerator, model, optimizer, loader, _ = begun(77, **options)
+    accelerator.load_state(folder)
+    accelerator.save_state(f"{folder}-again")
+    return (
+        {name: value.cpu().tolist() for name, value in model.state_dict().items()},
+        [
+            {key: (str(value.dtype), value.cpu().tolist()) for key, value in own.items()}
+            for own in optimizer.state.values()
+        ],
+        [str(value.device.type) for own in optimizer.state.values() for value in own.values()],
+        loader.state_dict()["position"],
+        [p.grad.cpu().tolist() for p in model.parameters() if p.grad is not None],
+    )
+
+
+def on_the_cpu(function, *args, folder):
+    """The same in a process that computes on the CPU, and has never heard of torch_xla."""
+    call = folder / "call"
+    call.write_bytes(cloudpickle.dumps((function, args)))
+    text = (
+        "import cloudpickle, pickle, sys; f, a = pickle.load(open(sys.argv[1], 'rb')); "
+        "open(sys.argv[1], 'wb').write(cloudpickle.dumps(f(*a))); assert 'torch_xla' not in sys.modules"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")} | {
+        "ACCEL_DEVICE": "cpu"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", text, str(call)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return cloudpickle.loads(call.read_bytes())
+
+
+OPTIONS = {"gradient_accumulation_steps": 3}
+
+
+def tensors_in(folder):
+    """All tensors of a checkpoint but those of random streams."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.name.startswith("random"):
+            found |= {f"{path.name}/{name}": value.tolist() for name, value in load_file(path).items()}
+    return found
+
+
+def test_what_xla_wrote_the_cpu_reads_and_the_other_way_round(ranks, tmp_path):
+    saved = tmp_path / "4"
+    ranks.run(uninterrupted, str(tmp_path), (4,), OPTIONS)
+    assert (
+        "xla:" not in (saved / "checkpoint.json").read_text()
+        if (saved / "checkpoint.json").exists()
+        else True
+    )
+    here = ranks.run(state_of, str(saved), OPTIONS)[0]
+    assert set(here[2]) <= {"xla", "cpu"}
+    if ranks.size == 1:
+        assert tensors_in(tmp_path / "4-again") == tensors_in(saved)
+    there = on_the_cpu(state_of, str(saved), OPTIONS, folder=tmp_path)
+    assert there[:2] == here[:2]
+    if ranks.size == 1:
+        assert there[3:] == here[3:]
+        # And back: what the CPU wrote of it.
+        assert tensors_in(tmp_path / "4-again") == tensors_in(saved)
+        (tmp_path / "4-again").rename(tmp_path / "cpu")
+        back = ranks.run(state_of, str(tmp_path / "cpu"), OPTIONS)[0]
+        assert back == here
+
+
+def test_a_run_of_the_cpu_goes_on_on_replicas(ranks, tmp_path):
+    options = {"dropout": 0.0}
+    rows, _ = on_the_cpu(uninterrupted, str(tmp_path), (3,), options, folder=tmp_path)
+    for got, _ in ranks.run(resumed, str(tmp_path), 3, options):
+        assert [row[1] for row in got if row[0] == 0] == [row[1] for row in rows[3:] if row[0] == 0]
+        if ranks.size == 1:
+            assert [row[2] for row in got if row[0] == 0][:-1] == pytest.approx(
+                [row[2] for row in rows[3:] if row[0] == 0][:-1], rel=1e-3
+            )  # the last batch is completed there
+
+
+def accel(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "accel_cli", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_the_command_line_verifies_shows_and_exports(ranks, tmp_path):
+    ranks.run(uninterrupted, str(tmp_path), (4,), {})
+    saved = tmp_path / "4"
+    for command in (
+        ("verify", saved),
+        ("show", saved),
+        ("export", saved, "-o", tmp_path / "exported.safetensors"),
+    ):
+        done = accel("checkpoint", *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "first.weight" in load_file(tmp_path / "exported.safetensors")
+
+
+def test_weights_and_files_hold_tensors_of_the_cpu(ranks, tmp_path):
+    def given(folder):
+        accelerator, model, optimizer, loader, _ = begun(5)
+        for _, x in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_model(model, folder)
+        state = accelerator.get_state_dict(model)
+        accelerator.save({"state": state, "more": [state["norm.weight"], 3]}, f"{folder}/state.pt")
+        accelerator.save(state, f"{folder}/state.safetensors", safe_serialization=True)
+        accelerator.wait_for_everyone()
+        values = {name: value.cpu().tolist() for name, value in state.items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        own = [id(parameter) for parameter in model.parameters()]
+        accelerator.load_model(model, folder)
+        assert [id(parameter) for parameter in model.parameters()] == own
+        again = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+        accelerator.load(f"{folder}/state.pt")
+        return values, again, {value.device.type for value in state.values()}
+
+    everyone = ranks.run(given, str(tmp_path))
+    values = everyone[0][0]
+    for _, again, devices in everyone:
+        assert again == values
+        assert devices == {"xla"}
+    plain = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert {value.device.type for value in plain["state"].values()} == {"cpu"}
+    assert plain["more"][0].device.type == "cpu"
+    assert {name: value.tolist() for name, value in plain["state"].items()} == values
+    exported = load_file(tmp_path / "model.safetensors")
+    assert "first.weight" in exported
+    assert "second.weight" not in exported
+    assert {name: exported[name].tolist() for name in exported} == {name: values[name] for name in exported}
+    whole = load_file(tmp_path / "state.safetensors")
+    assert {name: value.tolist() for name, value in whole.items()} == values
+
+
+def test_equal_tensors_of_one_shape_stay_apart(ranks, tmp_path):
+    """No address tells them apart on such a device."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.register_buffer("square", torch.eye(2))
+            self.tied = self.one.weight
+
+    def loaded(folder):
+        accelerator = Accelerator()
+        model = accelerator.prepare(Two())
+        wanted = {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+        accelerator.save_state(folder)
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.zero_()
+        accelerator.load_state(folder)
+        return wanted, {name: value.cpu().tolist() for name, value in model.state_dict().items()}
+
+    for wanted, got in ranks.run(loaded, str(tmp_path / "saved")):
+        assert got == wanted
+        assert wanted["one.weight"] != wanted["other.weight"]
+
+
+def test_the_newest_is_found_by_its_name(ranks, tmp_path):
+    def first(folder):
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+        run = begun(5, project_config=project)
+        walked(run, lambda number: run[0].save_state() if number in {2, 3} else None)
+
+    def second(folder):
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+        run = begun(9, project_config=project)
+        return run[0].load_state().number
+
+    ranks.run(first, str(tmp_path))
+    assert ranks.run(second, str(tmp_path)) == [1] * ranks.size
+
+
+def test_random_numbers_of_the_device_follow_the_seed_and_not_how_often_work_is_sent_off(ranks):
+    def drawn():
+        accelerator = Accelerator()
+        found = []
+        for often in (0, 3):
+            accelerator.wait_for_everyone()
+            set_seed(11)
+            own = []
+            for _ in range(3):
+                own.append(torch.rand(4, device=accelerator.device).cpu().tolist())
+                for _ in range(often):
+                    accelerator.gather(torch.ones(2, device=accelerator.device))
+            found.append(own)
+        return found
+
+    for first, second in ranks.run(drawn):
+        assert first == second
+        assert first[0] != first[1]
