@@ -65,6 +65,8 @@ def gradients(accelerator: Accelerator) -> str:
     own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
     alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
+    # On devices that record operations, the collective among them runs on all before any of them looks.
+    accelerator.wait_for_everyone()
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
     error = max(_difference(expected.grad, got.grad) for expected, got in pairs)
     _expect(error < _TOLERANCE, f"gradients differ by {error:.1e}")
@@ -92,6 +94,7 @@ def precision(accelerator: Accelerator) -> str:
     loss = prepared(torch.randn(4, 8, device=accelerator.device)).square().mean()
     accelerator.backward(loss)
     optimizer.step()
+    accelerator.wait_for_everyone()
     wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
     _expect(seen == [wanted], f"computes in {seen} instead of {wanted}")
     _expect(bool(loss.isfinite()), f"the loss is {loss.item()}")
