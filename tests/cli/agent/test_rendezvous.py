@@ -34,7 +34,7 @@ def said(**fields):
         nodes=SimpleNamespace(node_rank=None, static=False),
         settings=SimpleNamespace(process_group_timeout=1800),
     )
-    return launcher._agent(job)
+    return launcher.agent(job)
 
 
 def free_port():
