@@ -65,6 +65,8 @@ def gradients(accelerator: Accelerator) -> str:
     own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
     alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
+    # What is compared below is then computed, also where a device only records what it is to compute.
+    accelerator.wait_for_everyone()
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
     error = max(_difference(expected.grad, got.grad) for expected, got in pairs)
     _expect(error < _TOLERANCE, f"gradients differ by {error:.1e}")
@@ -92,6 +94,7 @@ def precision(accelerator: Accelerator) -> str:
     loss = prepared(torch.randn(4, 8, device=accelerator.device)).square().mean()
     accelerator.backward(loss)
     optimizer.step()
+    accelerator.wait_for_everyone()
     wanted = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
     _expect(seen == [wanted], f"computes in {seen} instead of {wanted}")
     _expect(bool(loss.isfinite()), f"the loss is {loss.item()}")
@@ -109,7 +112,7 @@ def main() -> int:
     done = [_check(check, asked if check is precision else exact) for check in CHECKS]
     held = all(one.held for one in done)
     if facts := exact.describe().device:
-        exact.print(_report(facts, exact, done))
+        exact.print(_report(facts, asked, done))
     exact.print("everything works here" if held else "something does not work here: see above")
     return 0 if held else 1
 
