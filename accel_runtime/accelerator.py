@@ -68,7 +68,7 @@ class Accelerator(
         log_with: Trackers, by name, class or instance, one or a list; `all` is every one that is installed.
         project_dir: Where the project keeps its data.
         project_config: The same and more, as an object.
-        rng_types: Generators each rank takes over from the first at every epoch: `torch`, `cuda`, `xpu`.
+        rng_types: Generators each rank takes over from the first at every epoch: `torch`, `cuda`, `xpu`, `xla`.
             Loaders share their order always, so `generator` is accepted and asks nothing more.
         step_scheduler_with_optimizer: False leaves prepared schedulers entirely to the script.
         kwargs_handlers: At most one of each kind in `accel_runtime.options`.
@@ -79,7 +79,8 @@ class Accelerator(
         fp16: The early spelling of `mixed_precision="fp16"` (True) or `"no"` (False).
 
     Raises:
-        ValueError: Options that contradict each other, or an environment variable we cannot use.
+        ValueError: Options that contradict each other or that the device cannot honour, or an environment variable we
+            cannot use.
         RuntimeError: The device asked for is not there.
     """
 
@@ -111,6 +112,8 @@ class Accelerator(
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
         self._connected(connect(self.settings, Topology.here(), options))
+        self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
+        self._backend.check(self._replication, wanted)
         self._preemption = Preemption(self._backend.agreement)
         self._record(log_with, project_dir, project_config, kwargs_handlers)
         self._precision = Precision(
@@ -119,7 +122,6 @@ class Accelerator(
             chosen(kwargs_handlers, AutocastKwargs),
             chosen(kwargs_handlers, GradScalerKwargs),
         )
-        self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._accumulation = Accumulation(
             _one_of(
                 ("gradient_accumulation_steps", gradient_accumulation_steps, 1),

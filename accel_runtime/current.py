@@ -7,12 +7,15 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
+from accel_runtime import backends
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Backend
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
-__all__ = ["connected", "current_backend", "seed_device", "set_current_backend"]
+__all__ = ["connected", "current_backend", "seed_device", "set_current_backend", "standing", "wait"]
 
 _HERE = threading.local()
 # The one thing that outlives a call in a module. It belongs to the thread, since XLA runs replicas as threads
@@ -48,11 +51,36 @@ def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Ba
     return backend
 
 
+def standing() -> Topology:
+    """Where this process or replica stands: what its backend knows; before there is one, environment and device."""
+    known = _known()
+    if known is not None:
+        return known.topology
+    return backends.standing(Settings.from_env(os.environ), Topology.here())
+
+
 def seed_device(seed: int) -> None:
-    """Seed the device of the current backend, where there is one: `torch.manual_seed` does not know every kind."""
+    """Seed the generator of this process's device where `torch.manual_seed` does not reach it."""
     known = _known()
     if known is not None and known.device.type != "cpu":
         known.random.manual_seed(seed)
+    elif known is None:
+        backends.seed_device(Settings.from_env(os.environ), seed)
+
+
+def wait() -> None:
+    """Until every process is here, of those that are connected.
+
+    Raises:
+        RuntimeError: None are.
+    """
+    known = _known()
+    if known is not None and known.topology.world_size > 1:
+        known.barrier()
+    elif dist.is_initialized():
+        dist.barrier()
+    else:
+        raise RuntimeError("in_order=True needs connected processes: make the Accelerator before this call")
 
 
 def _known() -> Backend | None:

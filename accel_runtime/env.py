@@ -20,6 +20,7 @@ __all__ = [
     "BEAT_SIZE",
     "HOME",
     "LAUNCH",
+    "PJRT",
     "PREFIX",
     "PROFILE",
     "RANK_FOLDER",
@@ -30,6 +31,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "nearest",
+    "placed_by_device",
 ]
 
 PREFIX = "ACCEL_"
@@ -49,6 +51,8 @@ BEAT_SIZE = 512
 """Bytes of the file; what follows the numbers names the newest collective and its line, in UTF-8."""
 EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
+PJRT = "PJRT_DEVICE"
+"""What torch_xla is to compute on: where it is set, the device `auto` is `xla`."""
 
 Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
@@ -71,7 +75,8 @@ class Settings:
     """
 
     device: Device = "auto"
-    """The hardware to compute on; `auto` is the accelerator torch finds, else the CPU."""
+    """The hardware to compute on; `auto` is `xla` where `PJRT_DEVICE` is set, else the accelerator torch finds, else the
+    CPU. That torch_xla is installed says nothing."""
     mixed_precision: MixedPrecision = "no"
     """The number format of the forward pass; `no` keeps what the model has."""
     process_group_backend: ProcessGroupBackend = "auto"
@@ -93,6 +98,9 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str]) -> Settings:
         """Read the variables back; a field whose variable is absent keeps its default.
 
+        Two variables of others are heard where ours do not say: `USE_FP16` of the first Accelerate releases, and
+        `PJRT_DEVICE`. Who sets that wants torch_xla, which computes on nothing else: it makes the device `xla`.
+
         Raises:
             SettingsError: A variable holds a value we cannot use, or is a near miss of a known name.
         """
@@ -105,7 +113,15 @@ class Settings:
         }
         if "mixed_precision" not in values and _switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
             values["mixed_precision"] = "fp16"
+        if values.get("device", "auto") == "auto" and environ.get(PJRT):
+            values["device"] = "xla"
         return cls(**values)
+
+
+def placed_by_device(environ: Mapping[str, str]) -> bool:
+    """Whether the device alone knows which replica this is, as with torch_xla; cheap, for every line of a log."""
+    wanted = environ.get(variable("device"), "auto")
+    return wanted == "xla" or (wanted == "auto" and bool(environ.get(PJRT)))
 
 
 def variable(field: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 from accel_runtime.env import BEAT, BEAT_NUMBERS, BEAT_SIZE, RANK_FOLDER
 from accel_runtime.exchange.callsite import CallSite
 
-__all__ = ["Heartbeat", "heartbeat"]
+__all__ = ["Heartbeat", "heartbeat", "keep_still"]
+
+_HERE = threading.local()
 
 _PID, _STEPS, _BATCHES, _COLLECTIVES, _INSIDE, _NEWS = range(len(BEAT_NUMBERS))
 _TEXT = 8 * len(BEAT_NUMBERS)
@@ -62,9 +65,21 @@ class Heartbeat:
         self._numbers[_NEWS] = time.monotonic_ns()
 
 
-@lru_cache(maxsize=1)
 def heartbeat() -> Heartbeat | None:
-    """This process's; None where no launcher watches it, or where it was started by one that is watched."""
+    """This process's; None where no launcher watches it, or where it was started by one that is watched.
+
+    A replica that keeps still has none either.
+    """
+    return None if getattr(_HERE, "still", False) else _of_process()
+
+
+def keep_still() -> None:
+    """Leave the heartbeat to others: this thread is one of several replicas of a process."""
+    _HERE.still = True
+
+
+@lru_cache(maxsize=1)
+def _of_process() -> Heartbeat | None:
     folder = os.environ.get(RANK_FOLDER)
     if not folder:
         return None

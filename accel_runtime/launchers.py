@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from accel_runtime.current import set_current_backend
-from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.env import MixedPrecision, Settings, placed_by_device
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
@@ -114,6 +114,12 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         with _environment(settings.to_env()):
             function(*args)
         return
+    if placed_by_device(os.environ):
+        raise ValueError(
+            f"num_processes={num_processes}: notebook_launcher starts processes, and torch_xla (ACCEL_DEVICE=xla, or "
+            "PJRT_DEVICE is set) starts its replicas itself. Use `accel launch` with launcher.kind: xla, or "
+            "num_processes=1 for the replica that this session is"
+        )
     host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
     _refuse_cuda()
     _run(function, args, _Place(num_processes, node_rank, num_nodes, host, port), settings)

@@ -36,7 +36,7 @@ class MultiProcessAdapter(_Adapter):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message, and this file to what is skipped in search of the caller."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        return f"[RANK {Topology.here().rank}] {msg}", kwargs
+        return f"[RANK {Topology.standing().rank}] {msg}", kwargs
 
     @override
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,13 +48,13 @@ class MultiProcessAdapter(_Adapter):
         main_process_only = kwargs.pop("main_process_only", True)
         if kwargs.pop("in_order", False):
             self._in_turn(level, msg, args, kwargs)
-        elif self.isEnabledFor(level) and (not main_process_only or Topology.here().rank == 0):
+        elif self.isEnabledFor(level) and (not main_process_only or Topology.standing().rank == 0):
             msg, changed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **changed)
 
     def _in_turn(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The level is asked last: processes may have levels of their own, and all of them have to wait.
-        here = Topology.here()
+        here = Topology.standing()
         for rank in range(here.world_size):
             if rank == here.rank and self.isEnabledFor(level):
                 msg, changed = self.process(msg, kwargs)
@@ -65,7 +65,8 @@ class MultiProcessAdapter(_Adapter):
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """`warning`, but only the first time for this message with these arguments."""
-        if (said := f"{msg!r} {args!r}") not in self._said:
+        # Replicas that are threads of one process share this logger, and each of them has to say it once.
+        if (said := f"{Topology.standing().rank} {msg!r} {args!r}") not in self._said:
             self._said.add(said)
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.warning(msg, *args, **kwargs)
@@ -92,8 +93,6 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 def _wait() -> None:
     """Until every process is here."""
-    import torch.distributed as dist  # noqa: PLC0415 - logging costs no torch until processes wait for each other
+    from accel_runtime.current import wait  # noqa: PLC0415 - logging costs no torch until processes wait for each other
 
-    if not dist.is_initialized():
-        raise RuntimeError("in_order=True needs connected processes: make the Accelerator before this call")
-    dist.barrier()
+    wait()

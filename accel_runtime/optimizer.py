@@ -22,6 +22,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: The script's optimizer; everything not named here is its own.
         accumulation: Says when a window is complete.
         scaler: The loss scaler, for formats that need one.
+        stepped: Called after each step, where the device asks for it.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
         scaler: LossScaler | None,
+        stepped: Callable[[], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out on purpose: groups and state stay those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -39,6 +41,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """How many windows it has ended, those of which `step` was left out among them."""
         self._accumulation = accumulation
         self._scaler = scaler
+        self._stepped = stepped
         self._beat = heartbeat()
         if scaler is not None:
             scaler.join(optimizer)
@@ -76,7 +79,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._beat is not None:
             self._beat.step()
         if self._scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if self._stepped is not None:
+                self._stepped()
+            return loss
         if closure is not None:
             raise ValueError("optimizer.step(closure) cannot be combined with mixed_precision fp16; use bf16")
         self.step_was_skipped = not self._scaler.attempt(self.optimizer)
@@ -140,12 +146,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler built on this optimizer put its own `step` on the instance, which cannot be pickled.
-        # The heartbeat is this process's own.
-        return {name: value for name, value in vars(self).items() if name not in {"step", "_beat"}}
+        # The heartbeat is this process's own, and so is the device.
+        own = {"step", "_beat", "_stepped"}
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beat=heartbeat())
+        vars(self).update(state, _beat=heartbeat(), _stepped=None)
 
 
 AcceleratedOptimizer = PreparedOptimizer

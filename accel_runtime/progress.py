@@ -29,6 +29,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         from tqdm.auto import tqdm as bar  # noqa: PLC0415 - a bar is optional, and so is its package
     except ModuleNotFoundError as error:
         raise ImportError("a progress bar needs the package tqdm: pip install tqdm") from error
-    if main_process_only and Topology.here().local_rank != 0:
+    if main_process_only and Topology.standing().local_rank != 0:
         kwargs["disable"] = True
     return bar(*args, **kwargs)

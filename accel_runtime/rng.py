@@ -7,12 +7,11 @@ import random
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.current import seed_device
-from accel_runtime.topology import Topology
+from accel_runtime.current import seed_device, standing
 
 __all__ = ["RNG_TYPES", "set_seed", "share_states"]
 
-RNG_TYPES = ("generator", "torch", "cuda", "xpu")
+RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
 """What `Accelerator(rng_types=...)` may name. Loaders share their order always, so `generator` asks nothing more."""
 
 
@@ -27,7 +26,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises:
         ValueError: The seed lies outside NumPy's range.
     """
-    seed += Topology.here().rank if device_specific else 0
+    seed += standing().rank if device_specific else 0
     if not 0 <= seed < 2**32:
         raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
     random.seed(seed)
@@ -53,5 +52,15 @@ def share_states(kinds: list[str], backend: Backend) -> None:
     for kind in kinds:
         if kind == "generator":
             continue
+        if kind == "xla":
+            _share_seed(backend)
+            continue
         module = torch if kind == "torch" else getattr(torch, kind)
         module.set_rng_state(backend.broadcast(module.get_rng_state()))
+
+
+def _share_seed(backend: Backend) -> None:
+    if backend.device.type != "xla":
+        raise ValueError(f"rng_types names xla, and the device is {backend.device}: leave it out")
+    state = backend.broadcast(backend.random.get_rng_state(backend.device))
+    backend.random.set_rng_state(state, backend.device)

@@ -65,7 +65,7 @@ def gradients(accelerator: Accelerator) -> str:
     own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
     alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
-    # What is compared below is then computed, also where a device only records what it is to compute.
+    # On devices that record operations, the collective among them runs on all before any of them looks.
     accelerator.wait_for_everyone()
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
     error = max(_difference(expected.grad, got.grad) for expected, got in pairs)

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from accel_runtime.env import placed_by_device
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -37,6 +39,15 @@ class Topology:
     def here(cls) -> Topology:
         """The place of this process; see `from_env`."""
         return cls.from_env(os.environ)
+
+    @classmethod
+    def standing(cls) -> Topology:
+        """The place of this process or replica: torch_xla's replicas are placed by their device, others as `here`."""
+        if not placed_by_device(os.environ):
+            return cls.here()
+        from accel_runtime.current import standing  # noqa: PLC0415 - it loads torch, and logging does without
+
+        return standing()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:

@@ -9,9 +9,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,6 +86,19 @@ ELSEWHERE = {
         ),
         Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
     ),
+    'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
+    "accel launch --tpu-pod my-pod --zone us-central2-b --run-pod train.py --epochs 3": Elsewhere(
+        "needs a pod", "tests/cli/test_pods.py"
+    ),
+    **dict.fromkeys(
+        (
+            "accel launch --profile tpu train.py",
+            "PJRT_DEVICE=CPU accel launch --set launcher.kind=xla train.py",
+            "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 accel launch --profile tpu --set launcher.spmd=true train.py",
+            "accel test --profile tpu",
+        ),
+        Elsewhere("needs torch_xla", "tests/xla/test_docs.py"),
+    ),
 }
 
 
@@ -148,7 +162,13 @@ COMMANDS = {command.text for block in ALL if block.language == "console" for com
 class Reader:
     """Somebody who does what a page says, from the top to the bottom."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        elsewhere: Mapping[str, Elsewhere] = MappingProxyType(ELSEWHERE),
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._elsewhere = elsewhere
         self.folder = folder / "work"
         # The search for a project file ends at a repository's root.
         (self.folder / ".git").mkdir(parents=True)
@@ -164,14 +184,15 @@ class Reader:
             "HOME": str(folder),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "TERM": "xterm",
+            **environ,
         }
 
     def console(self, block: Block) -> None:
         """Type the commands, and compare with what the page shows."""
         for command in commands(block):
             text = command.text
-            if text in ELSEWHERE:
-                text = ELSEWHERE[text].instead or "true"
+            if text in self._elsewhere:
+                text = self._elsewhere[text].instead or "true"
             code, output = self._type(text)
             said = f"{block}: $ {text}\n{output}"
             assert code == command.code, said

@@ -12,7 +12,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
-__all__ = ["Backend", "connect"]
+__all__ = ["Backend", "connect", "seed_device", "standing"]
 
 
 def connect(settings: Settings, topology: Topology, options: dict[str, Any] | None = None) -> Backend:
@@ -34,11 +34,36 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     if settings.device == "xla":
         from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 
-        return xla.connect(settings, topology)
+        return xla.connect(settings, topology, options or {})
     device = _device(settings.device, topology)
     if topology.launched:
         return Distributed(topology, device, settings, options or {})
     return Single(topology, device)
+
+
+def standing(settings: Settings, topology: Topology) -> Topology:
+    """Where this process stands, whether or not it has joined the others.
+
+    Args:
+        settings: What the launcher said.
+        topology: What the environment says; replicas of torch_xla are placed by their device.
+
+    Raises:
+        RuntimeError: Environment and device disagree.
+    """
+    if settings.device != "xla" or settings.spmd:
+        return topology
+    from accel_runtime.backends import xla  # noqa: PLC0415
+
+    return xla.standing(topology)
+
+
+def seed_device(settings: Settings, seed: int) -> None:
+    """Seed the device's generator where `torch.manual_seed` does not reach it."""
+    if settings.device == "xla":
+        from accel_runtime.backends import xla  # noqa: PLC0415
+
+        xla.seed_device(settings, seed)
 
 
 def _device(wanted: str, topology: Topology) -> torch.device:

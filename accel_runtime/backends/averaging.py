@@ -1,14 +1,22 @@
-"""Gradients averaged at the end of a backward pass, on devices whose operations are recorded and run later."""
+"""Gradients averaged at the end of a backward pass, and buffers made the first replica's, where programs are compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Averaging"]
+from accel_runtime.exchange.agreement import Agreement, Call, filled
+from accel_runtime.exchange.callsite import CallSite
+
+__all__ = ["Averaging", "Buffers", "in_parts"]
+
+_AT_ONCE = 64 * 1024 * 1024
+"""Bytes of tensors that travel together."""
+_PASS = Call("backward()", CallSite("", 0, ""), anywhere=True)
 
 
 class Averaging:
@@ -20,13 +28,25 @@ class Averaging:
     Args:
         model: Its trainable parameters are those averaged.
         average: Makes gradients their mean over the replicas, in place.
+        agreement: Tells which parameters each replica has gradients of, since all must run the same program.
+        unused: Whether a replica may have no gradient where another has one, at any pass: zeros stand for it, as with
+            DDP's `find_unused_parameters`.
     """
 
-    def __init__(self, model: nn.Module, average: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._average = average
+    def __init__(
+        self,
+        model: nn.Module,
+        average: Callable[[Sequence[torch.Tensor]], None],
+        agreement: Agreement,
+        *,
+        unused: bool = False,
+    ) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self._average, self._agreement, self._unused = average, agreement, unused
+        self._agreed: Sequence[bool] = ()
         self._held = 0
-        self._due = False
+        self._pass = -1
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
@@ -54,13 +74,82 @@ class Averaging:
         return not self._held
 
     def _arrived(self, _: torch.Tensor) -> None:
-        if self._held or self._due:
+        # A number and no flag: a pass that fails never ends. Neither it nor what is called at the end of a pass has a
+        # public name (torch 2.13); DDP and FSDP use them.
+        number: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        if self._held or self._pass == number:
             return
-        self._due = True
-        # What DDP and FSDP do it with; nothing public is called at the end of a backward pass (torch 2.13).
+        self._pass = number
         torch.autograd.Variable._execution_engine.queue_callback(self._complete)  # noqa: SLF001
 
     @torch.no_grad()
     def _complete(self) -> None:
-        self._due = False
+        present = [parameter.grad is not None for parameter in self._parameters]
+        if self._unused or present != self._agreed:
+            self._agreed = self._somewhere(present)
+        for parameter, wanted in zip(self._parameters, self._agreed, strict=True):
+            if wanted and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+
+    def _somewhere(self, present: Sequence[bool]) -> list[bool]:
+        """Which parameters have a gradient on some replica.
+
+        Raises:
+            RuntimeError: Not all have one on all, and that was not foreseen.
+        """
+        met = self._agreement.exchange(_PASS, len(present), filled(bytes(present)))
+        everyones = list(zip(*map(met.view, range(self._agreement.size)), strict=True))
+        for name, have in zip(self._names, everyones, strict=True):
+            if any(have) and not all(have) and not self._unused:
+                without = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
+                raise RuntimeError(
+                    f"the backward pass left no gradient of {name!r} on rank {without}, but on others it did, and the "
+                    "replicas have to compute the same. If parts of the model are left out now and then, say so: "
+                    "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
+                )
+        return [any(have) for have in everyones]
+
+
+class Buffers:
+    """Hooks that give every replica the first one's buffers at the forward passes at which DDP does.
+
+    These are the first, and each one after a pass that computes gradients to be averaged.
+
+    Args:
+        averages: Whether gradients are averaged now; None on a copy of the model, which belongs to no run.
+        share: Gives every replica the first one's values.
+    """
+
+    def __init__(
+        self,
+        averages: Callable[[], bool] | None = None,
+        share: Callable[[Sequence[torch.Tensor]], None] | None = None,
+    ) -> None:
+        self._averages, self._share = averages, share
+        self._due = True
+
+    def before(self, model: nn.Module, _: Any) -> None:
+        """A forward pass begins."""
+        buffers = list(model.buffers()) if self._due and self._share else []
+        if self._share and buffers:
+            self._share(buffers)
+
+    def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        """A forward pass is over."""
+        self._due = self._averages is not None and torch.is_grad_enabled() and self._averages()
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
+        return Buffers, ()
+
+
+def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one dtype each, `_AT_ONCE` bytes together at most unless one is larger."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        part: list[torch.Tensor] = []
+        for tensor in (some for some in tensors if some.dtype == dtype):
+            if part and sum(some.nbytes for some in part) + tensor.nbytes > _AT_ONCE:
+                yield part
+                part = []
+            part.append(tensor)
+        yield part

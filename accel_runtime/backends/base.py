@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime.data.source import Loop
+from accel_runtime.env import MixedPrecision
 from accel_runtime.exchange.agreement import Agreement, Wire, here
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
@@ -108,6 +109,21 @@ class Backend(ABC):
         """How many devices a batch of this process is cut over: its size has to be a multiple."""
         return 1
 
+    def check(self, replication: dict[str, Any], mixed_precision: MixedPrecision) -> None:  # noqa: B027
+        """Refuse what cannot be done here, before anything is.
+
+        Args:
+            replication: Fields of `DistributedDataParallelKwargs`.
+            mixed_precision: The number format of the forward pass.
+
+        Raises:
+            ValueError: There is such a thing.
+        """
+
+    def after_step(self) -> Callable[[], None] | None:
+        """What an optimizer calls when it has stepped; made for each. None where there is nothing to do."""
+        return None
+
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
 
@@ -182,6 +198,18 @@ class Backend(ABC):
 
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have nothing to add
         """From now on, see to it that a state which is loaded lies as the parameters do."""
+
+    def joined(self, models: list[Any]) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Inside, the averaging of gradients does not wait for ranks that have no batches any more.
+
+        Raises:
+            RuntimeError: Here it always does.
+        """
+        raise RuntimeError(
+            "join_uneven_inputs() lets some ranks compute while others have nothing left, and here all run one "
+            "program together. Leave it out where loaders are prepared: those give every rank as many batches. Else "
+            "give every rank as many yourself."
+        )
 
     def replica(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - what several have
         """What a replicated model remembers from step to step beside its state; all ranks ask together."""

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -157,6 +158,10 @@ class Distributed(Backend):
     @override
     def original(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def joined(self, models: list[Any]) -> AbstractContextManager[Any]:
+        return Join(models)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:

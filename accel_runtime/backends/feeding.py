@@ -11,7 +11,7 @@ import torch
 from accel_runtime import tree
 from accel_runtime.data.source import Loop, Share
 
-__all__ = ["Belt", "fed"]
+__all__ = ["Belt", "fed", "stepper"]
 
 
 class Belt:
@@ -94,6 +94,27 @@ def fed(walk: Callable[[Loop], Iterator[Any]], loop: Loop, belt: Callable[[], Be
     finally:
         coming = None  # an exception knows this frame, and in a cycle loader workers end only when the collector comes
         carried.close()
+
+
+def stepper(handed: Callable[[], int], cut: Callable[[], object]) -> Callable[[], None]:
+    """What an optimizer calls after each step, so that what is recorded does not grow without end.
+
+    Prepared loaders cut steps off. Where none has handed out a batch since the optimizer's last step, nobody would.
+
+    Args:
+        handed: How many batches loaders have handed out.
+        cut: Sends what is recorded off to the device.
+    """
+    before = -1
+
+    def stepped() -> None:
+        nonlocal before
+        now = handed()
+        if now in {0, before}:
+            cut()
+        before = now
+
+    return stepped
 
 
 def _at(position: dict[str, Any]) -> Callable[[Share | None], dict[str, Any]]:

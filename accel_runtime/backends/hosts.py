@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from typing_extensions import override
 
+from accel_runtime.backends.averaging import Averaging
+from accel_runtime.backends.base import Backend
 from accel_runtime.backends.wire import GlooWire, wire_between
 from accel_runtime.exchange.agreement import Agreement, Wire
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.topology import Topology
 
-__all__ = ["Hosts"]
+__all__ = ["ByHosts", "Hosts", "Kept"]
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -84,3 +90,46 @@ class Hosts:
 
     def _prefixed(self, name: str) -> Any:
         return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+
+
+class ByHosts(Backend):
+    """A backend whose host side does what the device has no part in.
+
+    Args:
+        topology: Where this replica stands.
+        device: What it computes on.
+        hosts: Its host side.
+    """
+
+    def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
+        super().__init__(topology, device, hosts.wire)
+        self._hosts = hosts
+
+    @override
+    def apart(self) -> Callable[[Any], list[Any]]:
+        return self._hosts.apart()
+
+    @override
+    def post(self, key: str, text: str) -> None:
+        self._hosts.store.set(key, text)
+
+    @override
+    def posted(self, key: str) -> str | None:
+        store = self._hosts.store
+        return store.get(key).decode() if store.check([key]) else None
+
+    @override
+    def turn(self, key: str) -> int:
+        return int(self._hosts.store.add(f"{key}/turns/{self.topology.rank}", 1))
+
+
+class Kept(threading.local):
+    """What a replica keeps from one backend to the next: it may be a thread of a process that has others."""
+
+    def __init__(self) -> None:
+        self.hosts: Hosts | None = None
+        """Made once: what it counts goes on."""
+        self.averaging: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
+        """The models that average their gradients."""
+        self.seeded = False
+        """Whether the device has been seeded."""

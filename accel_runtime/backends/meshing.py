@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -13,12 +13,32 @@ from typing_extensions import override
 
 from accel_runtime import tree
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.refusing import check_hooks, check_spmd
 from accel_runtime.backends.rows import Rows
 from accel_runtime.data.source import Loop
-from accel_runtime.options import DDPCommunicationHookType
+from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
-__all__ = ["Meshed", "along", "devices"]
+__all__ = ["Machinery", "Meshed", "along", "devices"]
+
+_AXIS = "fsdp"
+"""The mesh's one dimension, as FSDPv2 wants it called."""
+_CUT = "{devices="
+"""How the layout of a tensor begins of which every device holds a part."""
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What of torch_xla is about SPMD."""
+
+    spmd: Any
+    """`torch_xla.distributed.spmd`."""
+    model: Any
+    """`torch_xla.core.xla_model`."""
+    core: Any
+    """`torch_xla._XLAC`, where alone can be asked how a tensor lies on the devices."""
+    wrapper: type[nn.Module]
+    """FSDPv2."""
 
 
 class Meshed(Backend):
@@ -28,24 +48,11 @@ class Meshed(Backend):
     the parameters they are of. Tensors stay whole to whoever looks at them.
     """
 
-    _rows: Rows
-    _wrapper: type[nn.Module]
-
-    @abstractmethod
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of a batch, on the devices."""
-
-    @abstractmethod
-    def _is_cut(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor on the devices has a sharding."""
-
-    @abstractmethod
-    def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
-        """Cut a tensor that is on the devices, unless it has a sharding."""
-
-    @abstractmethod
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        """The model in the wrapper."""
+    def _spread(self, machinery: Machinery, parts: int) -> None:
+        """Begin to compute on so many devices."""
+        self._machinery = machinery
+        self._mesh = machinery.spmd.Mesh(list(range(parts)), (parts,), (_AXIS,))
+        self._rows = Rows(parts, self._sharding, lambda tensor: self._cut_along(tensor, 0))
 
     @property
     @override
@@ -67,25 +74,74 @@ class Meshed(Backend):
 
     def _sending(self, walk: Callable[[Loop], Iterator[Any]]) -> Callable[[Loop], Iterator[Any]]:
         """A walk whose batches are sent when they are asked for."""
-        return lambda loop: (tree.map_tensors(self._sent, batch) for batch in walk(loop))
+        send = self._machinery.model.send_cpu_data_to_device
+
+        def sent(tensor: torch.Tensor) -> torch.Tensor:
+            there: torch.Tensor = send(tensor, self.device, self._rows)[0]
+            return there
+
+        return lambda loop: (tree.map_tensors(sent, batch) for batch in walk(loop))
 
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         learns = any(parameter.requires_grad for parameter in model.parameters())
-        if isinstance(model, self._wrapper) or not learns:
+        if isinstance(model, self._machinery.wrapper) or not learns:
             return model
-        _check_options(options)
+        check_hooks(options)
         prepared = _wrapped(self.place(model), self._wrap)
         prepared.register_forward_hook(self._rows.passed, with_kwargs=True)
         return prepared
 
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        # Which outputs have a row for every sample is seen beside the input, where the wrapper does not look.
+        return self._machinery.wrapper(model, mesh=self._mesh, shard_output=lambda *_: None)
+
     @override
     def original(self, model: nn.Module) -> nn.Module:
-        return model.get_submodule("_orig_module") if isinstance(model, self._wrapper) else model
+        return model.get_submodule("_orig_module") if isinstance(model, self._machinery.wrapper) else model
 
     @override
     def wrapping(self, model: nn.Module) -> str:
-        return type(model).__name__ if isinstance(model, self._wrapper) else "none"
+        return type(model).__name__ if isinstance(model, self._machinery.wrapper) else "none"
+
+    @override
+    def hosted(self, state: Any) -> Any:
+        # torch_xla would first make every tensor whole on every device, where it may not fit.
+        self.settle()
+        whole: dict[int, torch.Tensor] = {}
+
+        def here(leaf: Any) -> Any:
+            if not self._is_cut(leaf):
+                return leaf
+            number = self._machinery.core._xla_get_tensor_id(leaf)  # noqa: SLF001 - the same for tied ones
+            if number not in whole:
+                whole[number] = self._assembled(leaf.detach())
+            return whole[number]
+
+        return super().hosted(tree.map_leaves(here, state))
+
+    def _assembled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that is cut, on the CPU, out of the parts that the devices hold."""
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for part in self._machinery.spmd.XLAShardedTensor(tensor).local_shards:
+            whole[tuple(part.indices)] = part.unpadded_data
+        return whole
+
+    def _is_cut(self, leaf: Any) -> bool:
+        there = isinstance(leaf, torch.Tensor) and leaf.device == self.device
+        return there and self._layout(leaf).startswith(_CUT)
+
+    def _layout(self, tensor: torch.Tensor) -> str:
+        """How a tensor lies on the devices, as XLA writes it; nothing where nobody has said it yet."""
+        return str(self._machinery.core._get_xla_sharding_spec(tensor))  # noqa: SLF001
+
+    def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
+        """Cut a tensor that is on the devices, unless it has a layout."""
+        if tensor.device == self.device and not self._layout(tensor):
+            self._machinery.spmd.mark_sharding(tensor, self._mesh, along(dimension, tensor.dim()))
+
+    def _sharding(self, rank: int) -> Any:
+        return self._machinery.spmd.ShardingSpec(self._mesh, along(0, rank))
 
     @override
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +150,7 @@ class Meshed(Backend):
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            if parameter.device == self.device and parameter.dim() and self._is_cut(parameter):
+            if self._is_cut(parameter):
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         self._cut_along(value, _largest(parameter))
@@ -102,7 +158,7 @@ class Meshed(Backend):
 
 def along(dimension: int, rank: int) -> tuple[str | None, ...]:
     """How torch_xla is told that of so many dimensions one is cut."""
-    return tuple("fsdp" if place == dimension else None for place in range(rank))
+    return tuple(_AXIS if place == dimension else None for place in range(rank))
 
 
 def _largest(tensor: torch.Tensor) -> int:
@@ -110,17 +166,22 @@ def _largest(tensor: torch.Tensor) -> int:
     return tensor.shape.index(max(tensor.shape))
 
 
-def devices(topology: Topology, runtime: Any, begun: Callable[[], bool]) -> int:
-    """How many devices compute as one, with SPMD switched on.
+def devices(settings: Settings, topology: Topology, runtime: Any, begun: Callable[[], bool]) -> int:
+    """How many devices compute as one, with SPMD switched on; 0 where it is not asked for.
 
     Args:
+        settings: What the launcher said.
         topology: What the environment says of this process's place.
         runtime: `torch_xla.runtime`.
         begun: Whether torch_xla has taken up its devices.
 
     Raises:
-        RuntimeError: It cannot be switched on any more; there is no device, or there are several processes.
+        RuntimeError: It cannot be switched on any more, or is on and nobody asked for it; there is no device, or there
+            are several processes.
     """
+    if not settings.spmd:
+        check_spmd(runtime.is_spmd())
+        return 0
     if topology.world_size != 1:
         raise RuntimeError(
             f"WORLD_SIZE={topology.world_size} says that there are {topology.world_size} processes, but SPMD "
@@ -147,23 +208,6 @@ def devices(topology: Topology, runtime: Any, begun: Callable[[], bool]) -> int:
             "off: every device is then a replica."
         )
     return int(found)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuse what gradients would be rounded by; what only says how DDP finds and groups them has nothing to do here.
-
-    Args:
-        options: Fields of `DistributedDataParallelKwargs`.
-
-    Raises:
-        ValueError: There is a communication hook.
-    """
-    hook = options.get("comm_hook", DDPCommunicationHookType.NO)
-    if hook is not DDPCommunicationHookType.NO:
-        raise ValueError(
-            f"comm_hook={hook.value!r} changes what DDP sends, and with SPMD (launcher.spmd: true) the compiler sends "
-            "gradients by itself: leave comm_hook out of DistributedDataParallelKwargs"
-        )
 
 
 def _wrapped(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime import tree
-from accel_runtime.backends.averaging import Averaging
+from accel_runtime.backends import refusing
+from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.feeding import Belt, fed
-from accel_runtime.backends.hosts import Hosts
-from accel_runtime.backends.meshing import Meshed, along, devices
-from accel_runtime.backends.moving import moved
-from accel_runtime.backends.rows import Rows
+from accel_runtime.backends.feeding import Belt, fed, stepper
+from accel_runtime.backends.hosts import ByHosts, Hosts, Kept
+from accel_runtime.backends.meshing import Machinery, Meshed, devices
+from accel_runtime.backends.moving import hosted, moved
+from accel_runtime.backends.seed import Seed
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.watching import Counts, Watch
 from accel_runtime.data.source import Loop
-from accel_runtime.env import Settings
+from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.heartbeat import keep_still
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
@@ -44,69 +43,84 @@ except ImportError as error:
         'environment of their own: pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0.'
     ) from error
 
-__all__ = ["Mesh", "Replicas", "connect"]
+__all__ = ["Mesh", "Replicas", "connect", "seed_device", "standing"]
 
 _REDUCE = {"sum": xm.REDUCE_SUM, "mean": xm.REDUCE_SUM, "max": xm.REDUCE_MAX, "min": xm.REDUCE_MIN}
-_AT_ONCE = 64 * 1024 * 1024
-"""Bytes of parameters that travel together when replicas begin."""
+_NARROW = {torch.bfloat16, torch.float16}
+"""What the CPU device cannot add up, and adds up badly anywhere."""
 _VARIABLES = ("PJRT_", "XLA_", "TPU_", "LIBTPU_", "CPU_NUM_DEVICES")
 """How names of variables begin that torch_xla and its devices read."""
-_CHANGE_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
 _LOOPBACK = "127.0.0.1"
-# A replica may be a thread of a process that has others, and what it has joined belongs to it.
-_HERE = threading.local()
+_HERE = Kept()
 
 
-def connect(settings: Settings, topology: Topology) -> Backend:
+def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> Backend:
     """Take up this replica's device and join the others.
 
     Args:
         settings: What the launcher said.
         topology: What the environment says of this process's place; torch_xla knows better, but both must agree.
+        options: Fields of `InitProcessGroupKwargs`.
 
     Raises:
+        ValueError: An option that cannot be honoured, or a variable that asks for another number format.
         RuntimeError: They do not. Or all devices are to be one (SPMD), and cannot.
-        ValueError: A variable asks torch_xla to compute in another number format than the script says.
     """
-    for name in _CHANGE_NUMBERS:
-        if os.environ.get(name, "0") not in {"", "0"}:
-            raise ValueError(
-                f"{name}={os.environ[name]} makes every float32 of the run a half, also in the optimizer, and nothing shows "
-                "it. Unset it, and use mixed_precision: bf16."
-            )
-    if settings.spmd:
-        return Mesh(devices(topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked))  # noqa: SLF001
-    if xr.is_spmd():
-        raise RuntimeError(
-            "torch_xla computes on all devices as on one (XLA_USE_SPMD=1 is set, or the script has called use_spmd()), "
-            "but accel was not told: set launcher.spmd: true (ACCEL_SPMD=1), or leave SPMD off."
-        )
-    device = torch_xla.device()
-    if not hasattr(_HERE, "seeded"):
+    refusing.check_numbers(os.environ)
+    timeout = refusing.patience(settings, options)
+    parts = _parts(settings, topology)
+    place = standing(topology)
+    if not _HERE.seeded:
         # `torch.manual_seed` seeds other devices when they are first used, and does not know this one.
-        xm.set_rng_state(torch.initial_seed())
-        _HERE.seeded = True
-    place = Topology(
-        xr.global_ordinal(), xr.world_size(), xr.local_ordinal(), xr.local_device_count(), launched=True
-    )
-    if topology.world_size not in {1, place.world_size}:
-        raise RuntimeError(
-            f"WORLD_SIZE={topology.world_size} says that there are {topology.world_size} processes, but torch_xla sees "
-            f"{place.world_size} replica(s): every process would take itself for rank 0. Leave starting to torch_xla: "
-            "accel launch with launcher.kind: xla."
-        )
+        _seeded(torch.initial_seed())
+    if parts:
+        return Mesh(parts)
     if place.world_size == 1:
-        return Lone(Topology(), device)
-    return Replicas(place, device, _hosts(place, timedelta(seconds=settings.process_group_timeout)))
+        return Lone(place, torch_xla.device())
+    refusing.check_meeting(xr.device_type(), place.world_size, torch_xla._XLAC._xla_step_marker)  # noqa: SLF001
+    if xr.local_ordinal() % xr.addressable_device_count():
+        keep_still()  # a process has one heart, and its first replica's is watched
+    return Replicas(place, torch_xla.device(), _hosts(place, timeout))
+
+
+def standing(topology: Topology) -> Topology:
+    """Where this replica stands, as torch_xla has it.
+
+    Args:
+        topology: What the environment says of it.
+
+    Raises:
+        RuntimeError: The two disagree.
+    """
+    torch_xla.device()
+    world = xr.world_size()
+    refusing.check_world(topology, world)
+    if world == 1:
+        return Topology()
+    return Topology(xr.global_ordinal(), world, xr.local_ordinal(), xr.local_device_count(), launched=True)
+
+
+def seed_device(settings: Settings, seed: int) -> None:
+    """Seed the generator of this replica's device, which is taken up for it."""
+    _parts(settings, Topology())
+    _seeded(seed)
+
+
+def _seeded(seed: int) -> None:
+    xm.set_rng_state(seed)
+    _HERE.seeded = True
+
+
+def _parts(settings: Settings, topology: Topology) -> int:
+    return devices(settings, topology, xr, torch_xla._XLAC._xla_get_spmd_config_is_locked)  # noqa: SLF001
 
 
 def _hosts(place: Topology, timeout: timedelta) -> Hosts:
     """This replica's host side, made once: what it counts goes on with a second backend."""
-    if not hasattr(_HERE, "hosts"):
+    if _HERE.hosts is None:
         address = xr.get_master_ip() if xr.device_type() == "TPU" else _LOOPBACK
         _HERE.hosts = Hosts(place, _share, address, timeout)
-    hosts: Hosts = _HERE.hosts
-    return hosts
+    return _HERE.hosts
 
 
 def _share(text: str) -> str:
@@ -118,11 +132,21 @@ class _Lazy(Backend):
     """What is the same with one replica and with several: operations are recorded, and run when a step is cut off."""
 
     static_shapes = True
+    _handed = 0
+
+    @override
+    def check(self, replication: dict[str, Any], mixed_precision: MixedPrecision) -> None:
+        refusing.check_format(mixed_precision)
+        refusing.check_hooks(replication)
+
+    @override
+    def after_step(self) -> Callable[[], None]:
+        return stepper(lambda: self._handed, _settled)
 
     @property
     @override
     def random(self) -> Any:
-        return _Random
+        return Seed(xm.get_rng_state, _seeded)
 
     @override
     def settle(self) -> None:
@@ -130,14 +154,7 @@ class _Lazy(Backend):
 
     @override
     def hosted(self, state: Any) -> Any:
-        own = [leaf for leaf in tree.leaves(state) if _is_lazy(leaf)]
-        known = {torch_xla._XLAC._xla_get_tensor_id(leaf): leaf.detach() for leaf in own}  # noqa: SLF001
-        arrived = torch_xla._XLAC._xla_get_cpu_tensors(list(known.values()))  # noqa: SLF001
-        here = dict(zip(known, arrived, strict=True))
-        return tree.map_leaves(
-            lambda leaf: here[torch_xla._XLAC._xla_get_tensor_id(leaf)] if _is_lazy(leaf) else leaf,  # noqa: SLF001
-            state,
-        )
+        return hosted(state, torch_xla._XLAC._xla_get_tensor_id, torch_xla._XLAC._xla_get_cpu_tensors)  # noqa: SLF001
 
     @override
     def place(self, model: nn.Module) -> nn.Module:
@@ -147,21 +164,24 @@ class _Lazy(Backend):
     def walked(
         self, walk: Callable[[Loop], Iterator[Any]], loop: Loop, *, place: bool, loaded_beside: bool
     ) -> Iterator[Any]:
-        ahead = place and loaded_beside
-        return self._watched(_steady(fed(walk, loop, self._belt)) if ahead else self._cut(walk(loop)))
+        if place and loaded_beside:
+            return self._watched(_steady(fed(walk, loop, self._belt)))
+        return self._watched(self._cut(walk(loop)))
 
     def _watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the first replica looks at what a step costs, and what it says holds for all."""
-        if self.topology.rank:
-            yield from batches
-            return
-        self._watch.begin()
+        """The batches, counted; the first replica looks at what a step costs, and what it says holds for all."""
+        first = not self.topology.rank
+        if first:
+            self._watch.begin()
         try:
             for batch in batches:
-                self._watch.handed(batch)
+                self._handed += 1
+                if first:
+                    self._watch.handed(batch)
                 yield batch
         finally:
-            self._watch.end()
+            if first:
+                self._watch.end()
 
     @cached_property
     def _watch(self) -> Watch:
@@ -215,42 +235,16 @@ class Mesh(Meshed, _Lazy, Single):
         parts: How many devices there are.
     """
 
-    _wrapper = SpmdFullyShardedDataParallel
-
     def __init__(self, parts: int) -> None:
         super().__init__(Topology(), torch_xla.device())
-        self._mesh = xs.Mesh(list(range(parts)), (parts,), ("fsdp",))
-        self._rows = Rows(parts, self._sharding, lambda tensor: self._cut_along(tensor, 0))
-
-    def _sharding(self, rank: int) -> Any:
-        return xs.ShardingSpec(self._mesh, along(0, rank))
-
-    @override
-    def _is_cut(self, tensor: torch.Tensor) -> bool:
-        return bool(torch_xla._XLAC._get_xla_sharding_spec(tensor))  # noqa: SLF001
-
-    @override
-    def _cut_along(self, tensor: torch.Tensor, dimension: int) -> None:
-        if tensor.device == self.device and not self._is_cut(tensor):
-            xs.mark_sharding(tensor, self._mesh, along(dimension, tensor.dim()))
-
-    @override
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        sent: torch.Tensor = xm.send_cpu_data_to_device(tensor, self.device, self._rows)[0]
-        return sent
+        self._spread(Machinery(xs, xm, torch_xla._XLAC, SpmdFullyShardedDataParallel), parts)  # noqa: SLF001
 
     @override
     def _belt(self) -> Belt:
         return Belt(lambda batches: self._carrier(batches, input_sharding=self._rows), self.device)
 
-    @override
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        # Which outputs have a row for every sample is seen beside the input, where the wrapper does not look.
-        unit: nn.Module = SpmdFullyShardedDataParallel(model, mesh=self._mesh, shard_output=lambda *_: None)
-        return unit
 
-
-class Replicas(_Lazy):
+class Replicas(_Lazy, ByHosts):
     """Several replicas, threads of a process or processes: as torch_xla has started them.
 
     Args:
@@ -260,10 +254,9 @@ class Replicas(_Lazy):
     """
 
     def __init__(self, topology: Topology, device: torch.device, hosts: Hosts) -> None:
-        super().__init__(topology, device, hosts.wire)
+        super().__init__(topology, device, hosts)
         self.threads = xr.process_count() < topology.world_size
-        self._hosts = hosts
-        self._averaging: WeakKeyDictionary[nn.Module, Averaging] = _averagings()
+        self._averaging = _HERE.averaging
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +283,7 @@ class Replicas(_Lazy):
         """As `all_reduce`, as a part of the graph that is being recorded."""
         if tensor.is_complex():
             return torch.view_as_complex(self._reduced(torch.view_as_real(tensor), reduction))
-        wide = tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor
+        wide = tensor.float() if tensor.dtype in _NARROW else tensor
         # One dimension: a scalar of 0 or 1 would become a constant of the graph, another one on every replica.
         total: torch.Tensor = xm.all_reduce(_REDUCE[reduction], wide.reshape(-1).clone()).view(tensor.shape)
         # A factor given to all_reduce is cut to a whole number for whole numbers.
@@ -328,46 +321,46 @@ class Replicas(_Lazy):
         _settled(wait=True)
         super().barrier()
 
-    @override
-    def apart(self) -> Callable[[Any], list[Any]]:
-        return self._hosts.apart()
-
     @property
     @override
     def name(self) -> str | None:
         return "xla"
 
     @override
-    def post(self, key: str, text: str) -> None:
-        self._hosts.store.set(key, text)
-
-    @override
-    def posted(self, key: str) -> str | None:
-        store = self._hosts.store
-        return store.get(key).decode() if store.check([key]) else None
-
-    @override
-    def turn(self, key: str) -> int:
-        return int(self._hosts.store.add(f"{key}/turns/{self.topology.rank}", 1))
-
-    @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
             return model
         self._begin_alike([*model.parameters(), *model.buffers()])
-        self._averaging[model] = Averaging(model, self._average)
+        unused = options.get("find_unused_parameters", False)
+        averaging = Averaging(model, self._average, self.agreement, unused=unused)
+        self._averaging[model] = averaging
+        if options.get("broadcast_buffers", True):
+            buffers = Buffers(lambda: averaging.averages, self._alike)
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
         return model
 
     def _begin_alike(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every replica the first one's values, in programs of their own."""
+        for some in in_parts(tensors):
+            self._alike(some)
+            _settled()
+
+    @torch.no_grad()
+    def _alike(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give every replica the first one's values."""
-        for some in _in_parts([tensor.detach() for tensor in tensors]):
+        for some in in_parts([tensor.detach() for tensor in tensors]):
             flat = self._first(torch.cat([tensor.reshape(-1) for tensor in some]), 0)
             for tensor, part in zip(some, torch.split(flat, [t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-            _settled()
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        xm.all_reduce(xm.REDUCE_SUM, list(gradients), scale=1 / self.topology.world_size)
+        # A tensor that was changed in place, as a gradient that accumulates, is made anew from what it was before when
+        # it is used next: what torch_xla reduces in place is lost then. So copies are reduced.
+        means = [g.float() if g.dtype in _NARROW else g.clone() for g in gradients]
+        xm.all_reduce(xm.REDUCE_SUM, means, scale=1 / self.topology.world_size)
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:
@@ -424,43 +417,3 @@ def _steady(batches: Iterator[Any]) -> Iterator[Any]:
         if batch is nothing:
             return
         yield batch
-
-
-class _Random:
-    """A device's random numbers, as torch's modules of devices have them: the state is a seed, which draws change."""
-
-    @staticmethod
-    def get_rng_state(_device: torch.device) -> torch.Tensor:
-        return torch.frombuffer(bytearray(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
-
-    @staticmethod
-    def set_rng_state(state: torch.Tensor, _device: torch.device) -> None:
-        xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
-
-    @staticmethod
-    def manual_seed(seed: int) -> None:
-        xm.set_rng_state(seed)
-
-
-def _is_lazy(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
-
-
-def _in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype each, `_AT_ONCE` bytes together at most unless one is larger."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        part: list[torch.Tensor] = []
-        for tensor in (some for some in tensors if some.dtype == dtype):
-            if part and sum(some.nbytes for some in part) + tensor.nbytes > _AT_ONCE:
-                yield part
-                part = []
-            part.append(tensor)
-        yield part
-
-
-def _averagings() -> WeakKeyDictionary[nn.Module, Averaging]:
-    """The models of this replica that average: those of all its backends."""
-    if not hasattr(_HERE, "averagings"):
-        _HERE.averagings = WeakKeyDictionary()
-    found: WeakKeyDictionary[nn.Module, Averaging] = _HERE.averagings
-    return found

@@ -63,8 +63,10 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
     several = backend.topology.world_size > 1
     if several and options.data == "sharded":
         own = Single(Topology(), backend.device)
+        own.static_shapes = backend.static_shapes
         alone = replace(options, data="global", dispatch=False)
-        return Separate(_source(loader, own, alone), loader, backend)
+        filled = backend.static_shapes and options.even_batches
+        return Separate(_source(loader, own, alone), loader, backend, filled=filled)
     _check(loader, backend.topology.world_size, options)
     sharding = sharding_of(
         loader,

@@ -13,12 +13,13 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.sampling import factor
+from accel_runtime.data.script import batch_size_of
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.randomness import Apart, capture, in_force, kept
 
 __all__ = ["Separate", "elsewhere"]
 
-_UNKNOWN = (-1, -1)
+_UNKNOWN = -1
 _BEGINNING = ("random", "persisted")
 """What of a position is the same all through its epoch."""
 
@@ -34,12 +35,16 @@ class Separate(Source):
         local: This rank's batches, as one process would walk them.
         loader: The script's loader of this rank.
         backend: Carries the number of samples of every step.
+        filled: Whether every rank completes its own tail.
     """
 
-    def __init__(self, local: Source, loader: DataLoader[Any], backend: Backend) -> None:
+    def __init__(
+        self, local: Source, loader: DataLoader[Any], backend: Backend, *, filled: bool = False
+    ) -> None:
         self._local = local
         self._backend = backend
         self._known = _known(loader)
+        self._filled = filled and batch_size_of(loader) is not None
         self._draws = loader.num_workers == 0
 
     @override
@@ -111,7 +116,8 @@ class Separate(Source):
     def _agreement(self) -> _Agree:
         """How the numbers of samples of a step become known: from all lengths, or by asking each time."""
         lengths = self._backend.all_gather(torch.tensor(self._known, device=self._backend.device)).tolist()
-        if any(length == list(_UNKNOWN) for length in lengths):
+        self._full = [size for _, size in lengths]
+        if any(count == _UNKNOWN for count, _ in lengths):
             return self._asked
         return lambda step, _: [min(size, max(0, count - step * size)) for count, size in lengths]
 
@@ -133,6 +139,7 @@ class Separate(Source):
             first: Every rank's number of samples there.
         """
         batch = copy.deepcopy(reader.ahead)  # scripts change the batches they are given
+        first = [self._full[rank] if count and self._filled else count for rank, count in enumerate(first)]
         if all(first) or not any(first):
             return _Spare(batch, first)
         giver = next(rank for rank, count in enumerate(first) if count)
@@ -141,7 +148,8 @@ class Separate(Source):
         return _Spare(batch if mine else given, [count or first[giver] for count in first])
 
     def _share(self, valid: tuple[int, ...], first: list[int], *, last: bool) -> Share:
-        sizes = tuple(count or size for count, size in zip(valid, first, strict=True))
+        pairs = zip(valid, first, strict=True)
+        sizes = tuple(first) if self._filled else tuple(count or size for count, size in pairs)
         return Share(valid, sizes, last, factor(valid, self._backend.topology.rank))
 
 
@@ -221,12 +229,12 @@ _Agree = Callable[[int, _Reader], list[int]]
 
 
 def _known(loader: DataLoader[Any]) -> tuple[int, int]:
-    """How many samples an epoch of this rank has, and how many a batch, where the lengths tell it."""
-    batches = loader.batch_sampler
+    """How many samples an epoch of this rank has, where the lengths tell it, and how many a full batch."""
+    batches, full = loader.batch_sampler, batch_size_of(loader) or 0
     if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
-        return _UNKNOWN
+        return _UNKNOWN, full
     sampler: Any = batches.sampler
     if not hasattr(sampler, "__len__"):
-        return _UNKNOWN
+        return _UNKNOWN, full
     count, size = len(sampler), batches.batch_size
     return count - count % size if batches.drop_last else count, size

@@ -129,7 +129,9 @@ class Preparing:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._precision.scaler)
+        prepared = PreparedOptimizer(
+            optimizer, self._accumulation, self._precision.scaler, self._backend.after_step()
+        )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):
             prepared.place()

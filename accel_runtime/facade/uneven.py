@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.facade.processes import Processes
@@ -37,6 +37,7 @@ class UnevenInputs(Processes):
 
         Raises:
             TypeError: Something in `joinables` that torch cannot join.
+            RuntimeError: All processes run one program together, as replicas of torch_xla do.
             ValueError: A prepared loader cannot leave its last global batch as it is.
         """
         with ExitStack() as stack:
@@ -45,7 +46,7 @@ class UnevenInputs(Processes):
                     stack.enter_context(loader.overridden(even_batches=even_batches))
             joined = [item for item in joinables if not _learns_nothing(item)]
             if joined and self.use_distributed and not even_batches:
-                stack.enter_context(Join(joined))
+                stack.enter_context(self._backend.joined(joined))
             yield
 
 

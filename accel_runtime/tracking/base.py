@@ -22,7 +22,7 @@ def on_main_process(function: Method) -> Method:
 
     @functools.wraps(function)
     def guarded(tracker: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(tracker, "main_process_only", False) and Topology.here().rank != 0:
+        if getattr(tracker, "main_process_only", False) and Topology.standing().rank != 0:
             return None
         return function(tracker, *args, **kwargs)
 

@@ -12,16 +12,16 @@ from accel_cli.runs import RankFolder
 from accel_cli.stalls import Beat
 from accel_runtime import Accelerator
 from accel_runtime.env import RANK_FOLDER
-from accel_runtime.heartbeat import Heartbeat, heartbeat
+from accel_runtime.heartbeat import Heartbeat, _of_process, heartbeat
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a rank that a launcher watches."""
     monkeypatch.setenv(RANK_FOLDER, str(tmp_path))
-    heartbeat.cache_clear()
+    _of_process.cache_clear()
     yield RankFolder(tmp_path)
-    heartbeat.cache_clear()
+    _of_process.cache_clear()
 
 
 def trained(accelerator, batches):
@@ -60,7 +60,7 @@ def test_a_process_in_a_collective_says_which(folder):
 
 def test_nothing_is_kept_where_no_launcher_watches(monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
-    heartbeat.cache_clear()
+    _of_process.cache_clear()
     assert heartbeat() is None
 
 

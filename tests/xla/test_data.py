@@ -24,11 +24,11 @@ def ranks(request, replicas):
 class Items(IterableDataset):
     """A stream of numbers."""
 
-    def __init__(self, count):
-        self.count = count
+    def __init__(self, numbers):
+        self.numbers = numbers
 
     def __iter__(self):
-        return iter(map(torch.tensor, range(self.count)))
+        return iter(map(torch.tensor, self.numbers))
 
 
 def of(**config):
@@ -40,7 +40,7 @@ def test_every_sample_is_gathered_once_and_in_order_with_all_batches_of_one_shap
 
     def walked(count, size, *, stream):
         accelerator = of()
-        loader = accelerator.prepare(DataLoader(Items(count) if stream else range(count), size))
+        loader = accelerator.prepare(DataLoader(Items(range(count)) if stream else range(count), size))
         seen, objects, shapes = [], [], set()
         for batch in loader:
             shapes.add(tuple(batch.shape))
@@ -115,6 +115,29 @@ def test_what_a_model_made_of_a_tail_is_known_on_one_replica(replicas):
     assert outer == [100, 101, 102, 103, 104, 105]
     assert inner == list(range(9)) * 2
     assert mixed == [[0, [0, 0, 1, 1, 2, 2, 3, 3], 1], [0, [4, 4, 5, 5], 1]]
+
+
+def test_data_that_are_split_by_rank_already_keep_their_shapes(ranks):
+    def walked(*, stream, workers):
+        import warnings
+
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        accelerator = of()
+        rank = accelerator.process_index
+        own = [100 * rank + n for n in range(3 + 4 * rank)]
+        data = Items(own) if stream else own
+        loader = accelerator.prepare_data_loader(DataLoader(data, 2, num_workers=workers), data="sharded")
+        shapes, seen = set(), []
+        for batch in loader:
+            shapes.add(tuple(batch.shape))
+            seen += accelerator.gather_for_metrics(batch).tolist()
+        return shapes, sorted(seen)
+
+    def all_of_them():
+        return [walked(stream=stream, workers=workers) for stream, workers in ((0, 0), (1, 0), (0, 1))]
+
+    wanted = [100 * rank + n for rank in range(ranks.size) for n in range(3 + 4 * rank)]
+    assert ranks.run(all_of_them) == [[({(2,)}, wanted)] * 3] * ranks.size
 
 
 KINDS = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -150,6 +153,88 @@ def test_the_model_and_what_adamw_keeps_are_cut_into_a_part_for_each_device(mesh
     assert names == ["embed.weight", "inner.weight", "inner.bias", "head.weight"]
     whole = [(16, 8), (8, 8), (8,)]
     assert held == [([(shape[0] // DEVICES, *shape[1:])] * DEVICES,) * 3 for shape in whole]
+
+
+def test_what_is_loaded_into_an_optimizer_lies_as_its_parameters_do(mesh):
+    def layouts():
+        import torch_xla
+
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model, twin = Tied(), Tied()
+        optimizer, other = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(twin.parameters())
+        loss_of(twin, *torch.randint(16, (2, 8, 3))).backward()
+        other.step()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        optimizer.load_state_dict(other.state_dict())
+        loaded = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
+        own = [other.state[parameter]["exp_avg"] for parameter in twin.parameters()]
+        layout = torch_xla._XLAC._get_xla_sharding_spec
+        assert all(torch.equal(one.cpu(), two) for one, two in zip(loaded, own, strict=True))
+        return [layout(tensor) for tensor in loaded], [layout(tensor) for tensor in model.parameters()]
+
+    states, parameters = mesh.run(layouts)[0]
+    assert (
+        states == parameters == ["{devices=[4,1]0,1,2,3}", "{devices=[4,1]0,1,2,3}", "{devices=[4]0,1,2,3}"]
+    )
+
+
+def test_a_tensor_is_put_together_on_the_host_whatever_the_devices_hold_of_it(mesh):
+    def hosted():
+        import torch_xla.debug.metrics as met
+
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, dtype=torch.bfloat16), nn.BatchNorm1d(3))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        prepared = accelerator.prepare(model)
+        state = model.state_dict()
+        state["again"] = state["0.weight"]
+        accelerator._backend.settle()
+        compiled = met.counter_value("UncachedCompile")
+        here = accelerator._backend.hosted(state)
+        assert met.counter_value("UncachedCompile") == compiled
+        assert here["again"] is here["0.weight"]
+        assert all(torch.equal(here[name], value) for name, value in before.items())
+        return {name: value.device.type for name, value in here.items()}, type(prepared).__name__
+
+    devices, kind = mesh.run(hosted)[0]
+    assert set(devices.values()) == {"cpu"}
+    assert kind == "SpmdFullyShardedDataParallel"
+
+
+def test_batch_normalisation_is_over_the_whole_batch(mesh):
+    def normalised():
+        from accel_runtime import Accelerator
+
+        accelerator = Accelerator()
+        model, loader = accelerator.prepare(
+            nn.BatchNorm1d(3), DataLoader(torch.arange(24.0).view(8, 3), BATCH)
+        )
+        (rows,) = loader
+        return model(rows).detach().cpu(), accelerator.get_state_dict(model)["running_mean"].cpu()
+
+    model, rows = nn.BatchNorm1d(3), torch.arange(24.0).view(8, 3)
+    wanted = model(rows).detach()
+    output, mean = mesh.run(normalised)[0]
+    torch.testing.assert_close(output, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mean, model.running_mean, atol=1e-5, rtol=0)
+
+
+def test_a_prepared_model_can_be_copied(mesh):
+    def copied():
+        import copy
+
+        from accel_runtime import Accelerator
+
+        model = Accelerator().prepare(Tied())
+        twin = copy.deepcopy(model)
+        tokens = torch.arange(8).view(4, 2).to("xla")
+        return (model(tokens) - twin(tokens)).abs().max().item(), twin.head.weight is twin.embed.weight
+
+    assert mesh.run(copied)[0] == (0.0, True)
 
 
 def test_every_tensor_of_a_batch_is_cut_by_rows_where_the_devices_divide_them(mesh):
@@ -332,7 +417,7 @@ def test_a_communication_hook_is_refused_and_other_options_of_ddp_have_nothing_t
     def refused():
         from accel_runtime import Accelerator, DistributedDataParallelKwargs
 
-        with pytest.raises(ValueError, match="comm_hook='bf16' changes what DDP sends") as error:
+        with pytest.raises(ValueError, match="comm_hook='bf16' changes how DDP sends gradients") as error:
             Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")]).prepare(
                 nn.Linear(4, 4)
             )
@@ -397,3 +482,76 @@ def test_a_checkpoint_of_one_continues_on_the_other_with_its_optimizer(mesh, tmp
     for name, value in exported.items():
         torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=0)
     assert {"embed.weight", "inner.weight", "inner.bias"} <= {*exported, "embed.weight"}
+
+
+SEEDED = """
+import torch
+from accel_runtime import Accelerator, set_seed
+set_seed(7)
+accelerator = Accelerator()
+print(accelerator.describe(), torch.randn(2, device=accelerator.device).tolist())
+"""
+SWITCHED_ON_LATE = """
+import torch, torch_xla
+torch.ones(1).to("xla")
+from accel_runtime import Accelerator
+Accelerator()
+"""
+LAUNCHED = """
+import torch_xla
+def main(index):
+    from accel_runtime import Accelerator
+    Accelerator()
+if __name__ == "__main__":
+    torch_xla.launch(main)
+"""
+PLAIN = """
+from accel_runtime import Accelerator
+Accelerator()
+"""
+
+
+def started(path, changed):
+    """A process of its own, on two devices."""
+    told = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "ACCEL_DEVICE": "xla", "ACCEL_SPMD": "1"}
+    return subprocess.run(
+        [sys.executable, path],
+        env=dict(os.environ) | told | changed,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_seed_that_is_set_before_the_accelerator_is_made_does_not_take_up_the_devices(script):
+    first, second = (started(script(SEEDED), {}) for _ in range(2))
+    assert "2 devices compute as one (SPMD)" in first.stdout, first.stderr
+    assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "changed", "said"),
+    [
+        (SWITCHED_ON_LATE, {}, "cannot be switched on any more"),
+        (LAUNCHED, {}, "not with torch_xla.launch"),
+        (PLAIN, {"PJRT_DEVICE": "TPU"}, "SPMD finds no device of the kind TPU"),
+        (PLAIN, {"ACCEL_SPMD": "0", "XLA_USE_SPMD": "1"}, "accel was not told"),
+    ],
+    ids=["a device in use", "torch_xla.launch", "no TPU", "not told"],
+)
+def test_where_devices_cannot_be_one_it_is_said_before_training(script, text, changed, said):
+    run = started(script(text), changed)
+    assert run.returncode != 0
+    assert said in run.stderr
+
+
+def test_a_process_whose_devices_are_one_refuses_a_backend_that_was_not_told(mesh):
+    def refused():
+        from accel_runtime import Accelerator
+
+        Accelerator()
+        with pytest.raises(RuntimeError, match="is a way to use XLA devices, and the device is cpu"):
+            Accelerator(cpu=True)
+
+    mesh.run(refused)

@@ -82,6 +82,21 @@ def test_even_batches_are_full_on_several_processes_to_the_end(world, split, dro
             assert all(set(shares[0].sizes) == {global_size // world} for _, shares in steps)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_one_process_that_keeps_shapes_completes_its_tail_from_the_start(drop_last):
+    for number, size in product(range(21), range(1, 6)):
+        sharding = Sharding(0, 1, size, drop_last=drop_last, static=True)
+        steps = list(sharding.cut(range(number)))
+        assert [step[: share.valid[0]] for step, share in steps] == chunks(
+            list(range(number)), size, drop_last=drop_last
+        )
+        assert all(len(step) == size == share.sizes[0] for step, share in steps)
+        for step, share in steps:
+            repeats = step[share.valid[0] :]
+            assert repeats == [n % min(number, size) for n in range(len(repeats))]
+        assert all(share.factor == 1.0 for _, share in steps)
+
+
 @every_division
 def test_uneven_batches_differ_by_one_sample_at_most_and_repeat_only_where_nothing_is_left(
     world, split, drop_last, even

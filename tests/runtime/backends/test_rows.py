@@ -1,0 +1,67 @@
+"""Rows: which tensors are cut over devices, and which of what a model makes of them are cut with them."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime.backends.rows import Rows
+
+
+@dataclass
+class Answer:
+    """An output as a dataclass."""
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...]
+    text: str = "nothing to cut"
+
+
+def rows(marked=None):
+    def sharding(rank):
+        return SimpleNamespace(xla_spec=lambda _: f"first of {rank}")
+
+    return Rows(4, sharding, (marked if marked is not None else []).append)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8,), "first of 1"),
+        ((4, 3), "first of 2"),
+        ((12, 0, 2), "first of 3"),
+        ((), None),
+        ((0, 3), None),
+        ((6, 4), None),
+        ((2,), None),
+    ],
+)
+def test_a_tensor_is_cut_by_its_first_dimension_where_the_devices_divide_it(shape, expected):
+    assert rows().xla_spec(torch.zeros(shape)) == expected
+
+
+def test_outputs_with_as_many_rows_as_the_input_are_cut_in_any_container():
+    def passed(*args, output, **kwargs):
+        marked = []
+        rows(marked).passed(nn.Identity(), args, kwargs, output)
+        return [tuple(tensor.shape) for tensor in marked]
+
+    batch, other, total = torch.zeros(8, 2), torch.zeros(4, 2), torch.tensor(1.0)
+    assert passed(batch, output=batch) == [(8, 2)]
+    assert passed(batch, output=(total, [batch, other])) == [(8, 2)]
+    assert passed(rows={"x": batch}, output=OrderedDict(loss=total, logits=batch)) == [(8, 2)]
+    assert passed(batch, output=Answer(batch, (other, batch))) == [(8, 2), (8, 2)]
+    assert passed(torch.zeros(6, 2), output=torch.zeros(6, 2)) == []
+    assert passed(batch, output="a text") == []
+    assert passed(batch, output=Answer) == []
+
+
+def test_a_copied_model_keeps_the_rows_it_has_as_a_hook():
+    own = rows()
+    assert copy.deepcopy([own])[0] is own

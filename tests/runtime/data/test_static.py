@@ -1,0 +1,106 @@
+"""One process whose device compiles every new shape: its tail is completed, and a gather for metrics drops the repeats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_runtime.backends.single import Single
+from accel_runtime.collectives import gather_valid
+from accel_runtime.data.loader import LoaderOptions, skip_first_batches
+from accel_runtime.data.loops import Loops
+from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.topology import Topology
+
+
+class Kept(Single):
+    """Keeps shapes."""
+
+    static_shapes = True
+
+
+class Items(IterableDataset):
+    """A stream of numbers."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
+@pytest.fixture
+def run():
+    """Walks a loader; gives its batches, and what is gathered of what `made` made of each."""
+    backend = Kept(Topology(), torch.device("cpu"))
+
+    def walked(loader, made=lambda batch: batch, *, skip=0, as_objects=False, **options):
+        loops = Loops(0, repeats=backend.repeats)
+        prepared = prepare_loader(loader, backend, loops, LoaderOptions(**options))
+        batches, gathered = [], []
+        for batch in skip_first_batches(prepared, skip):
+            batches.append(batch.tolist())
+            data = made(batch)
+            gathered.append(gather_valid(data, loops.steps_of(data), backend, as_objects=as_objects))
+        return batches, gathered, prepared
+
+    return walked
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_all_batches_are_full_and_every_sample_is_gathered_once(run, count, stream, skip):
+    data = Items(count) if stream else range(count)
+    batches, gathered, prepared = run(DataLoader(data, 4), skip=skip)
+    assert {len(batch) for batch in batches} <= {4}
+    assert [n for batch in gathered for n in batch.tolist()] == list(range(4 * skip, count))
+    assert prepared.repeats == (-count % 4 if batches else 0)
+
+
+def test_a_tail_is_kept_short_or_left_out_where_that_is_asked_for(run):
+    short, _, prepared = run(DataLoader(range(6), 4), even_batches=False)
+    assert short == [[0, 1, 2, 3], [4, 5]]
+    assert prepared.end == "the last batch is as short as it comes, a shape of its own"
+    left, _, prepared = run(DataLoader(range(6), 4, drop_last=True))
+    assert left == [[0, 1, 2, 3]]
+    assert prepared.end == "no repeats"
+
+
+def test_batches_of_the_scripts_own_that_have_no_size_are_left_as_they_are(run):
+    batches, gathered, _ = run(DataLoader(range(6), batch_sampler=[[0, 1, 2], [3], [4, 5]]))
+    assert batches == [[0, 1, 2], [3], [4, 5]]
+    assert [each.tolist() for each in gathered] == batches
+
+
+def test_what_is_gathered_has_its_form_without_the_repeats(run):
+    def made(batch):
+        words = [f"no {n}" for n in batch.tolist()]
+        return {
+            "rows": batch.repeat_interleave(2),
+            "loss": batch.sum(),
+            "words": words,
+            "pair": (batch, words),
+            "other": "text",
+            "more": [1, 2, 3],
+        }
+
+    _, gathered, _ = run(DataLoader(range(6), 4), made)
+    last = gathered[-1]
+    assert last["rows"].tolist() == [4, 4, 5, 5]
+    assert last["loss"].item() == 4 + 5 + 0 + 1
+    assert last["words"] == ["no 4", "no 5"]
+    assert last["pair"][0].tolist() == [4, 5]
+    assert last["pair"][1] == ["no 4", "no 5"]
+    assert (last["other"], last["more"]) == ("text", [1, 2, 3])
+
+
+def test_tensors_of_any_shape_one_a_sample_are_objects_where_that_is_said(run):
+    _, gathered, _ = run(DataLoader(range(6), 4), lambda b: [torch.ones(int(n)) for n in b], as_objects=True)
+    assert [len(one) for one in gathered[-1]] == [4, 5]
+
+
+def test_rows_that_have_nothing_to_do_with_the_batch_are_refused(run):
+    with pytest.raises(ValueError, match="3 rows for batches of 4 samples"):
+        run(DataLoader(range(6), 4), lambda _: torch.ones(3))

@@ -1,0 +1,40 @@
+"""What the pages of the docs show of torch_xla happens, on its CPU device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def docs():
+    """The test of the docs, with the reader that does what a page says."""
+    spec = importlib.util.spec_from_file_location("docs_of_all", ROOT / "tests" / "test_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_needs_torch_xla_on_a_page_happens(docs, tmp_path, monkeypatch):
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    mine = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}
+    others = {command: why for command, why in docs.ELSEWHERE.items() if command not in mine}
+    pages = {block.page for block in docs.ALL if any(one.text in mine for one in docs.commands(block))}
+    assert pages
+    for number, page in enumerate(sorted(pages)):
+        # What a page says of a TPU is tried on the CPU device.
+        reader = docs.Reader(tmp_path / str(number), others, {"PJRT_DEVICE": "CPU"})
+        monkeypatch.chdir(reader.folder)
+        for block in docs.blocks(page):
+            if block.title:
+                reader.file(block)
+            elif block.language == "console":
+                reader.console(block)

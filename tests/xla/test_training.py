@@ -1,0 +1,533 @@
+"""Training on replicas of torch_xla gives the numbers of one process on the CPU, or of processes over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, LocalSGD
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+BATCH = 8
+CLOSE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _here_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+
+
+def filled(model, seed=0):
+    """The model with weights that do not come from torch's generator, which threads have in common."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def network(seed=0):
+    return filled(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), seed)
+
+
+def sgd(model, rate=0.1):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9)
+
+
+def parts(accelerator, steps=4):
+    """This process's part of each global batch, on its device."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = torch.randn(BATCH, 4, generator=generator)
+        yield batch.chunk(accelerator.num_processes)[accelerator.process_index].to(accelerator.device)
+
+
+def loss_of(model, batch):
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def step(accelerator, optimizer, loss):
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plainly(accelerator):
+    model = network()
+    optimizer = sgd(model)  # made before the model goes anywhere
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def with_every_option_of_ddp_that_changes_no_number(accelerator):
+    return plainly(accelerator)
+
+
+def with_state_of_the_optimizer_from_before(accelerator):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loss_of(model, torch.ones(2, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+    return [model, [state["exp_avg_sq"] for state in optimizer.state.values()]]
+
+
+def with_parameters_that_are_frozen_or_unused(accelerator):
+    model = network()
+    model[0].weight.requires_grad_(requires_grad=False)
+    model.unused = nn.Linear(2, 2)
+    filled(model)
+    model.forward = lambda batch: model[2](torch.tanh(model[0](batch)))
+    optimizer = sgd(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def with_two_models_and_two_optimizers(accelerator):
+    models = [network(), network(1)]
+    first, second, one, two = accelerator.prepare(*models, sgd(models[0]), sgd(models[1], 0.01))
+    for batch in parts(accelerator):
+        step(accelerator, one, loss_of(first, batch) + second(batch).mean())
+        step(accelerator, two, loss_of(second, batch))
+    return models
+
+
+def with_a_teacher_that_does_not_learn(accelerator):
+    teacher = accelerator.prepare_model(network(1), evaluation_mode=True)
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in parts(accelerator):
+        with torch.no_grad():
+            wanted = teacher(batch)
+        step(accelerator, optimizer, (model(batch) - wanted).square().mean())
+    return [model, teacher]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.outside = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.outside.weight = self.inside.weight
+
+    def forward(self, batch):
+        return self.outside(torch.tanh(self.inside(batch)))
+
+
+def with_tied_weights(accelerator):
+    model = filled(Tied())
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    assert model.inside.weight is model.outside.weight
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def with_hooks_of_the_script(accelerator):
+    model = network()
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    model[2].weight.register_hook(lambda grad: grad * 3)
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def accumulating(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in parts(accelerator, 6):
+        with accelerator.accumulate(model):
+            step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def with_a_pass_in_no_sync(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in parts(accelerator):
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, batch[:1]))
+        step(accelerator, optimizer, loss_of(model, batch))
+    return model
+
+
+def with_sync_in_the_backward_pass_only(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in parts(accelerator):
+        with accelerator.no_sync(model):
+            loss = loss_of(model, batch)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def with_weights(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for index, batch in enumerate(parts(accelerator, 6)):
+        kept = (
+            batch[batch[:, 0] > -0.5] if index else batch[:0]
+        )  # another number of rows on every rank, and none
+        with accelerator.accumulate(model):
+            loss = loss_of(model, kept) if len(kept) else model(batch).sum() * 0
+            accelerator.backward(loss, weight=len(kept))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def clipping(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    norms = []
+    for batch in parts(accelerator):
+        accelerator.backward(loss_of(model, batch))
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+        accelerator.clip_grad_value_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model, norms]
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        plainly,
+        with_every_option_of_ddp_that_changes_no_number,
+        with_state_of_the_optimizer_from_before,
+        with_parameters_that_are_frozen_or_unused,
+        with_two_models_and_two_optimizers,
+        with_a_teacher_that_does_not_learn,
+        with_tied_weights,
+        with_hooks_of_the_script,
+        accumulating,
+        with_sync_in_the_backward_pass_only,
+        with_weights,
+        clipping,
+    )
+}
+
+
+def local_sgd(accelerator):
+    model = network()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for batch in parts(accelerator, 5):
+            step(accelerator, optimizer, loss_of(model, batch))
+            local.step()
+    return accelerator.unwrap_model(model)
+
+
+def with_buffers(accelerator):
+    """Statistics of each rank's own part, and those of the first at each pass that will average."""
+    model = filled(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    seen = []
+    for index, batch in enumerate(parts(accelerator, 6)):
+        if index == 3:
+            model.eval()
+            with torch.no_grad():
+                seen.append(accelerator.gather(model(batch)))
+            model.train()
+        with accelerator.accumulate(model):
+            step(accelerator, optimizer, loss_of(model, batch))
+        accelerator.wait_for_everyone()
+    plain = accelerator.unwrap_model(model)
+    return [plain, [buffer.clone() for buffer in plain.buffers()], seen]
+
+
+def with_a_part_that_only_one_rank_uses(accelerator):
+    model = network()
+    model.sometimes = nn.Linear(1, 1)
+    filled(model)
+    rank = accelerator.process_index
+
+    def forward(batch):
+        found = model[2](torch.tanh(model[0](batch)))
+        return model.sometimes(found) if rank else found
+
+    model.forward = forward
+    plain = model
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for batch in parts(accelerator):
+        step(accelerator, optimizer, loss_of(model, batch))
+        accelerator.wait_for_everyone()
+    return plain
+
+
+RANKED = {
+    case.__name__: case
+    for case in (local_sgd, with_buffers, with_a_part_that_only_one_rank_uses, with_a_pass_in_no_sync)
+}
+OPTIONS = {
+    "accumulating": {"gradient_accumulation_steps": 2},
+    "with_weights": {"gradient_accumulation_steps": 2},
+    "with_buffers": {"gradient_accumulation_steps": 2},
+    "with_buffers_left_alone": {"gradient_accumulation_steps": 2},
+}
+DDP = {
+    "with_every_option_of_ddp_that_changes_no_number": {
+        "bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+    },
+    "with_parameters_that_are_frozen_or_unused": {"find_unused_parameters": True},
+    "with_a_part_that_only_one_rank_uses": {"find_unused_parameters": True},
+    "with_buffers_left_alone": {"broadcast_buffers": False},
+}
+
+
+def numbers(found):
+    """All numbers of models and tensors, on the CPU."""
+    if isinstance(found, (list, tuple)):
+        return [number for item in found for number in numbers(item)]
+    if isinstance(found, nn.Module):
+        return [parameter.detach().cpu() for parameter in found.parameters()]
+    return [found.detach().cpu()]
+
+
+def trained(case, name):
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(**DDP.get(name, {}))], **OPTIONS.get(name, {})
+    )
+    found = case(accelerator)
+    accelerator.wait_for_everyone()
+    return numbers(found)
+
+
+def agree(got, wanted, tolerance=CLOSE):
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_replicas_train_as_one_process(replicas, gloo, name):
+    wanted = gloo[1].run(trained, CASES[name], name)[0]
+    for got in replicas[2].run(trained, CASES[name], name):
+        agree(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["plainly", "accumulating", "with_weights"])
+def test_one_replica_and_four_train_as_one_process(replicas, gloo, name):
+    wanted = gloo[1].run(trained, CASES[name], name)[0]
+    for size in (1, 4):
+        for got in replicas[size].run(trained, CASES[name], name):
+            agree(got, wanted)
+
+
+@pytest.mark.parametrize("name", [*RANKED, "with_buffers_left_alone"])
+def test_two_replicas_train_as_two_processes_where_ranks_differ(replicas, gloo, name):
+    case = RANKED.get(name, with_buffers)
+    wanted = gloo[2].run(trained, case, name)
+    for got, other in zip(replicas[2].run(trained, case, name), wanted, strict=True):
+        agree(got, other)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ten_losses_are_those_of_plain_torch(replicas, size):
+    data = [(row, row.sum()) for row in torch.randn(80, 4, generator=torch.Generator().manual_seed(2))]
+
+    def losses(data):
+        accelerator = Accelerator(split_batches=True)
+        model = network()
+        model, optimizer, loader = accelerator.prepare(model, sgd(model, 0.05), DataLoader(data, BATCH))
+        found = []
+        for rows, sums in loader:
+            loss = functional.mse_loss(model(rows).flatten(), sums)
+            step(accelerator, optimizer, loss)
+            found.append(accelerator.reduce(loss.detach(), "mean").cpu())
+        return torch.stack(found)
+
+    model = network()
+    optimizer = sgd(model, 0.05)
+    wanted = []
+    for rows, sums in DataLoader(data, BATCH):
+        loss = functional.mse_loss(model(rows).flatten(), sums)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        wanted.append(loss.detach())
+    for got in replicas[size].run(losses, data):
+        torch.testing.assert_close(got, torch.stack(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_in_bfloat16_are_averaged(replicas):
+    def gradients():
+        accelerator = Accelerator()
+        model = accelerator.prepare(filled(nn.Linear(4, 1)).bfloat16())
+        accelerator.backward((model.weight * (accelerator.process_index + 1)).sum())
+        accelerator.wait_for_everyone()
+        return model.weight.grad.cpu()
+
+    for got in replicas[2].run(gradients):
+        assert torch.equal(got, torch.full((1, 4), 1.5, dtype=torch.bfloat16))
+
+
+def test_autocast_computes_in_bfloat16_and_gives_float32(replicas, gloo):
+    def computed():
+        accelerator = Accelerator(mixed_precision="bf16")
+        model = accelerator.prepare(network())
+        found = model(torch.linspace(-1, 1, 8, device=accelerator.device).view(2, 4))
+        accelerator.backward(found.square().mean())
+        accelerator.wait_for_everyone()
+        return found.detach().cpu(), model[0].weight.grad.cpu(), model[0].weight.dtype
+
+    wanted, gradient, _ = gloo[1].run(computed)[0]
+    for got, own, dtype in replicas[2].run(computed):
+        assert got.dtype == own.dtype == dtype == torch.float32
+        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(own, gradient, atol=1e-2, rtol=1e-2)
+        assert not torch.equal(got, network()(torch.linspace(-1, 1, 8).view(2, 4)))
+
+
+def test_a_loop_without_a_prepared_loader_does_not_record_for_ever(replicas):
+    def recorded():
+        import torch_xla
+
+        accelerator = Accelerator()
+        model = network()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        lengths = []
+        for batch in parts(accelerator, 6):
+            step(accelerator, optimizer, loss_of(model, batch))
+            lengths.append(len(torch_xla._XLAC._get_xla_tensors_text([model[0].weight])))
+        return lengths
+
+    for lengths in replicas[2].run(recorded):
+        assert len(set(lengths)) == 1
+
+
+def test_a_loop_over_a_prepared_loader_is_cut_off_by_it_alone(replicas):
+    def recorded():
+        import torch_xla
+
+        accelerator = Accelerator()
+        model = network()
+        data = [torch.ones(4)] * 24
+        model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(data, 4))
+        lengths = []
+        for batch in loader:
+            step(accelerator, optimizer, loss_of(model, batch))
+            lengths.append(len(torch_xla._XLAC._get_xla_tensors_text([model[0].weight])))
+        accelerator.wait_for_everyone()
+        return lengths, len(torch_xla._XLAC._get_xla_tensors_text([model[0].weight]))
+
+    for lengths, settled in replicas[2].run(recorded):
+        assert len(lengths) == 3
+        assert min(lengths) > 2 * settled
+        assert max(lengths) < 2 * min(lengths)
+
+
+def test_a_gradient_that_only_some_replicas_have_is_refused_by_name(replicas):
+    def said():
+        accelerator = Accelerator()
+        model = accelerator.prepare(network())
+        rank = accelerator.process_index
+        loss = model[0].weight.sum() if rank else model(torch.ones(2, 4, device=accelerator.device)).sum()
+        try:
+            accelerator.backward(loss)
+        except RuntimeError as error:
+            return str(error)
+
+    for text in replicas[2].run(said):
+        assert "no gradient of '0.bias' on rank 1" in text
+        assert "find_unused_parameters=True" in text
+
+
+def test_a_backward_pass_that_failed_does_not_keep_the_next_from_averaging(replicas):
+    def gradients():
+        accelerator = Accelerator()
+        model = accelerator.prepare(filled(nn.Linear(4, 4, bias=False)))
+        failing = (model.weight * 1).clone()
+        failing.register_hook(lambda _: 1 / 0)
+        own = model(torch.ones(1, 4, device=accelerator.device)) * (accelerator.process_index + 1)
+        try:
+            accelerator.backward(model.weight.sum() + failing.sum() + own.sum())
+        except ZeroDivisionError:
+            model.zero_grad()
+        accelerator.backward((model.weight * (accelerator.process_index + 1)).sum())
+        accelerator.wait_for_everyone()
+        return model.weight.grad.cpu()
+
+    for got in replicas[2].run(gradients):
+        assert torch.equal(got, torch.full((4, 4), 1.5))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mixed_precision": "fp16"}, "torch_xla has none: use bf16"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="fp16")]}, "leave comm_hook out"),
+        ({"kwargs_handlers": [InitProcessGroupKwargs(init_method="file:///x")]}, "init_method='file:///x'"),
+    ],
+)
+def test_what_replicas_do_not_have_is_refused_when_the_accelerator_is_made(replicas, size, options, said):
+    def refused(options):
+        try:
+            Accelerator(**options)
+        except ValueError as error:
+            return str(error)
+
+    assert all(said in text for text in replicas[size].run(refused, options))
+
+
+def test_joining_uneven_inputs_is_refused_unless_there_is_nothing_to_join(replicas):
+    def refused():
+        accelerator = Accelerator()
+        model = accelerator.prepare(network())
+        with accelerator.join_uneven_inputs([model], even_batches=True):
+            pass
+        try:
+            with accelerator.join_uneven_inputs([model]):
+                pass
+        except RuntimeError as error:
+            return str(error)
+
+    assert all("prepared: those give every rank as many batches" in text for text in replicas[2].run(refused))
+
+
+def test_a_copy_of_a_replicated_model_belongs_to_no_run(replicas):
+    def copied():
+        import copy
+
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        twin = copy.deepcopy(model)
+        if accelerator.is_main_process:  # not a collective, so nobody else has to come
+            twin(torch.ones(2, 4, device=accelerator.device))
+        accelerator.wait_for_everyone()
+        return True
+
+    assert all(replicas[2].run(copied))
+
+
+def test_generators_of_the_device_are_those_of_the_first_rank_if_asked(replicas):
+    def numbers_drawn():
+        import torch_xla.core.xla_model as xm
+
+        accelerator = Accelerator(rng_types=["xla"])
+        xm.set_rng_state(7 + accelerator.process_index)
+        loader = accelerator.prepare(DataLoader([torch.ones(1)] * 4, 1))
+        for _ in loader:
+            drawn = torch.rand(3, device=accelerator.device).cpu()
+        return drawn
+
+    first, second = replicas[2].run(numbers_drawn)
+    assert torch.equal(first, second)
