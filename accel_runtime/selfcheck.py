@@ -112,7 +112,7 @@ def main() -> int:
     done = [_check(check, asked if check is precision else exact) for check in CHECKS]
     held = all(one.held for one in done)
     if facts := exact.describe().device:
-        exact.print(_report(facts, exact, done))
+        exact.print(_report(facts, asked, done))
     exact.print("everything works here" if held else "something does not work here: see above")
     return 0 if held else 1
 

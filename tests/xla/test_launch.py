@@ -261,5 +261,6 @@ def test_the_example_learns_on_replicas_what_it_learns_on_processes(accel, launc
     on_two = accuracy(launch(*arguments))
     devices(1)
     on_one = accuracy(launch(*arguments))
-    assert on_gloo > 0.8
-    assert (on_one, on_two) == pytest.approx((on_gloo, on_gloo), abs=0.01)
+    assert on_gloo > 0.9
+    # Replicas that are threads draw from one generator in turns: they begin with other weights.
+    assert min(on_one, on_two) > on_gloo - 0.02
