@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel_runtime import Accelerator, PartialState
+from accel_runtime.collectives import gather_object
 from accel_runtime.current import current_backend, set_current_backend
 from accel_runtime.logging import get_logger
 from accel_runtime.rng import set_seed
@@ -148,7 +149,7 @@ def test_replicas_that_do_different_things_at_once_do_not_meet(replicas, size):
                 synced.append(accelerator.sync_gradients)
             with accelerator.autocast():
                 half = torch.is_autocast_enabled("xla")
-        everyone = accelerator.gather_object([(rank, half)])
+        everyone = gather_object([(rank, half)], accelerator._backend)
         return kept, synced, everyone
 
     halves = [(rank, rank > 0) for rank in range(size)]
