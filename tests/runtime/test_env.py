@@ -20,6 +20,7 @@ from accel_runtime.env import (
     ProcessGroupBackend,
     Settings,
     SettingsError,
+    placed_by_device,
     variable,
 )
 
@@ -96,3 +97,19 @@ def test_the_variables_of_the_launcher_alone_are_no_concern_of_ours():
 @pytest.mark.parametrize(("text", "means"), [("1", "fp16"), ("True", "fp16"), ("no", "no"), ("", "no")])
 def test_the_switch_of_early_scripts_asks_for_fp16(text, means):
     assert Settings.from_env({EARLY_FP16: text}).mixed_precision == means
+
+
+@pytest.mark.parametrize(
+    ("environ", "device"),
+    [
+        ({"PJRT_DEVICE": "TPU"}, "xla"),
+        ({"PJRT_DEVICE": "TPU", "ACCEL_DEVICE": "auto"}, "xla"),
+        ({"PJRT_DEVICE": "TPU", "ACCEL_DEVICE": "cpu"}, "cpu"),
+        ({"PJRT_DEVICE": ""}, "auto"),
+        ({"ACCEL_DEVICE": "xla"}, "xla"),
+        ({}, "auto"),
+    ],
+)
+def test_who_sets_the_variable_of_torch_xla_wants_it_unless_a_device_is_named(environ, device):
+    assert Settings.from_env(environ).device == device
+    assert placed_by_device(environ) is (device == "xla")

@@ -1,0 +1,120 @@
+"""Collectives of tensors on replicas' devices: the cases of processes, and what only a device that compiles gets wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+
+from accel_runtime import MismatchError
+from accel_runtime.tree import map_tensors
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+_PATH = Path(__file__).parent.parent / "runtime" / "test_collectives.py"
+_SPEC = importlib.util.spec_from_file_location("collectives_of_processes", _PATH)
+CASES = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = CASES
+_SPEC.loader.exec_module(CASES)
+cloudpickle.register_pickle_by_value(CASES)
+
+# Each of their many examples would be a program to compile.
+LEFT_OUT = {
+    "test_any_tree_is_gathered_as_if_by_hand",
+    "test_any_tensors_are_reduced_as_if_by_hand",
+}
+
+
+def on_device(function, *args):
+    """Call a function whose tensors are on the device of the replica, unless it says otherwise."""
+    import torch_xla
+
+    device = torch_xla.device()
+    torch.set_default_device(device)
+    try:
+        found = function(*(map_tensors(lambda tensor: tensor.to(device), arg) for arg in args))
+    finally:
+        torch.set_default_device(None)
+    torch_xla.sync(wait=True)
+    return map_tensors(lambda tensor: tensor.cpu(), found)
+
+
+class OnDevice:
+    """Replicas that compute on their devices."""
+
+    def __init__(self, replicas):
+        self._replicas = replicas
+        self.size = replicas.size
+
+    def run(self, function, *args):
+        return self._replicas.run(on_device, function, *args)
+
+
+@pytest.fixture(params=[1, 2, 4], ids=["1 replica", "2 replicas", "4 replicas"])
+def ranks(request, replicas):
+    """One, two and four replicas in turn."""
+    return OnDevice(replicas[request.param])
+
+
+@pytest.fixture(params=[2, 4], ids=["2 replicas", "4 replicas"])
+def several(request, replicas):
+    """Two and four replicas in turn."""
+    return OnDevice(replicas[request.param])
+
+
+globals().update(
+    {
+        name: case
+        for name, case in vars(CASES).items()
+        if name.startswith("test_")
+        and name not in LEFT_OUT
+        and {"ranks", "several"} & set(inspect.signature(case).parameters)
+    }
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_a_broadcast_takes_nothing_from_ranks_that_hold_no_numbers(several, dtype):
+    def broadcast(dtype):
+        b = CASES.backend()
+        bad = float("nan") if dtype.is_floating_point else 1
+        mine = torch.full((3,), 0 if b.topology.rank == 1 else bad, dtype=dtype, device=b.device)
+        return b.broadcast(mine, 1)
+
+    for got in several.run(broadcast, dtype):
+        assert torch.equal(got, torch.zeros(3, dtype=dtype))
+
+
+def test_scalars_that_are_another_constant_on_every_rank_are_combined(several):
+    def combined():
+        from accel_runtime.collectives import gather, reduce
+
+        b = CASES.backend()
+        mine = torch.tensor(b.topology.rank, device=b.device)
+        own = torch.tensor(float(b.topology.rank), device=b.device)
+        return gather(mine, b), reduce(own, "sum", b), reduce(mine, "sum", b)
+
+    total = sum(range(several.size))
+    for gathered, summed, counted in several.run(combined):
+        assert gathered.tolist() == list(range(several.size))
+        assert summed.item() == counted.item() == total
+
+
+def test_replicas_that_call_different_collectives_are_told_so(several):
+    def called():
+        from accel_runtime.collectives import gather, reduce
+
+        b = CASES.backend()
+        own = torch.ones(2, device=b.device)
+        try:
+            gather(own, b) if b.topology.rank else reduce(own, "sum", b)
+        except MismatchError as error:
+            return str(error)
+
+    texts = several.run(called)
+    assert all("rank 0: reduce" in text and "rank 1: gather" in text for text in texts)

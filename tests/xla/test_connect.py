@@ -1,0 +1,74 @@
+"""What a person reads when torch_xla is missing, does not fit, or was started by somebody else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+HERE = importlib.util.find_spec("torch_xla") is not None
+SCRIPT = "from accel_runtime import Accelerator\na = Accelerator()\nprint(a.device, a.num_processes)\n"
+
+
+def ran(*command, **variables):
+    """A process that is told so, as it ended."""
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.skipif(HERE, reason="torch_xla is installed")
+@pytest.mark.parametrize("variables", [{"ACCEL_DEVICE": "xla"}, {"PJRT_DEVICE": "TPU"}], ids=str)
+def test_without_torch_xla_the_message_says_what_to_install(variables):
+    done = ran("-c", SCRIPT, **variables)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "No module named 'torch_xla'" in said
+    assert 'pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0' in said
+
+
+def test_a_torch_that_does_not_fit_is_named(tmp_path):
+    (tmp_path / "torch_xla.py").write_text(
+        "raise ImportError('_XLAC.so: undefined symbol: _ZN5torch8autograd10deleteNodeEPNS0_4NodeE')"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = ran("-c", SCRIPT, ACCEL_DEVICE="xla", PYTHONPATH=path)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert "torch_xla cannot be loaded beside torch 2." in said
+    assert "undefined symbol" in said
+    assert "released in pairs" in said
+
+
+@pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
+def test_the_variable_of_torch_xla_means_torch_xla():
+    assert ran("-c", SCRIPT, PJRT_DEVICE="CPU").stdout.split() == ["xla:0", "1"]
+
+
+@pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
+def test_that_torch_xla_is_installed_says_nothing():
+    environ = {"PJRT_DEVICE": ""}
+    assert ran("-c", SCRIPT, **environ).stdout.split() == ["cpu", "1"]
+
+
+@pytest.mark.skipif(not HERE, reason="torch_xla is in an environment of its own: make test-xla")
+def test_torchrun_which_makes_every_process_rank_0_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = ran(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)),
+        ACCEL_DEVICE="xla",
+        PJRT_DEVICE="CPU",
+    )
+    assert done.returncode != 0
+    assert "WORLD_SIZE=2 says that there are 2 processes, but torch_xla sees 1 replica(s)" in done.stderr
+    assert "accel launch with launcher.kind: xla" in done.stderr

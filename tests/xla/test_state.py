@@ -1,0 +1,191 @@
+"""Who a replica is, before and after there is an Accelerator, where replicas are threads of one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from accel_runtime import Accelerator, PartialState
+from accel_runtime.current import current_backend, set_current_backend
+from accel_runtime.logging import get_logger
+from accel_runtime.rng import set_seed
+from accel_runtime.topology import Topology
+
+pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
+
+
+class Heard(logging.Handler):
+    """Keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def test_a_replica_knows_its_rank_before_it_has_joined_the_others(replicas):
+    def ranks():
+        set_current_backend(None)
+        return Topology.standing().rank, Topology.standing().world_size, Topology.here().world_size
+
+    assert replicas[2].run(ranks) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_logger_writes_on_the_first_replica_unless_told_otherwise(replicas):
+    def written():
+        import threading
+
+        set_current_backend(None)
+        logger, heard = get_logger(f"replica {threading.get_ident()}"), Heard()
+        logger.logger.addHandler(heard)
+        logger.warning("once")
+        logger.warning("each", main_process_only=False)
+        Accelerator()
+        logger.warning("in turn", in_order=True)
+        return heard.lines
+
+    first, second = replicas[2].run(written)
+    assert first == ["[RANK 0] once", "[RANK 0] each", "[RANK 0] in turn"]
+    assert second == ["[RANK 1] each", "[RANK 1] in turn"]
+
+
+def test_a_warning_that_another_replica_kept_to_itself_is_written_once(replicas):
+    def written():
+        shared = vars(logging.getLogger("shared by replicas"))
+        logger = shared.setdefault("adapter", get_logger("shared by replicas"))
+        heard = shared.setdefault("heard", Heard())
+        state = PartialState()
+        if state.is_main_process:
+            logger.logger.addHandler(heard)
+        for turn in (1, 0):
+            if state.process_index == turn:
+                logger.warning_once("careful")
+                logger.warning_once("careful")
+            state.wait_for_everyone()
+        return heard.lines
+
+    assert replicas[2].run(written) == [["[RANK 0] careful"]] * 2
+
+
+def test_a_progress_bar_is_shown_by_the_first_replica(replicas):
+    def shown():
+        from accel_runtime.progress import tqdm
+
+        set_current_backend(None)
+        return not tqdm(range(2)).disable, not tqdm(range(2), main_process_only=False).disable
+
+    pytest.importorskip("tqdm")
+    assert replicas[2].run(shown) == [(True, True), (False, True)]
+
+
+def test_a_seed_reaches_the_device_and_can_be_each_replicas_own(replicas):
+    def drawn():
+        set_current_backend(None)
+        found = []
+        for specific in (False, True, False):
+            set_seed(5, device_specific=specific)
+            device = Accelerator().device
+            found.append(torch.rand(3, device=device).cpu())
+        return found
+
+    (one, own, again), (other, others, _) = replicas[2].run(drawn)
+    assert torch.equal(one, other)
+    assert torch.equal(one, again)
+    assert not torch.equal(own, others)
+
+
+def test_a_state_says_who_does_what(replicas, tmp_path):
+    def done(folder):
+        import time
+
+        set_current_backend(None)
+        state = PartialState()
+        only = state.on_main_process(lambda: "did it")()
+        with state.main_process_first():
+            time.sleep(0.3 * (not state.process_index))
+            (folder / f"{len(list(folder.iterdir()))} was {state.process_index}").touch()
+        with state.split_between_processes([1, 2, 3]) as own:
+            return state.process_index, state.local_process_index, bool(state.is_main_process), only, own
+
+    assert replicas[2].run(done, tmp_path) == [
+        (0, 0, True, "did it", [1, 2]),
+        (1, 1, False, None, [3]),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0 was 0", "1 was 1"]
+
+
+def test_a_tracker_records_on_the_first_replica(replicas, tmp_path):
+    def tracked(folder):
+        accelerator = Accelerator(log_with="jsonl", project_dir=folder)
+        accelerator.init_trackers("run", config={"rate": 0.1})
+        accelerator.log({"loss": 1.0 + accelerator.process_index}, step=3)
+        accelerator.end_training()
+        accelerator.wait_for_everyone()
+
+    replicas[2].run(tracked, tmp_path)
+    lines = [json.loads(line) for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == [1.0] or "2.0" not in json.dumps(lines)
+    assert lines
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_that_do_different_things_at_once_do_not_meet(replicas, size):
+    def done():
+        state = PartialState()
+        rank = state.process_index
+        accelerator = Accelerator(
+            gradient_accumulation_steps=rank + 1, mixed_precision="bf16" if rank else "no"
+        )
+        kept = current_backend() is accelerator._backend
+        synced = []
+        for _ in range(4):
+            with accelerator.accumulate():
+                synced.append(accelerator.sync_gradients)
+            with accelerator.autocast():
+                half = torch.is_autocast_enabled("xla")
+        everyone = accelerator.gather_object([(rank, half)])
+        return kept, synced, everyone
+
+    halves = [(rank, rank > 0) for rank in range(size)]
+    for rank, (kept, synced, everyone) in enumerate(replicas[size].run(done)):
+        assert kept
+        assert synced == [step % (rank + 1) == 0 for step in range(1, 5)]
+        assert everyone == halves
+
+
+def test_the_first_replica_of_a_process_has_its_heartbeat(replicas, tmp_path):
+    def beating(folder):
+        import os
+
+        from accel_runtime.env import RANK_FOLDER
+        from accel_runtime.heartbeat import _of_process, heartbeat
+
+        state = PartialState()
+        if state.is_main_process:
+            os.environ[RANK_FOLDER] = str(folder)
+            _of_process.cache_clear()
+        state.wait_for_everyone()
+        set_current_backend(None)
+        PartialState()
+        found = heartbeat() is not None
+        state.wait_for_everyone()
+        if state.is_main_process:
+            del os.environ[RANK_FOLDER]
+            _of_process.cache_clear()
+        return found
+
+    assert replicas[4].run(beating, tmp_path) == [True, False, False, False]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_notebook_is_told_how_replicas_are_started(monkeypatch):
+    from accel_runtime import notebook_launcher
+
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    with pytest.raises(ValueError, match=r"torch_xla .* starts its replicas itself"):
+        notebook_launcher(print, num_processes=2)
