@@ -198,5 +198,5 @@ def _pjrt_device(job: Job) -> str:
         return "TPU"
     raise UsageError(
         f"launcher.kind: xla, but this machine has no TPU ({job.machine.summary}); PJRT_DEVICE=CPU accel launch ... "
-        "tries a script on torch_xla's CPU device, and CPU_NUM_DEVICES says with how many replicas"
+        "tries a script on torch_xla's CPU device"
     )

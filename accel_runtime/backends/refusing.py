@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from types import BuiltinFunctionType
 from typing import Any
 
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
 
-__all__ = ["check_format", "check_hooks", "check_numbers", "check_spmd", "check_world", "patience"]
+__all__ = [
+    "check_format",
+    "check_hooks",
+    "check_meeting",
+    "check_numbers",
+    "check_spmd",
+    "check_world",
+    "patience",
+]
 
 _CHANGE_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
 
@@ -95,6 +104,25 @@ def check_world(topology: Topology, world: int) -> None:
             f"WORLD_SIZE={topology.world_size} says that there are {topology.world_size} processes, but torch_xla sees "
             f"{world} replica(s): every process would take itself for rank 0. Leave starting to torch_xla: "
             "accel launch with launcher.kind: xla."
+        )
+
+
+def check_meeting(kind: str, world: int, send: object) -> None:
+    """Refuse replicas that cannot meet: those of the CPU device, as it comes, end the process at their first collective.
+
+    Args:
+        kind: Of the device, as torch_xla has it.
+        world: How many replicas there are.
+        send: torch_xla's function that sends graphs off; what lets replicas meet has taken its place.
+
+    Raises:
+        RuntimeError: They cannot.
+    """
+    if kind == "CPU" and world > 1 and isinstance(send, BuiltinFunctionType):
+        raise RuntimeError(
+            f"torch_xla's CPU device has no collectives between its replicas, of which there are {world} "
+            "(CPU_NUM_DEVICES): the first one would end the process after ten seconds (pytorch/xla issue 5005). Try a "
+            "script with one replica, or with launcher.spmd: true on all devices."
         )
 
 

@@ -19,7 +19,6 @@ from accel_runtime.backends.feeding import Belt, fed, stepper
 from accel_runtime.backends.hosts import ByHosts, Hosts, Kept
 from accel_runtime.backends.meshing import Machinery, Meshed, devices
 from accel_runtime.backends.moving import hosted, moved
-from accel_runtime.backends.refusing import check_format, check_hooks, check_numbers, check_world, patience
 from accel_runtime.backends.seed import Seed
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.watching import Counts, Watch
@@ -66,8 +65,8 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> 
         ValueError: An option that cannot be honoured, or a variable that asks for another number format.
         RuntimeError: They do not. Or all devices are to be one (SPMD), and cannot.
     """
-    check_numbers(os.environ)
-    timeout = patience(settings, options)
+    refusing.check_numbers(os.environ)
+    timeout = refusing.patience(settings, options)
     parts = _parts(settings, topology)
     place = standing(topology)
     if not _HERE.seeded:
@@ -77,6 +76,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> 
         return Mesh(parts)
     if place.world_size == 1:
         return Lone(place, torch_xla.device())
+    refusing.check_meeting(xr.device_type(), place.world_size, torch_xla._XLAC._xla_step_marker)  # noqa: SLF001
     if xr.local_ordinal() % xr.addressable_device_count():
         keep_still()  # a process has one heart, and its first replica's is watched
     return Replicas(place, torch_xla.device(), _hosts(place, timeout))
@@ -93,7 +93,7 @@ def standing(topology: Topology) -> Topology:
     """
     torch_xla.device()
     world = xr.world_size()
-    check_world(topology, world)
+    refusing.check_world(topology, world)
     if world == 1:
         return Topology()
     return Topology(xr.global_ordinal(), world, xr.local_ordinal(), xr.local_device_count(), launched=True)
@@ -135,8 +135,8 @@ class _Lazy(Backend):
 
     @override
     def check(self, replication: dict[str, Any], mixed_precision: MixedPrecision) -> None:
-        check_format(mixed_precision)
-        check_hooks(replication)
+        refusing.check_format(mixed_precision)
+        refusing.check_hooks(replication)
 
     @override
     def after_step(self) -> Callable[[], None]:
