@@ -29,8 +29,6 @@ class Averaging:
         model: Its trainable parameters are those averaged.
         average: Makes gradients their mean over the replicas, in place.
         agreement: Tells which parameters each replica has gradients of, since all must run the same program.
-        unused: Whether a replica may have no gradient where another has one, at any pass: zeros stand for it, as with
-            DDP's `find_unused_parameters`.
     """
 
     def __init__(
@@ -38,12 +36,10 @@ class Averaging:
         model: nn.Module,
         average: Callable[[Sequence[torch.Tensor]], None],
         agreement: Agreement,
-        *,
-        unused: bool = False,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        self._average, self._agreement, self._unused = average, agreement, unused
+        self._average, self._agreement = average, agreement
         self._agreed: Sequence[bool] = ()
         self._held = 0
         self._pass = -1
@@ -85,30 +81,27 @@ class Averaging:
     @torch.no_grad()
     def _complete(self) -> None:
         present = [parameter.grad is not None for parameter in self._parameters]
-        if self._unused or present != self._agreed:
-            self._agreed = self._somewhere(present)
-        for parameter, wanted in zip(self._parameters, self._agreed, strict=True):
-            if wanted and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        if present != self._agreed:
+            self._check(present)
+            self._agreed = present
         self._average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
 
-    def _somewhere(self, present: Sequence[bool]) -> list[bool]:
-        """Which parameters have a gradient on some replica.
+    def _check(self, present: Sequence[bool]) -> None:
+        """See to it that all replicas have the same gradients.
 
         Raises:
-            RuntimeError: Not all have one on all, and that was not foreseen.
+            RuntimeError: They do not.
         """
         met = self._agreement.exchange(_PASS, len(present), filled(bytes(present)))
-        everyones = list(zip(*map(met.view, range(self._agreement.size)), strict=True))
+        everyones = zip(*map(met.view, range(self._agreement.size)), strict=True)
         for name, have in zip(self._names, everyones, strict=True):
-            if any(have) and not all(have) and not self._unused:
+            if any(have) and not all(have):
                 without = ", ".join(str(rank) for rank, has in enumerate(have) if not has)
                 raise RuntimeError(
-                    f"the backward pass left no gradient of {name!r} on rank {without}, but on others it did, and the "
-                    "replicas have to compute the same. If parts of the model are left out now and then, say so: "
-                    "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
+                    f"the backward pass left no gradient of {name!r} on rank {without}, but on others it did. Replicas "
+                    "compute one program, so each has to use the same parts of the model at a step, also with "
+                    "find_unused_parameters=True: add what is left out times zero to the loss."
                 )
-        return [any(have) for have in everyones]
 
 
 class Buffers:

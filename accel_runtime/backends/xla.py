@@ -331,8 +331,7 @@ class Replicas(_Lazy, ByHosts):
         if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
             return model
         self._begin_alike([*model.parameters(), *model.buffers()])
-        unused = options.get("find_unused_parameters", False)
-        averaging = Averaging(model, self._average, self.agreement, unused=unused)
+        averaging = Averaging(model, self._average, self.agreement)
         self._averaging[model] = averaging
         if options.get("broadcast_buffers", True):
             buffers = Buffers(lambda: averaging.averages, self._alike)

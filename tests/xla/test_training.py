@@ -56,6 +56,11 @@ def step(accelerator, optimizer, loss):
     optimizer.zero_grad()
 
 
+def own_factor(accelerator):
+    """One more than the rank, as data: a number in the script would make another program on every replica."""
+    return torch.tensor([accelerator.process_index + 1.0]).to(accelerator.device)
+
+
 def plainly(accelerator):
     model = network()
     optimizer = sgd(model)  # made before the model goes anywhere
@@ -266,28 +271,7 @@ def with_buffers(accelerator):
     return [plain, [buffer.clone() for buffer in plain.buffers()], seen]
 
 
-def with_a_part_that_only_one_rank_uses(accelerator):
-    model = network()
-    model.sometimes = nn.Linear(1, 1)
-    filled(model)
-    plain, rank = model, accelerator.process_index
-
-    def forward(batch):
-        found = plain[2](torch.tanh(plain[0](batch)))
-        return plain.sometimes(found) if rank else found
-
-    plain.forward = forward
-    model, optimizer = accelerator.prepare(model, sgd(model))
-    for batch in parts(accelerator):
-        step(accelerator, optimizer, loss_of(model, batch))
-        accelerator.wait_for_everyone()
-    return plain
-
-
-RANKED = {
-    case.__name__: case
-    for case in (local_sgd, with_buffers, with_a_part_that_only_one_rank_uses, with_a_pass_in_no_sync)
-}
+RANKED = {case.__name__: case for case in (local_sgd, with_buffers, with_a_pass_in_no_sync)}
 OPTIONS = {
     "accumulating": {"gradient_accumulation_steps": 2},
     "with_weights": {"gradient_accumulation_steps": 2},
@@ -302,7 +286,6 @@ DDP = {
         "static_graph": True,
     },
     "with_parameters_that_are_frozen_or_unused": {"find_unused_parameters": True},
-    "with_a_part_that_only_one_rank_uses": {"find_unused_parameters": True},
     "with_buffers_left_alone": {"broadcast_buffers": False},
 }
 
@@ -386,7 +369,7 @@ def test_gradients_in_bfloat16_are_averaged(replicas):
     def gradients():
         accelerator = Accelerator()
         model = accelerator.prepare(filled(nn.Linear(4, 1)).bfloat16())
-        accelerator.backward((model.weight * (accelerator.process_index + 1)).sum())
+        accelerator.backward((model.weight * own_factor(accelerator).to(model.weight.dtype)).sum())
         accelerator.wait_for_everyone()
         return model.weight.grad.cpu()
 
@@ -462,7 +445,7 @@ def test_a_gradient_that_only_some_replicas_have_is_refused_by_name(replicas):
 
     for text in replicas[2].run(said):
         assert "no gradient of '0.bias' on rank 1" in text
-        assert "find_unused_parameters=True" in text
+        assert "compute one program" in text
 
 
 def test_a_backward_pass_that_failed_does_not_keep_the_next_from_averaging(replicas):
@@ -471,12 +454,12 @@ def test_a_backward_pass_that_failed_does_not_keep_the_next_from_averaging(repli
         model = accelerator.prepare(filled(nn.Linear(4, 4, bias=False)))
         failing = (model.weight * 1).clone()
         failing.register_hook(lambda _: 1 / 0)
-        own = model(torch.ones(1, 4, device=accelerator.device)) * (accelerator.process_index + 1)
+        own = model(torch.ones(1, 4, device=accelerator.device))
         try:
             accelerator.backward(model.weight.sum() + failing.sum() + own.sum())
         except ZeroDivisionError:
             model.zero_grad()
-        accelerator.backward((model.weight * (accelerator.process_index + 1)).sum())
+        accelerator.backward((model.weight * own_factor(accelerator).to(model.weight.dtype)).sum())
         accelerator.wait_for_everyone()
         return model.weight.grad.cpu()
 
