@@ -61,6 +61,8 @@ class Request:
     log_dir: str | None = None
     cpu: bool = False
     resume: bool = False
+    as_a_whole: bool = False
+    """Whether the target runs as a whole, also where the profile names a function of the user's script."""
     no_profile: bool = False
     """Whether only variables and options speak, and no file."""
     for_pod: bool = False
@@ -136,6 +138,7 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
         environ=environ,
         machine=found,
         python=sys.executable,
+        as_a_whole=request.as_a_whole,
         nodes=place(request, environ, resolved.profile.launcher.kind, found),
     )
     return resolved.profile.start.plan(job)

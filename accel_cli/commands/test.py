@@ -44,6 +44,7 @@ def test(
         nnodes=nnodes,
         rdzv_endpoint=rdzv_endpoint,
         cpu=cpu,
+        as_a_whole=True,
     )
     resolved, plan = planning.prepare(request, os.environ)
     console.note(headline(plan, resolved))

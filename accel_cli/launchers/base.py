@@ -35,6 +35,8 @@ class Job:
     machine: Machine
     python: str
     """The interpreter that runs scripts and modules."""
+    as_a_whole: bool = False
+    """Whether the target runs as a whole, also where the profile names a function of the user's script."""
     nodes: Facts = field(default_factory=Facts)
     """What is known of the machines, and of this one among them."""
 

@@ -127,7 +127,8 @@ class Xla(elastic.Elastic):
         _check(job)
         pjrt = _pjrt_device(job)
         told = replace(job, settings=replace(job.settings, device="xla", spmd=self.spmd))
-        how = ("spmd" if self.spmd else str(self.replicas), self.main_training_function or "")
+        function = "" if job.as_a_whole else self.main_training_function or ""
+        how = ("spmd" if self.spmd else str(self.replicas), function)
         return Plan(
             launcher=self.kind,
             runner="accel_cli.agent:run",

@@ -40,6 +40,8 @@ def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute
 def test_what_is_asked_of_the_replicas_is_in_the_command():
     assert Xla(replicas=1).plan(job()).argv[2:5] == ("1", "", "script")
     assert Xla(main_training_function="main").plan(job("module")).argv[2:5] == ("all", "main", "module")
+    check = replace(job("module"), as_a_whole=True)  # no script of the user's
+    assert Xla(main_training_function="main").plan(check).argv[2:5] == ("all", "", "module")
     plan = Xla(spmd=True).plan(job())
     assert plan.argv[2] == "spmd"
     assert plan.env["ACCEL_SPMD"] == "1"
