@@ -134,7 +134,7 @@ class Xla(elastic.Elastic):
             runner="accel_cli.agent:run",
             argv=elastic.command(job, "replicas.py", *how),
             # Said also where the user has set it: everything else follows from it.
-            env={**environment(told, self.interfaces()), "PJRT_DEVICE": pjrt},
+            env={**environment(told, {**self.interfaces(), **self._quiet}), "PJRT_DEVICE": pjrt},
             device=f"xla (PJRT_DEVICE={pjrt})",
             target=job.target,
             nnodes=self.range[1],
@@ -144,6 +144,11 @@ class Xla(elastic.Elastic):
             agent={**self.agent(job), "replicas": True},
             start_method="torch_xla.launch" if not self.spmd else "exec (SPMD is one process a machine)",
         )
+
+    @property
+    def _quiet(self) -> dict[str, str]:
+        # With SPMD, XLA says at every graph it compiles that a part of it will be replaced.
+        return {"TF_CPP_MIN_LOG_LEVEL": "2"} if self.spmd else {}
 
     @property
     def _counted(self) -> str:

@@ -124,7 +124,9 @@ class Meshed(Backend):
         """A tensor that is cut, on the CPU, out of the parts that the devices hold."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for part in self._machinery.spmd.XLAShardedTensor(tensor).local_shards:
-            whole[tuple(part.indices)] = part.unpadded_data
+            # Not `unpadded_data`: it takes a list for a tuple, of which torch warns.
+            own = tuple(slice(0, place.stop - place.start) for place in part.indices)
+            whole[tuple(part.indices)] = part.data[own]
         return whole
 
     def _is_cut(self, leaf: Any) -> bool:
