@@ -24,7 +24,7 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  accel launch examples/digits.py --epochs 3\n'
 	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
 
-test: $(READY)  ## Set up, then run the tests that take less than ten seconds each
+test: $(READY)  ## Set up, then run the tests that take seconds at most
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
 
 test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster

@@ -122,7 +122,7 @@ class Meshed(Backend):
 
     def _assembled(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that is cut, on the CPU, out of the parts that the devices hold."""
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for part in self._machinery.spmd.XLAShardedTensor(tensor).local_shards:
             # Not `unpadded_data`: it takes a list for a tuple, of which torch warns.
             own = tuple(slice(0, place.stop - place.start) for place in part.indices)

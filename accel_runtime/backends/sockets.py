@@ -210,7 +210,7 @@ def _done(step: Callable[[], None]) -> bool:
 
 
 def _all(group: Any, *, done: bool) -> bool:
-    votes = torch.tensor([int(done)])
+    votes = torch.tensor([int(done)], device="cpu")
     group.allreduce([votes], dist.ReduceOp.MIN).wait()
     return bool(votes.item())
 

@@ -124,7 +124,8 @@ def _hosts(place: Topology, timeout: timedelta) -> Hosts:
 
 
 def _share(text: str) -> str:
-    first: bytes = xm.rendezvous("accel", text.encode())[0]
+    with torch.device("cpu"):  # a script may have set another default, and replicas would not record the same
+        first: bytes = xm.rendezvous("accel", text.encode())[0]
     return first.decode()
 
 
@@ -307,7 +308,7 @@ class Replicas(_Lazy, ByHosts):
 
     def _first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The tensor of one replica: the sum with zeros of the others, whatever they hold."""
-        mine = torch.tensor([self.topology.rank == source]).to(self.device)
+        mine = torch.tensor([self.topology.rank == source], device="cpu").to(self.device)
         whole = (
             tensor.to(torch.int32)
             if tensor.dtype in {torch.bool, torch.uint8, torch.int8, torch.int16}

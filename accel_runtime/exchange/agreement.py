@@ -222,7 +222,7 @@ class Agreement:
     def _large(
         self, sizes: Sequence[int], write: Write | None, call: Call
     ) -> Sequence[torch.Tensor] | torch.Tensor:
-        own = torch.empty(sizes[self.rank] if sizes[self.rank] > ROOM else 0, dtype=torch.uint8)
+        own = torch.empty(sizes[self.rank] if sizes[self.rank] > ROOM else 0, dtype=torch.uint8, device="cpu")
         if write and len(own):
             write(memory(own))
         return self.share(own, [size if size > ROOM else 0 for size in sizes], call)
@@ -239,9 +239,9 @@ class Agreement:
         """
         equal = all(size == sizes[0] for size in sizes)
         rooms: Sequence[torch.Tensor] | torch.Tensor = (
-            torch.empty(self.size, sizes[0], dtype=torch.uint8)
+            torch.empty(self.size, sizes[0], dtype=torch.uint8, device="cpu")
             if equal
-            else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+            else [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         )
         rooms[self.rank].copy_(own)
         others = [rank for rank in range(self.size) if rank != self.rank]

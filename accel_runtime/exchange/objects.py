@@ -67,7 +67,11 @@ class _Pickler(pickle.Pickler):
         tensor = self._waiting.pop(id(buffer), None)
         if tensor is None:
             data = buffer.raw()
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0)
+            tensor = (
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                if len(data)
+                else torch.empty(0, device="cpu")
+            )
         self.parts.append(tensor)
 
 
@@ -110,7 +114,7 @@ def _lies_plain(part: torch.Tensor) -> bool:
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torch.Tensor:
     data = memoryview(buffer)
     # A buffer of nothing is refused.
-    numbers = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    numbers = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return numbers.view(shape).to(device)
 
 
@@ -165,7 +169,7 @@ def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
     agreement.exchange(call, bounds[-1] if inline else 8 * len(sizes), write, failure=failure)
     assert items is not None
     if not inline:
-        rooms = [torch.empty(parcel.size, dtype=torch.uint8) for parcel in parcels]
+        rooms = [torch.empty(parcel.size, dtype=torch.uint8, device="cpu") for parcel in parcels]
         for parcel, room in zip(parcels, rooms, strict=True):
             parcel.write(memory(room))
         agreement.deal(rooms, rooms[0], 0, call)
@@ -177,7 +181,7 @@ def _dealt(blob: memoryview, agreement: Agreement, call: Call) -> Any:
     size, start = sizes[agreement.rank], _bounds(sizes)[agreement.rank]
     if len(blob) > 8 * agreement.size:
         return unwrapped(blob[start : start + size])
-    room = torch.empty(size, dtype=torch.uint8)
+    room = torch.empty(size, dtype=torch.uint8, device="cpu")
     agreement.deal((), room, 0, call)
     return unwrapped(memory(room))
 

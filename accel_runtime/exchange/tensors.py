@@ -271,7 +271,7 @@ def _broadcast(call: Call, found: Survey, source: int, backend: Backend) -> None
     only_tensors(found, None)
     row = met.blobs[source]
     if not inline:
-        row = torch.empty(plan.size, dtype=torch.uint8)
+        row = torch.empty(plan.size, dtype=torch.uint8, device="cpu")
         if sends:
             pack(own, plan, row)
         backend.agreement.deal([row] * backend.topology.world_size, row, source, call)

@@ -120,7 +120,11 @@ def _ragged(
         if kind == "cpu":
             inline = [theirs.inline for theirs in plans]
             outside = [0 if fits else at.size for fits, at in zip(inline, layouts, strict=True)]
-            own = _buffer(found, indices, where) if not plan.inline else torch.empty(0, dtype=torch.uint8)
+            own = (
+                _buffer(found, indices, where)
+                if not plan.inline
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             large = backend.agreement.share(own, outside, call) if any(outside) else blobs
             buffers = [blobs[r][start:] if fits else large[r] for r, fits in enumerate(inline)]
         else:

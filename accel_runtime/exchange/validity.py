@@ -66,13 +66,15 @@ class Steps(NamedTuple):
 
     def _positions(self, per_sample: int) -> torch.Tensor:
         """Where in the joined rows those lie that are kept, `[number of them]`."""
-        sizes, valid = torch.tensor(self.sizes), torch.tensor(self.valid)
-        before_rank = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.sum(0).cumsum(0)[:-1]])
+        sizes, valid = (torch.tensor(each, device="cpu") for each in (self.sizes, self.valid))
+        before_rank = torch.cat(
+            [torch.zeros(1, dtype=torch.int64, device="cpu"), sizes.sum(0).cumsum(0)[:-1]]
+        )
         starts = (before_rank + sizes.cumsum(0) - sizes).flatten() * per_sample
         counts = valid.flatten() * per_sample
         ends = counts.cumsum(0)
         shifts = (starts - (ends - counts)).repeat_interleave(counts)
-        return torch.arange(len(shifts)) + shifts
+        return torch.arange(len(shifts), device="cpu") + shifts
 
     def entries(self, everyone: Sequence[Sequence[Any]]) -> list[Any]:
         """Lists of one entry a sample without repeats, in order; other lists one after the other, whole."""

@@ -105,7 +105,7 @@ def test_a_value_that_cannot_be_is_refused_and_the_file_stays(accel, home):
     before = (home / "profiles" / "default.yaml").read_text()
     done = accel("config", "set", "device=gpu", "process_group_timeout=0")
     assert done.returncode == 2
-    assert "device: expected auto, cpu, cuda, mps or xpu, got 'gpu'" in done.stderr
+    assert "device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in done.stderr
     assert "process_group_timeout: expected at least 1, got 0" in done.stderr
     assert (home / "profiles" / "default.yaml").read_text() == before
 
@@ -167,7 +167,7 @@ def test_an_editor_changes_a_profile_only_to_one_without_mistakes(accel, home, s
     accel("config", "set", "device=cpu")
     refused = edit("gpu")
     assert refused.returncode == 2
-    assert "default.yaml:3: device: expected auto, cpu, cuda, mps or xpu, got 'gpu'" in refused.stderr
+    assert "default.yaml:3: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in refused.stderr
     assert "left as it was" in refused.stderr
     assert "device: cpu" in path.read_text()
     assert "was left as it is" in edit("cpu").stderr

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each takes seconds, and there are many
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 PRINTED = {
@@ -43,7 +45,6 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     assert "Warning" not in done.stderr
 
 
-@pytest.mark.slow
 def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
     found = []
     for size in (1, 2):
@@ -55,7 +56,6 @@ def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel):
     printed = []
     for size in (1, 2):

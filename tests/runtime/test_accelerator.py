@@ -577,7 +577,7 @@ def test_two_spellings_that_contradict_each_other_are_refused(fp16, mixed_precis
     [
         ({"mixed_precision": "fp8"}, "one of no, bf16, fp16; it is 'fp8'"),
         ({"gradient_accumulation_steps": 0}, "at least 1; it is 0"),
-        ({"rng_types": ["xla"]}, "rng_types may hold generator, torch, cuda, xpu; it holds 'xla'"),
+        ({"rng_types": ["tpu"]}, "rng_types may hold generator, torch, cuda, xpu, xla; it holds 'tpu'"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "2 AutocastKwargs"),
     ],
 )
