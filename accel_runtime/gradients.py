@@ -90,11 +90,12 @@ class Gradients:
         if factor == 1:
             self._precision.backward(loss, options)
             return
-        with silenced(self._reached, Weight.of(factor, self.device)):
-            self._precision.backward(loss * factor, options)
+        share = self._weight(factor)
+        with silenced(self._reached, share):
+            self._precision.backward(loss * share.amount, options)
 
     def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]) -> None:
-        given = Weight.of(weight, self.device)
+        given = self._weight(weight)
         self._begin(weighted=True)
 
         def run(multiplied: torch.Tensor) -> None:
@@ -107,6 +108,9 @@ class Gradients:
             run,
             self.find(),
         )
+
+    def _weight(self, given: float | torch.Tensor) -> Weight:
+        return Weight.of(given, self.device, as_data=self._backend.one_program)
 
     def _begin(self, *, weighted: bool) -> None:
         accumulation = self._accumulation

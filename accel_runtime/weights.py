@@ -176,8 +176,13 @@ class Weight:
     """Whether it is 0; None where that cannot be told without waiting for the device."""
 
     @classmethod
-    def of(cls, given: float | torch.Tensor, device: torch.device) -> Weight:
+    def of(cls, given: float | torch.Tensor, device: torch.device, *, as_data: bool = False) -> Weight:
         """A weight as a script gives it.
+
+        Args:
+            given: The number.
+            device: Where it is to be.
+            as_data: It may not show in the program: not in what is computed, and not as a constant.
 
         Raises:
             ValueError: Not one number; or negative or not finite, which is seen for numbers and tensors on
@@ -192,6 +197,9 @@ class Weight:
         number = float(given)
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"weight must be a finite number of items, at least 0; it is {number}")
+        if as_data:
+            # A scalar of 0 or 1 would become a constant.
+            return cls(torch.tensor([number], device="cpu").to(device).view(()), empty=None)
         # Filled on the device: a copy to it would wait for it.
         return cls(torch.full((), number, dtype=torch.float32, device=device), empty=number == 0)
 

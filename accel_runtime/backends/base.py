@@ -127,6 +127,9 @@ class Backend(ABC):
     static_shapes = False
     """Whether every new shape costs so much that the end of an epoch is completed, on one process too."""
 
+    one_program = False
+    """Whether all ranks have to record the same program, so that a number that differs between them has to be data."""
+
     threads = False
     """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
 

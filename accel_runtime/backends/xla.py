@@ -132,7 +132,7 @@ def _share(text: str) -> str:
 class _Lazy(Backend):
     """What is the same with one replica and with several: operations are recorded, and run when a step is cut off."""
 
-    static_shapes = True
+    static_shapes = one_program = True
     _handed = 0
 
     @override

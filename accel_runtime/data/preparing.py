@@ -67,7 +67,7 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
         alone = replace(options, data="global", dispatch=False)
         filled = backend.static_shapes and options.even_batches
         return Separate(_source(loader, own, alone), loader, backend, filled=filled)
-    _check(loader, backend.topology.world_size, options)
+    _check(loader, backend, options)
     sharding = sharding_of(
         loader,
         backend.topology,
@@ -102,8 +102,9 @@ def _seed(options: LoaderOptions, backend: Backend) -> int | None:
     return first
 
 
-def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> None:
+def _check(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
     """Refuse what could not be shared out exactly."""
+    world_size = backend.topology.world_size
     if world_size == 1:
         return
     source = sampler_of(loader)
@@ -121,6 +122,10 @@ def _check(loader: DataLoader[Any], world_size: int, options: LoaderOptions) -> 
         "in_order=False lets batches overtake each other": not getattr(loader, "in_order", True),
         f"split_batches needs a batch size that {world_size} processes divide; it is {size}": bool(
             options.split_batches and (size is None or size % world_size)
+        ),
+        "even_batches=False gives them batches of different sizes at the end of an epoch, and on this device they have to "
+        "run the same program: leave it at True (gather_for_metrics drops the repeats), or say drop_last=True": (
+            backend.one_program and not (options.even_batches or getattr(source, "drop_last", False))
         ),
     }
     for reason, applies in refusals.items():

@@ -34,7 +34,9 @@ def on_device(function, *args):
     """Call a function whose tensors are on the device of the replica, unless it says otherwise."""
     import torch_xla
 
-    device = torch_xla.device()
+    from accel_runtime.current import current_backend
+
+    device = current_backend().device
     torch.set_default_device(device)
     try:
         found = function(*(map_tensors(lambda tensor: tensor.to(device), arg) for arg in args))

@@ -423,3 +423,15 @@ def test_batches_of_any_structure_arrive_as_they_are(ranks, workers):
         assert numbers == list(range(10))
         assert texts == [f"no {n}" for n in range(10)]
         assert workers or ranks.size > 1 or spoken == texts
+
+
+def refused_tail():
+    accelerator = of(even_batches=False)
+    try:
+        accelerator.prepare(DataLoader(range(10), batch_size=4))
+    except ValueError as error:
+        return str(error)
+
+
+def test_ends_of_different_sizes_are_refused_on_several_replicas(replicas):
+    assert all("they have to run the same program" in said for said in replicas[2].run(refused_tail))
