@@ -31,7 +31,7 @@ test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster
 	$(BIN)/python -m pytest $(AT_ONCE) -m slow
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
-	$(XLA)/bin/python -m pytest tests/xla tests/runtime/backends/test_contract.py
+	$(XLA)/bin/python -m pytest -n 2 --dist loadfile tests/xla tests/runtime/backends/test_contract.py
 
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .
