@@ -34,8 +34,6 @@ Path("up.new" + rank).rename("up" + rank)
 DEAF = """
 import os, signal, subprocess, time
 from pathlib import Path
-
-pytestmark = pytest.mark.slow  # each takes seconds, and there are many
 rank = os.environ["RANK"]
 for name in ("SIGINT", "SIGTERM"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -241,6 +239,7 @@ def test_preempted_saves_the_same_step_on_all_ranks_before_the_launcher_ends(scr
     assert steps[0] == steps[1]
 
 
+@pytest.mark.slow
 def test_twenty_launches_at_once_all_work(script, cwd):
     script(
         "import os, socket, sys\nfrom pathlib import Path\n"
