@@ -92,7 +92,14 @@ def environment(environ: Mapping[str, str]) -> Layer:
         settings = Settings.from_env(environ)
     except SettingsError as error:
         raise UsageError(str(error)) from None
-    said = {f.name: variable(f.name) for f in fields(settings) if variable(f.name) in environ}
+    if settings.spmd:
+        raise UsageError(
+            f"{variable('spmd')} is what accel launch tells the processes it starts; set launcher.spmd: true (--set "
+            "launcher.spmd=true)"
+        )
+    # A launch inside a launch finds it too, and switched off.
+    own = (f.name for f in fields(settings) if f.name != "spmd")
+    said = {name: variable(name) for name in own if variable(name) in environ}
     return Layer("environment", {name: getattr(settings, name) for name in said}, said)
 
 

@@ -1,8 +1,9 @@
 import pytest
 
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.profile.layers import assigned, resolve, stack
+from accel_cli.profile.layers import assigned, environment, resolve, stack
 from accel_cli.profile.store import Store, write
+from accel_runtime.env import Settings
 
 
 @pytest.fixture
@@ -104,3 +105,9 @@ def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     said = str(caught.value)
     assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in said
     assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said
+
+
+def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_it():
+    assert "spmd" not in environment(Settings(device="cpu").to_env()).values
+    with pytest.raises(UsageError, match=r"ACCEL_SPMD is what accel launch tells .* set launcher.spmd: true"):
+        environment({"ACCEL_SPMD": "1"})
