@@ -141,7 +141,7 @@ import datetime, os, sys, time, torch, torch.distributed as dist
 from accel_runtime import Accelerator, InitProcessGroupKwargs
 from accel_runtime.collectives import RankLostError, StallError
 
-accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=6))])
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))])
 model = accelerator.prepare(torch.nn.Linear(1, 1))
 accelerator.wait_for_everyone()
 accelerator.gather(torch.ones(1))
@@ -184,7 +184,7 @@ def run(odd, processes, tmp_path, *, apart):
     [
         ("sys.exit()", "RankLostError"),
         ("os._exit(3)", "RankLostError"),
-        ("time.sleep(5); sys.exit()", "StallError"),
+        ("time.sleep(12); sys.exit()", "StallError"),
         ("model(torch.ones(1, 1)).sum().backward()", "StallError"),
     ],
     ids=["ended", "died", "sleeps", "in DDP"],
