@@ -24,6 +24,7 @@ __all__ = [
     "PREFIX",
     "PROFILE",
     "RANK_FOLDER",
+    "ROUNDING",
     "Device",
     "LogLevel",
     "MixedPrecision",
@@ -49,6 +50,8 @@ BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
 """What the numbers count: `inside` is 1 in a collective, `news_ns` when any other changed (monotonic clock)."""
 BEAT_SIZE = 512
 """Bytes of the file; what follows the numbers names the newest collective and its line, in UTF-8."""
+ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
+"""Variables with which torch_xla computes in another format than the script says: refused on both sides."""
 EARLY_FP16 = "USE_FP16"
 """The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
 PJRT = "PJRT_DEVICE"

@@ -12,15 +12,13 @@ from accel_cli.forkserver import loaded
 
 __all__ = ["SIGNALS", "detach", "settle"]
 
-SIGNALS = frozenset(
-    {
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    }
+SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
 )
 """What a launcher handles, and a process that it executes therefore finds as Python's defaults."""
 

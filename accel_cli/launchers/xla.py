@@ -15,12 +15,11 @@ from accel_cli.fields import Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, environment
 from accel_cli.machine import Machine
+from accel_runtime.env import ROUNDING
 
 __all__ = ["Xla"]
 
 _SAME = "launcher.replicas"
-_ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
-"""Variables with which torch_xla computes in another format than the script says."""
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
@@ -183,7 +182,7 @@ def _check(job: Job) -> None:
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
-    for name in _ROUNDING:
+    for name in ROUNDING:
         if environ.get(name, "").lower() not in _OFF:
             raise UsageError(
                 f"{name}={environ[name]} makes torch_xla round every float32 number, also weights and optimizer state, "

@@ -10,19 +10,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from accel_cli.forkserver.process import SIGNALS
 from accel_cli.replica.threads import Threads
 
-__all__ = ["HANDLED", "Handlers"]
-
-HANDLED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-"""What the launcher passes on."""
+__all__ = ["Handlers"]
 
 
 class Handlers:
@@ -46,7 +37,7 @@ class Handlers:
 
     def install(self) -> None:
         """Take their place; in the main thread, before replicas start."""
-        for number in HANDLED:
+        for number in SIGNALS:
             if self._get(number) is not signal.SIG_IGN:
                 self._set(number, self._came)
         signal.signal = self._signal  # type: ignore[assignment]
@@ -55,10 +46,10 @@ class Handlers:
     def _signal(self, number: int, handler: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             return self._set(number, handler)
-        if number not in HANDLED:
+        if number not in SIGNALS:
             raise ValueError(
                 f"{signal.Signals(number).name}: on a replica of torch_xla, whose script does not run in the main thread, "
-                f"only {', '.join(known.name for known in HANDLED)} can be handled"
+                f"only {', '.join(known.name for known in SIGNALS)} can be handled"
             )
         if not callable(handler) and handler not in {signal.SIG_IGN, signal.SIG_DFL}:
             raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
@@ -67,7 +58,7 @@ class Handlers:
         return before
 
     def _getsignal(self, number: int) -> Any:
-        if number not in HANDLED or threading.current_thread() is threading.main_thread():
+        if number not in SIGNALS or threading.current_thread() is threading.main_thread():
             return self._get(number)
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         return self._own[number].get(self._threads.mine(), default)

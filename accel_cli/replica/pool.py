@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from accel_cli.forkserver.process import SIGNALS
 from accel_cli.replica.folder import died
-from accel_cli.replica.handlers import HANDLED
 
 __all__ = ["Pool"]
 
@@ -41,7 +41,7 @@ class Pool:
 
     def watch(self) -> None:
         """Begin, before any is started; in the main thread."""
-        for number in (*HANDLED, signal.SIGWINCH):
+        for number in (*SIGNALS, signal.SIGWINCH):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._pass_on)
         self._watcher.start()

@@ -18,21 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.backends import buckets
-from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.wire import control_group, side_group, wire_of
+from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
 __all__ = ["Distributed"]
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 
 _KINDS = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
 
@@ -43,7 +38,7 @@ _GRACE_S = 0.05
 _USERS: WeakSet[Distributed] = WeakSet()
 
 
-class Distributed(Backend):
+class Distributed(InStore):
     """The backend of a process that a launcher started beside others.
 
     Args:
@@ -83,7 +78,7 @@ class Distributed(Backend):
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=_OPERATIONS[reduction], group=self._group(tensor))
+        dist.all_reduce(total, op=OPERATIONS[reduction], group=self._group(tensor))
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
@@ -133,19 +128,11 @@ class Distributed(Backend):
         carriers = dict(part.split(":") for part in dist.get_backend_config().split(","))
         return carriers.get(self.device.type)
 
+    @property
     @override
-    def post(self, key: str, text: str) -> None:
-        _store().set(key, text)
-
-    @override
-    def posted(self, key: str) -> str | None:
-        store = _store()
-        return store.get(key).decode() if store.check([key]) else None
-
-    @override
-    def turn(self, key: str) -> int:
-        # Counted in the store and not here: a second backend of this process goes on where this one is.
-        return int(_store().add(f"{key}/turns/{self.topology.rank}", 1))
+    def _store(self) -> Any:
+        # Through which the ranks of the default group met; nothing public names it (torch 2.13).
+        return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
     @override
     def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -186,11 +173,6 @@ class Distributed(Backend):
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return synced(model) if isinstance(model, DistributedDataParallel) else nullcontext()
-
-
-def _store() -> Any:
-    """The store through which the ranks of the default group met; nothing public names it (torch 2.13)."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
 
 def _name(settings: Settings, device: torch.device) -> str:

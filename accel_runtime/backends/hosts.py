@@ -14,20 +14,14 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.averaging import Averaging
-from accel_runtime.backends.base import Backend
 from accel_runtime.backends.wire import GlooWire, wire_between
+from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.exchange.agreement import Agreement, Wire
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.topology import Topology
 
 __all__ = ["ByHosts", "Hosts", "Kept"]
 
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
 _ANY_DAY = timedelta(days=1)
 
 
@@ -68,7 +62,7 @@ class Hosts:
     def all_reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Every replica's tensor on the CPU, combined into a new one."""
         total = tensor.clone(memory_format=torch.contiguous_format)
-        self._group.allreduce([total], _OPERATIONS[reduction]).wait()
+        self._group.allreduce([total], OPERATIONS[reduction]).wait()
         return total / self._topology.world_size if reduction == "mean" else total
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -92,7 +86,7 @@ class Hosts:
         return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
 
 
-class ByHosts(Backend):
+class ByHosts(InStore):
     """A backend whose host side does what the device has no part in.
 
     Args:
@@ -109,18 +103,10 @@ class ByHosts(Backend):
     def apart(self) -> Callable[[Any], list[Any]]:
         return self._hosts.apart()
 
+    @property
     @override
-    def post(self, key: str, text: str) -> None:
-        self._hosts.store.set(key, text)
-
-    @override
-    def posted(self, key: str) -> str | None:
-        store = self._hosts.store
-        return store.get(key).decode() if store.check([key]) else None
-
-    @override
-    def turn(self, key: str) -> int:
-        return int(self._hosts.store.add(f"{key}/turns/{self.topology.rank}", 1))
+    def _store(self) -> Any:
+        return self._hosts.store
 
 
 class Kept(threading.local):

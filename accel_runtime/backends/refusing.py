@@ -7,7 +7,7 @@ from datetime import timedelta
 from types import BuiltinFunctionType
 from typing import Any
 
-from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.env import ROUNDING, MixedPrecision, Settings
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
 
@@ -20,8 +20,6 @@ __all__ = [
     "check_world",
     "patience",
 ]
-
-_CHANGE_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
 
 
 def patience(settings: Settings, options: dict[str, Any]) -> timedelta:
@@ -64,7 +62,7 @@ def check_numbers(environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: One is set.
     """
-    for name in _CHANGE_NUMBERS:
+    for name in ROUNDING:
         if environ.get(name, "0") not in {"", "0"}:
             raise ValueError(
                 f"{name}={environ[name]} makes every float32 of the run a half, also in the optimizer, and nothing shows "
