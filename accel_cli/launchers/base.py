@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from accel_cli import elastic
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
@@ -72,9 +73,7 @@ class Launcher(Section):
 
 def environment(job: Job, defaults: Mapping[str, str]) -> dict[str, str]:
     """What to add to the inherited environment: a variable the user set is left alone."""
-    wanted = {**defaults, **job.env}
-    ours = {name: value for name, value in wanted.items() if name not in job.environ}
-    return {**ours, **job.settings.to_env()}
+    return elastic.added(job.environ, defaults, job.env, job.settings)
 
 
 def device_of(job: Job, processes: int) -> str:
