@@ -57,7 +57,7 @@ class Host:
         )
         return self
 
-    def until(self, word, seconds=60):
+    def until(self, word):
         """Read what it says until a word comes."""
         said = ""
         while word not in said:
