@@ -13,7 +13,7 @@ from accel_cli.fields import Section
 from accel_cli.machine import Machine
 from accel_cli.nodes import Facts
 from accel_cli.plan import Plan
-from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.env import MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
 
@@ -51,6 +51,8 @@ class Launcher(Section):
     """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
     """The number formats of the forward pass that its processes know."""
+    carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
+    """What may carry collectives between its processes."""
 
     @classmethod
     def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
@@ -61,6 +63,18 @@ class Launcher(Section):
     def suits_bf16(cls, machine: Machine) -> bool:
         """Whether bfloat16 is what to compute in on this machine."""
         return machine.bf16
+
+    def check_carrier(self, settings: Settings) -> None:
+        """Refuse what cannot carry collectives where this launcher starts processes.
+
+        Raises:
+            UsageError: It is not one of `carriers`.
+        """
+        if settings.process_group_backend not in self.carriers:
+            raise UsageError(
+                f"process_group_backend: {settings.process_group_backend} is a library of SageMaker's own images, and only "
+                f"launcher.kind: sagemaker has it; {self.title} takes auto"
+            )
 
     @abstractmethod
     def plan(self, job: Job) -> Plan:

@@ -243,3 +243,13 @@ def test_a_scheduler_does_not_say_what_hosts_a_tpu_has(cwd):
         "SLURM_NODEID": "0",
     }
     assert planned(TPU, step).nnodes == 1
+
+
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "xla"])
+def test_the_library_of_sagemakers_images_is_for_sagemaker(cwd, kind):
+    request = Request("x.py", assignments=(f"launcher.kind={kind}", "process_group_backend=smddp"))
+    found = planning.resolve(request, os.environ, GPUS)
+    with pytest.raises(
+        UsageError, match=r"smddp is a library of SageMaker's own images, and only launcher\.kind: sagemaker"
+    ):
+        planning.make(request, found, os.environ, GPUS)

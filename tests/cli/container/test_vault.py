@@ -14,18 +14,19 @@ ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
 pytest.importorskip("boto3", reason="boto3 is not installed")
 
 
+KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7}', "binary": None}
+
+
 class Manager(BaseHTTPRequestHandler):
     """Answers as AWS Secrets Manager does, in as far as this asks."""
-
-    kept = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7}', "binary": None}
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
         code, said = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
         if asked == "forbidden":
             said = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
-        elif asked in self.kept:
-            code, text = 200, self.kept[asked]
+        elif asked in KEPT:
+            code, text = 200, KEPT[asked]
             said = {"Name": asked, **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text})}
         body = json.dumps(said).encode()
         self.send_response(code)
@@ -62,7 +63,7 @@ def manager(address, monkeypatch):
 def test_a_secret_is_found_by_name_and_by_arn_whole_or_by_key():
     asked = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number:AWSCURRENT:"}
     said = vault.resolved(asked, "us-east-1")
-    assert said == {"A": "s3cr3t", "B": Manager.kept[ARN], "C": "inner", "D": "7"}
+    assert said == {"A": "s3cr3t", "B": KEPT[ARN], "C": "inner", "D": "7"}
 
 
 @pytest.mark.usefixtures("manager")
