@@ -58,13 +58,18 @@ class Host:
         )
         return self
 
-    def until(self, word):
+    def until(self, word, seconds=60):
         """Read what it says until a word comes."""
         said = ""
-        while word not in said:
-            line = self.process.stdout.readline()
-            assert line, said
-            said += line
+        late = threading.Timer(seconds, self.process.kill)
+        late.start()
+        try:
+            while word not in said:
+                line = self.process.stdout.readline()
+                assert line, said
+                said += line
+        finally:
+            late.cancel()
         return said
 
     def end(self, seconds=90):
