@@ -128,7 +128,7 @@ class Containers:
         } | work
         (bundle / "job.json").write_text(json.dumps(said))
         packed(source, bundle / "source.tar.gz")
-        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "none0"}
+        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "lo"}
         (config / "resourceconfig.json").write_text(json.dumps(resources))
         (config / "inputdataconfig.json").write_text(
             json.dumps({"accel": {}, "my-data.v2": {"TrainingInputMode": "File"}})
