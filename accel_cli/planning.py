@@ -22,7 +22,7 @@ from accel_cli.profile.store import Store
 from accel_cli.tpu import Tpu
 from accel_runtime.env import nearest
 
-__all__ = ["Request", "check_target", "look", "make", "prepare", "resolve", "run"]
+__all__ = ["Request", "check_target", "look", "looked", "make", "prepare", "resolve", "run"]
 
 Kind = Literal["script", "module", "program"]
 _COUNTS = frozenset(
@@ -59,6 +59,7 @@ class Request:
     mixed_precision: str | None = None
     ranks: str | None = None
     log_dir: str | None = None
+    job_name: str | None = None
     cpu: bool = False
     resume: bool = False
     as_a_whole: bool = False
@@ -151,6 +152,10 @@ def place(request: Request, environ: Mapping[str, str], kind: str | None, found:
         UsageError: They contradict each other.
     """
     if request.for_pod or kind not in _HERE | _PODS:
+        if request.node_rank is not None:
+            raise UsageError(
+                f"--node-rank numbers the machine accel launch runs on, and launcher.kind: {kind} runs the script elsewhere"
+            )
         return nodes.Facts()
     typed = nodes.Typed(
         nnodes=_scalar(request.nnodes, "--nnodes"),
@@ -162,6 +167,18 @@ def place(request: Request, environ: Mapping[str, str], kind: str | None, found:
     if kind in _PODS:
         return nodes.pod(typed, environ, found.tpu)
     return nodes.facts(typed, environ, parent=os.getppid())
+
+
+def looked(plan: Plan, *, offline: bool) -> str:
+    """What a service would be asked and sent, where one runs the processes; nothing is changed by it.
+
+    Args:
+        plan: A plan that has something to look up.
+        offline: Whether nobody is asked either.
+    """
+    module, _, function = plan.look.partition(":")
+    look: Callable[..., str] = getattr(importlib.import_module(module), function)
+    return look(plan, offline=offline)
 
 
 def run(plan: Plan) -> int:
@@ -299,6 +316,7 @@ def _options(request: Request) -> list[Layer]:
         "--max-restarts": ("launcher.max_restarts", request.max_restarts),
         "--ranks": ("launcher.ranks", request.ranks),
         "--log-dir": ("launcher.log_dir", request.log_dir),
+        "--job-name": ("launcher.job_name", request.job_name),
         "--shutdown-timeout": ("launcher.shutdown_timeout", request.shutdown_timeout),
         "--stall-timeout": ("launcher.stall_timeout", request.stall_timeout),
     }
