@@ -104,6 +104,7 @@ class SageMaker(Launcher):
     """A training job of Amazon SageMaker: the elastic agent in the container of every instance."""
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
+    runs = "job"
     words: ClassVar[dict[str, str]] = {"launcher.nnodes": "launcher.instance_count"}
 
     kind: Literal["sagemaker"] = Field(
