@@ -1,0 +1,1 @@
+"""Training jobs of Amazon SageMaker, from this machine."""
