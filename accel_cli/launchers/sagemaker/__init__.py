@@ -1,1 +1,1 @@
-"""Training jobs of Amazon SageMaker, from this machine."""
+"""A job of Amazon SageMaker: what is sent, and how it is followed."""
