@@ -122,11 +122,13 @@ def is_arm(instance_type: str) -> bool:
 
 
 def nearby(instance_type: str, among: Sequence[str]) -> list[str]:
-    """The types that were probably meant, the likeliest first."""
+    """The types that were probably meant: all of its family, where there is that; else those of similar names."""
     text = instance_type.strip().lower().replace("_", ".")
     text = text if text.startswith("ml.") else f"ml.{text}"
-    family = [name for name in among if name.startswith(f"{text.rpartition('.')[0]}.")]
-    return list(dict.fromkeys([*get_close_matches(text, family, 3), *get_close_matches(text, among, 3)]))[:3]
+    if text in among:
+        return [text]
+    family = ".".join(text.split(".")[:2])
+    return [name for name in among if name.startswith(f"{family}.")] or get_close_matches(text, among, 3)
 
 
 def _meant(instance_type: str) -> str:
