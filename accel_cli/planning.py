@@ -89,26 +89,32 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
         suits = launchers.suggest(_of_use(found, [*said, assigned]))
         said.insert(0, Layer("detected", {"launcher.kind": suits}, {"": "detected"}))
     kind = _kind([*said, assigned])
-    alone = _launcher(kind).alone
-    options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
+    launcher = _launcher(kind)
+    options = [layer for layer in _options(request) if not (launcher.alone and _asks_for_one(layer))]
     options = [_in_its_words(kind, layer) for layer in options]
     around = place(request, environ, kind, found)
     if around.ranks:
         one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
         return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
     if values := _derived(around, options):
-        several = kind if _launcher(kind).runs == "pod" else "torchrun"
+        several = kind if launcher.runs == "pod" else "torchrun"
         said.append(Layer(around.source, {"launcher.kind": several, **values}, {"": around.source}))
-        alone = False
-    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
-    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
-    if alone and watched:
-        said.append(Layer(watched[0].name, _AGENT, watched[0].where))
-    if alone and counts:
-        said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
-    if alone and not counts:
-        _refuse_logs(request)
+    elif launcher.alone:
+        said += _not_alone(options, request)
     return layers.resolve([*said, assigned, *options])
+
+
+def _not_alone(options: Iterable[Layer], request: Request) -> list[Layer]:
+    """The launcher that options need which one process by itself cannot follow; none if there are no such options."""
+    options = list(options)
+    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
+    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    if not watched and not counts:
+        _refuse_logs(request)
+    return [
+        *(Layer(layer.name, _AGENT, layer.where) for layer in watched[:1]),
+        *(Layer(layer.name, {"launcher.kind": "torchrun"}, layer.where) for layer in counts[:1]),
+    ]
 
 
 def _refuse_logs(request: Request) -> None:

@@ -1,6 +1,7 @@
 """The section of the profile: what it takes, what it refuses before anything is asked of AWS, and the plan it makes."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -87,6 +88,14 @@ def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree
     monkeypatch.chdir(tree / "work")
     run = SageMaker(source_dir="..").plan(job(target=str(tree / "work" / "a.py"))).request["run"]
     assert (run["cwd"], run["target"]) == ("work", "a.py")
+
+
+def test_what_is_of_accel_itself_sends_no_folder(tree):
+    whole = replace(job(target="accel_runtime.selfcheck", kind="module"), as_a_whole=True)
+    plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
+    assert plan.request["source"] is None
+    assert plan.request["run"]["requirements"] is None
+    assert SageMaker().plan(job()).request["source"] == "."
 
 
 @pytest.mark.parametrize(
