@@ -12,7 +12,7 @@ from typing import Any
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.instances import known, nearby
 from accel_cli.launchers.sagemaker.service import model
-from accel_cli.masking import masked
+from accel_cli.masking import is_secret, masked
 from accel_runtime.env import nearest
 
 __all__ = ["check", "problems"]
@@ -220,9 +220,10 @@ def _listed(names: Any) -> str:
 
 def _shown(place: _Place, value: object) -> str:
     """A value in a message, which holds no secret."""
-    if isinstance(value, Mapping):
-        return "keys and values"
-    text = repr(masked(place.path.rpartition(".")[2], value) if isinstance(value, str) else value)
+    name = re.split(r"[.\[]", place.path)[-1]
+    if isinstance(value, Mapping) or is_secret(name):
+        return "keys and values" if isinstance(value, Mapping) else "***"
+    text = repr(masked(name, value) if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
