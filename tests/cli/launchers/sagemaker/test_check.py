@@ -194,6 +194,16 @@ def test_every_pattern_of_a_request_can_be_checked_here():
         assert r"\p" not in module._compiled(pattern).pattern
 
 
+def test_what_a_newer_botocore_has_and_this_does_not_know_is_left_to_sagemaker(monkeypatch):
+    from accel_cli.launchers.sagemaker import check as module
+
+    assert module._compiled(r"[\p{Han}]+").fullmatch("anything")
+    monkeypatch.setattr(
+        module, "_TYPES", {k: v for k, v in module._TYPES.items() if k not in {"integer", "boolean"}}
+    )
+    assert problems(changed("ResourceConfig.VolumeSizeInGB", True)) == []
+
+
 TEXT = st.sampled_from(["", "a", "ml.g5.xlarge", "s3://b/x", ROLE, "File", "x" * 300, "é", "File"]) | st.text(
     max_size=9
 )
