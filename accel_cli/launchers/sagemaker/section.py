@@ -122,7 +122,7 @@ class SageMaker(Launcher):
     region: Annotated[
         str | None,
         Field(
-            pattern=r"^[a-z]{2}(-[a-z]+)+-\d$",
+            pattern=r"^[a-z]{2,4}(-[a-z]+)+-\d$",
             description="AWS region; unset is the one of the AWS configuration.",
         ),
         Question("Which region?", suggest=lambda *_: None, hint="Enter for that of the AWS configuration"),
