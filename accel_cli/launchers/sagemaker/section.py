@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
@@ -15,6 +15,7 @@ from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.launchers.sagemaker import running
 from accel_cli.machine import Machine
+from accel_runtime.env import ProcessGroupBackend
 
 __all__ = ["Channel", "SageMaker"]
 
@@ -105,6 +106,7 @@ class SageMaker(Launcher):
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
     runs = "job"
+    carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset(get_args(ProcessGroupBackend))
     words: ClassVar[dict[str, str]] = {"launcher.nnodes": "launcher.instance_count"}
 
     kind: Literal["sagemaker"] = Field(
