@@ -171,7 +171,9 @@ def _included(source: Path, wanted: Sequence[Pattern], passes: Passes, known: se
         there = set(walked(source, pattern.start, passes)) if pattern.start else set()
         meant = {name for name in there | everywhere | known if pattern.matches(name)}
         if not meant:
-            raise UsageError(f"launcher.include: {pattern.text} means no file in {source} (links are not followed)")
+            raise UsageError(
+                f"launcher.include: {pattern.text} means no file in {source} (links are not followed)"
+            )
         found |= meant
     return found
 
@@ -187,7 +189,7 @@ def _leave_out(source: Path, named: Sequence[Pattern], passes: Passes, found: Li
     for name in sorted(found.names):
         if passes(name):
             reason = _reason(source, name, named, known)
-            if not reason and not (os.access(source / name, os.R_OK) or (source / name).is_symlink()):
+            if not reason and not _readable(source / name):
                 unreadable.append(name)
             if not reason:
                 continue
@@ -199,6 +201,14 @@ def _leave_out(source: Path, named: Sequence[Pattern], passes: Passes, found: Li
         )
 
 
+def _readable(path: Path) -> bool:
+    try:
+        is_link = path.is_symlink()
+    except PermissionError:  # of the folder, which may be listed but not searched
+        return False
+    return is_link or os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def _reason(source: Path, name: str, named: Sequence[Pattern], known: dict[str, bool]) -> str:
     """Why a file is not sent; empty if it is."""
     if patterns.may_be_secret(name) and not any(pattern.matches(name) for pattern in named):
@@ -207,6 +217,8 @@ def _reason(source: Path, name: str, named: Sequence[Pattern], known: dict[str, 
         mode = (source / name).lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return _GONE
+    except PermissionError:
+        return ""
     if links.is_below_link(source, name, known):
         return _GONE
     return "" if stat.S_ISREG(mode) or stat.S_ISLNK(mode) else _SPECIAL

@@ -35,7 +35,7 @@ def meant(source: Path, name: str) -> str | None:
         os.path.realpath(source / name)
     )  # unlike Path.resolve, it comes to an end where links go round
     said = os.path.relpath(there, source)
-    return said if there.exists() and not _leads_out(said) else None
+    return said if os.access(there, os.F_OK) and not _leads_out(said) else None
 
 
 def kept(source: Path, name: str) -> str:

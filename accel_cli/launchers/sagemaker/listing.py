@@ -50,15 +50,15 @@ def listed(source: Path, passes: Passes) -> Listing:
     """
     found = Listing("what git tracks, and what is new and not ignored")
     note = ""
-    if any((folder / ".git").exists() for folder in (source, *source.parents)):
+    if any(os.path.lexists(folder / ".git") for folder in (source, *source.parents)):
         try:
             _ask_git(source, "", found)
         except _GitError as error:
             note = f"git does not list the files of {source}: {error}; so all but {CLUTTER} are taken"
         else:
-            if found.names or set(found.left_out) != {IGNORED}:
+            if found.names or set(found.left_out) - {IGNORED}:
                 return found
-            note = f"git ignores all of {source}; so all but {CLUTTER} are taken"
+            note = f"git lists no file of {source}, maybe since it ignores the folder; so all but {CLUTTER} are taken"
     found = Listing(f"all files but {CLUTTER}, since git does not list them", notes=[note] if note else [])
     found.names.update(walked(source, "", passes, lambda name: found.leave_out(CLUTTER, name)))
     return found
@@ -110,7 +110,7 @@ def _inside(source: Path, folder: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_venv(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in _VENV_MARKS)
+    return any(os.path.lexists(folder / mark) for mark in _VENV_MARKS)
 
 
 class _GitError(Exception):
@@ -126,7 +126,7 @@ def _ask_git(source: Path, below: str, found: Listing) -> None:
     folder = source / below
     tracked = _git(folder, found, "--cached")
     new = _git(folder, found, "--others", "--exclude-standard")
-    for name in _git(folder, None, "--others", "--ignored", "--exclude-standard", "--directory"):
+    for name in _ignored(folder):
         found.leave_out(IGNORED, str(PurePosixPath(below, name)))
     mine = {str(PurePosixPath(below, name)) for name in tracked}
     mine.update(_without_clutter(source, (str(PurePosixPath(below, name)) for name in new), found))
@@ -140,6 +140,14 @@ def _ask_git(source: Path, below: str, found: Listing) -> None:
             found.notes.append(
                 f"the submodule {name} is not checked out, and is not sent; git submodule update --init checks it out"
             )
+
+
+def _ignored(folder: Path) -> list[str]:
+    """What git ignores, for a person to know; it fails in a folder that is ignored and has files that are tracked."""
+    try:
+        return _git(folder, None, "--others", "--ignored", "--exclude-standard", "--directory")
+    except _GitError:
+        return []
 
 
 def _without_clutter(source: Path, names: Iterable[str], found: Listing) -> Iterator[str]:

@@ -17,7 +17,7 @@ def tree(tmp_path):
 def write(tree):
     """Writes files into the folder: names, and what is in them."""
 
-    def written(*names, text="x\n", **more):
+    def written(*names, text="x\n"):
         for name in names:
             path = tree / name
             path.parent.mkdir(parents=True, exist_ok=True)
