@@ -197,7 +197,7 @@ def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern
     (tmp_path / "there" / "a").write_text("")
     (tree / "link").symlink_to(tmp_path / "there")
     with pytest.raises(UsageError, match=r"launcher.include: \S+ means no file in"):
-        chosen(tree, [pattern], ["link"])
+        chosen(tree, [pattern])
 
 
 def test_a_pattern_that_is_none_is_refused(tree):
