@@ -190,7 +190,7 @@ def test_include_of_a_name_holds_at_any_depth(tree, write, git):
     assert names(chosen(tree, ["*.csv"])) == [".gitignore", "a.csv", "data/b.csv", "train.py"]
 
 
-@pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*"])
+@pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
 def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern):
     write("train.py")
     (tmp_path / "there").mkdir()
