@@ -16,7 +16,7 @@ from accel_cli.launchers.sagemaker.aws import Account, code
 from accel_cli.launchers.sagemaker.rights import TRUST, policy
 from accel_runtime.env import nearest
 
-__all__ = ["Role", "create", "find", "trusted"]
+__all__ = ["TRUST", "Role", "create", "find", "policy", "trusted"]
 
 _SERVICE, _ASSUME = "sagemaker.amazonaws.com", "sts:AssumeRole"
 _ARN = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")

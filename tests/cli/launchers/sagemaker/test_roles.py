@@ -219,20 +219,20 @@ def test_a_role_is_taken_away_also_when_only_the_answer_was_lost(iam):
 
 def test_the_rights_are_those_of_one_bucket_and_what_is_asked_for():
     few = rights.policy("my-bucket")
-    rights = {said["Sid"]: said for said in few["Statement"]}
-    assert rights["Write"]["Resource"] == ["arn:aws:s3:::my-bucket/*"]
-    assert rights["Read"]["Resource"] == ["arn:aws:s3:::my-bucket/*"]
-    assert {"Secrets", "Network"}.isdisjoint(rights)
-    starred = {sid for sid, said in rights.items() if "*" in said["Resource"]}
+    by_sid = {said["Sid"]: said for said in few["Statement"]}
+    assert by_sid["Write"]["Resource"] == ["arn:aws:s3:::my-bucket/*"]
+    assert by_sid["Read"]["Resource"] == ["arn:aws:s3:::my-bucket/*"]
+    assert {"Secrets", "Network"}.isdisjoint(by_sid)
+    starred = {sid for sid, said in by_sid.items() if "*" in said["Resource"]}
     assert starred == {"Metrics", "ImageLogin"}
     assert all("*" not in action for said in few["Statement"] for action in said["Action"])
     arn = "arn:aws-cn:secretsmanager:cn-north-1:1:secret:x-123456"
     many = rights.policy("b", partition="aws-cn", reads=["data"], secrets=["wandb", arn], vpc=True)
-    rights = {said["Sid"]: said["Resource"] for said in many["Statement"]}
-    assert rights["Secrets"] == ["arn:aws-cn:secretsmanager:*:*:secret:wandb-??????", arn]
-    assert rights["Read"] == ["arn:aws-cn:s3:::b/*", "arn:aws-cn:s3:::data/*"]
-    assert rights["Write"] == ["arn:aws-cn:s3:::b/*"]
-    assert rights["Network"] == ["*"]
+    by_sid = {said["Sid"]: said["Resource"] for said in many["Statement"]}
+    assert by_sid["Secrets"] == ["arn:aws-cn:secretsmanager:*:*:secret:wandb-??????", arn]
+    assert by_sid["Read"] == ["arn:aws-cn:s3:::b/*", "arn:aws-cn:s3:::data/*"]
+    assert by_sid["Write"] == ["arn:aws-cn:s3:::b/*"]
+    assert by_sid["Network"] == ["*"]
 
 
 def test_iam_takes_the_policy(iam):
