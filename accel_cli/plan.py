@@ -37,8 +37,13 @@ class Plan:
     """How the agent starts processes, `forkserver` or `exec`, and in brackets why; empty without an agent."""
     script: str = ""
     """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """What a service is asked for, where one runs the processes in its own containers; `argv` is then the script's."""
+    look: str = ""
+    """Where the function lives that says all that will be asked and sent, and changes nothing, as `module:function`;
+    empty where the plan says everything."""
     output_dir: str = "."
-    """Where the log of a job goes."""
+    """Where the log of a job goes, or what it brings home."""
     detach: bool = False
     """Whether a job is only submitted, and not followed."""
 

@@ -126,6 +126,10 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(metavar="DIR", help="Folder for the logs of runs.", rich_help_panel=_OVER),
     ] = None,
+    job_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the job, where one is submitted.", rich_help_panel=_OVER),
+    ] = None,
     cpu: Annotated[
         bool, typer.Option("--cpu", help="Compute on the CPU, whatever else is there.", rich_help_panel=_OVER)
     ] = False,
@@ -173,6 +177,12 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         bool, typer.Option("--run-pod", help="Run that command instead of printing it.", rich_help_panel=_POD)
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and run nothing.")] = False,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Print what SageMaker would be asked, as JSON, and ask nobody anything."
+        ),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="As --dry-run, with where each value came from.")
     ] = False,
@@ -214,6 +224,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         mixed_precision=mixed_precision,
         ranks=ranks,
         log_dir=log_dir,
+        job_name=job_name,
         cpu=cpu,
         resume=resume,
         no_profile=no_profile,
@@ -233,10 +244,13 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         )
         planning.check_target(request.target, request.kind)
         resolved, plan = planning.prepare(request, os.environ)
-    if detach and not plan.script:
-        raise UsageError(f"--detach is for launchers that submit a job; {plan.launcher} runs the script here")
+    _refuse_job_options(plan, detach=detach, offline=offline)
+    if offline:
+        console.plain(planning.looked(plan, offline=True))
+        return
     if dry_run or explain:
         console.plain(described(plan, resolved if explain else None))
+        _show_what_is_sent(plan, wanted=dry_run)
         return
     if tpu_pod is not None and not run_pod:
         _print_pod(plan, quiet=quiet)
@@ -254,6 +268,24 @@ def _refuse_pod_options(**said: Any) -> None:
     for name, value in said.items():
         if value:
             raise UsageError(f"--{name.replace('_', '-')} is for a TPU pod: it needs --tpu-pod NAME")
+
+
+def _refuse_job_options(plan: Plan, *, detach: bool, offline: bool) -> None:
+    from accel_cli.errors import UsageError
+
+    if detach and not (plan.script or plan.request):
+        raise UsageError(f"--detach is for launchers that submit a job; {plan.launcher} runs the script here")
+    if offline and not plan.look:
+        raise UsageError(
+            f"--offline is for jobs of SageMaker; with launcher.kind: {plan.launcher}, --dry-run asks nobody anything"
+        )
+
+
+def _show_what_is_sent(plan: Plan, *, wanted: bool) -> None:
+    from accel_cli import console, planning
+
+    if plan.look and wanted:
+        console.plain(planning.looked(plan, offline=False))
 
 
 def _print_pod(plan: Plan, *, quiet: bool) -> None:

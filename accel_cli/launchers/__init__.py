@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.sagemaker.section import SageMaker
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.slurm.section import Slurm
 from accel_cli.launchers.torchrun import Torchrun
@@ -15,11 +16,11 @@ from accel_cli.machine import Machine
 __all__ = ["LAUNCHERS", "PLANNED", "suggest"]
 
 LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType(
-    {"single": Single, "torchrun": Torchrun, "slurm": Slurm, "xla": Xla}
+    {"single": Single, "torchrun": Torchrun, "slurm": Slurm, "xla": Xla, "sagemaker": SageMaker}
 )
 """Every launcher, by the `kind` that chooses it."""
 
-PLANNED: Mapping[str, str] = MappingProxyType({"sagemaker": "Amazon SageMaker jobs"})
+PLANNED: Mapping[str, str] = MappingProxyType({})
 """Kinds whose place is kept: they are refused by name until they are here."""
 
 

@@ -82,8 +82,8 @@ def problems(data):
         ({"launcher": {"kind": "torchrun", "nnodes": 2}}, "rdzv_endpoint (host:port) is needed if nnodes is above 1"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "host"}}, "expected host:port with a port from 1 to 65535"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "h:70000"}}, "expected host:port"),
-        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun, slurm or xla, got 'torchrn' (did you mean torchrun?)"),
-        ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm or xla, got nothing"),
+        ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun, slurm, xla or sagemaker, got 'torchrn' (did you mean torchrun?)"),
+        ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm, xla or sagemaker, got nothing"),
         ({"launcher": {"kind": "slurm", "setup": "module load cuda"}}, "launcher.setup: expected a list, got 'module load"),
         ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text, got 1"),
         ({"launcher": {"kind": "slurm", "time": "soon"}}, "launcher.time: expected minutes, or text like 30:00"),
@@ -108,7 +108,7 @@ def test_all_mistakes_are_reported_at_once():
 @pytest.mark.parametrize("kind", PLANNED)
 def test_a_launcher_of_later_is_refused_by_name(kind):
     assert (
-        f"is not in this version of accel; expected single, torchrun, slurm or xla, got {kind}"
+        f"is not in this version of accel; expected single, torchrun, slurm, xla or sagemaker, got {kind}"
         in problems({"launcher": {"kind": kind}})
     )
 

@@ -1,0 +1,1 @@
+"""A job of Amazon SageMaker: what is sent, and how it is followed."""
