@@ -15,7 +15,7 @@ from accel_cli.launchers.sagemaker.request import Facts, named
 from accel_cli.plan import Plan
 from accel_runtime.env import variable
 
-__all__ = ["ACCOUNT", "ROLE", "Found", "assumed", "gather", "is_taken"]
+__all__ = ["ACCOUNT", "ROLE", "Found", "assumed", "filled", "gather", "is_taken"]
 
 ACCOUNT, ROLE = "<account>", "<role>"
 """Stand for what only AWS knows, where it is not asked."""
@@ -82,6 +82,11 @@ def assumed(account: Account, plan: Plan, now: datetime) -> Facts:
         _name(plan, now), region, ACCOUNT, partition, role_arn=role, bucket=bucket, image_uri=_image(said, region),
         **_local(plan, region),
     )  # fmt: skip
+
+
+def filled(text: str) -> str:
+    """A text about assumed facts, with something that may be true in their places."""
+    return text.replace(ACCOUNT, "0" * 12).replace(ROLE, "role")
 
 
 def is_taken(account: Account, name: str) -> bool:
