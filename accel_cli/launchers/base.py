@@ -50,6 +50,13 @@ class Launcher(Section):
     """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
     """The number formats of the forward pass that its processes know."""
+    further: ClassVar[str] = ""
+    """What its further questions are about; empty where it has none."""
+
+    @classmethod
+    def lacks(cls) -> str:
+        """What has to be installed before it can be used here, with the command; empty if nothing has."""
+        return ""
 
     @classmethod
     def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere

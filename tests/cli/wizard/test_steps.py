@@ -125,7 +125,7 @@ def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
 )
 def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, there):
     kinds = [choice.value for choice in next_step({}).choices(machine, {})]
-    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else [])]
+    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else []), "sagemaker"]
 
 
 def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
