@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from accel_cli import launchers, machine, nodes
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.base import Job, Plan
+from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.machine import Machine
 from accel_cli.profile import document, layers
 from accel_cli.profile.layers import Layer, Resolved
@@ -29,10 +29,6 @@ _COUNTS = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
 )
 """What only a launcher of several processes can be told."""
-_HERE = frozenset({None, "single", "torchrun"})
-"""Launchers that start processes on this machine: what a scheduler says of it concerns them."""
-_PODS = frozenset({"xla"})
-"""Launchers that start a part of a TPU slice here: which hosts it has concerns them, and a scheduler does not."""
 _AGENT = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1}
 """One process, with a launcher beside it that can give it time and watch it."""
 _WATCHED = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
@@ -93,26 +89,32 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
         suits = launchers.suggest(_of_use(found, [*said, assigned]))
         said.insert(0, Layer("detected", {"launcher.kind": suits}, {"": "detected"}))
     kind = _kind([*said, assigned])
-    alone = kind == "single"
-    options = [layer for layer in _options(request) if not (alone and _asks_for_one(layer))]
+    launcher = _launcher(kind)
+    options = [layer for layer in _options(request) if not (launcher.alone and _asks_for_one(layer))]
     options = [_in_its_words(kind, layer) for layer in options]
     around = place(request, environ, kind, found)
     if around.ranks:
         one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
         return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
     if values := _derived(around, options):
-        several = kind if kind in _PODS else "torchrun"
+        several = kind if launcher.runs == "pod" else "torchrun"
         said.append(Layer(around.source, {"launcher.kind": several, **values}, {"": around.source}))
-        alone = False
-    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
-    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
-    if alone and watched:
-        said.append(Layer(watched[0].name, _AGENT, watched[0].where))
-    if alone and counts:
-        said.append(Layer(counts[0].name, {"launcher.kind": "torchrun"}, counts[0].where))
-    if alone and not counts:
-        _refuse_logs(request)
+    elif launcher.alone:
+        said += _not_alone(options, request)
     return layers.resolve([*said, assigned, *options])
+
+
+def _not_alone(options: Iterable[Layer], request: Request) -> list[Layer]:
+    """The launcher that options need which one process by itself cannot follow; none if there are no such options."""
+    options = list(options)
+    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
+    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    if not watched and not counts:
+        _refuse_logs(request)
+    return [
+        *(Layer(layer.name, _AGENT, layer.where) for layer in watched[:1]),
+        *(Layer(layer.name, {"launcher.kind": "torchrun"}, layer.where) for layer in counts[:1]),
+    ]
 
 
 def _refuse_logs(request: Request) -> None:
@@ -151,7 +153,8 @@ def place(request: Request, environ: Mapping[str, str], kind: str | None, found:
     Raises:
         UsageError: They contradict each other.
     """
-    if request.for_pod or kind not in _HERE | _PODS:
+    runs = _launcher(kind).runs
+    if request.for_pod or runs == "job":
         if request.node_rank is not None:
             raise UsageError(
                 f"--node-rank numbers the machine accel launch runs on, and launcher.kind: {kind} runs the script elsewhere"
@@ -164,7 +167,7 @@ def place(request: Request, environ: Mapping[str, str], kind: str | None, found:
         rdzv_endpoint=request.rdzv_endpoint,
         max_restarts=request.max_restarts,
     )
-    if kind in _PODS:
+    if runs == "pod":
         return nodes.pod(typed, environ, found.tpu)
     return nodes.facts(typed, environ, parent=os.getppid())
 
@@ -259,6 +262,11 @@ def _said(request: Request, environ: Mapping[str, str]) -> list[Layer]:
     return [layer for layer in found if not (request.for_pod and layer.name == "user")]
 
 
+def _launcher(kind: Any) -> type[Launcher]:
+    """The launcher of a kind; one that no layer names, or names wrongly, is taken for any that runs here."""
+    return launchers.LAUNCHERS.get(kind, Launcher)
+
+
 def _kind(said: Iterable[Layer]) -> Any:
     """The launcher that the last layer to name one names."""
     return _last(said, "launcher.kind")
@@ -282,7 +290,7 @@ def _asks_for_one(layer: Layer) -> bool:
 
 def _in_its_words(kind: Any, layer: Layer) -> Layer:
     """An option's layer, under the key by which the launcher of that kind knows it."""
-    own = launchers.LAUNCHERS[kind].words if kind in launchers.LAUNCHERS else {}
+    own = _launcher(kind).words
     return Layer(layer.name, {own.get(key, key): value for key, value in layer.values.items()}, layer.where)
 
 

@@ -46,6 +46,10 @@ class Launcher(Section):
 
     title: ClassVar[str]
     """What the wizard calls it."""
+    runs: ClassVar[Literal["here", "pod", "job"]] = "here"
+    """Where its processes run: on this machine; on the hosts of a TPU, of which this is one; where a service puts them."""
+    alone: ClassVar[bool] = False
+    """Whether it is one process, with no launcher beside it."""
     words: ClassVar[Mapping[str, str]] = {}
     """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))

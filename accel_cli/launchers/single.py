@@ -19,6 +19,7 @@ class Single(Launcher):
     """One process on this machine, in the place of `accel launch` itself."""
 
     title: ClassVar[str] = "One process on this machine"
+    alone: ClassVar[bool] = True
 
     kind: Literal["single"] = Field("single", description="One process on this machine.")
 

@@ -38,6 +38,7 @@ class Xla(elastic.Elastic):
     """The script on every device that torch_xla finds, each a replica of the model."""
 
     title: ClassVar[str] = "TPU (torch_xla)"
+    runs = "pod"
     words: ClassVar[Mapping[str, str]] = MappingProxyType({"launcher.nproc_per_node": _SAME})
 
     formats: ClassVar[frozenset[str]] = frozenset({"no", "bf16"})

@@ -243,3 +243,15 @@ def test_a_scheduler_does_not_say_what_hosts_a_tpu_has(cwd):
         "SLURM_NODEID": "0",
     }
     assert planned(TPU, step).nnodes == 1
+
+
+@pytest.mark.parametrize("kind", ["slurm", "sagemaker"])
+def test_a_number_of_this_machine_is_refused_where_the_script_runs_elsewhere(cwd, kind):
+    with pytest.raises(UsageError, match=f"launcher.kind: {kind} runs the script elsewhere"):
+        resolved(assignments=(f"launcher.kind={kind}",), node_rank=1)
+
+
+def test_whose_output_is_shown_can_be_said_where_an_option_brings_a_launcher_that_shows_it(cwd):
+    assert resolved(ranks="all", shutdown_timeout=5).profile.launcher.ranks == "all"
+    with pytest.raises(UsageError, match="--ranks is for the launcher torchrun"):
+        resolved(ranks="all")

@@ -31,19 +31,16 @@ def described(said: SageMaker, job: Job) -> dict[str, Any]:
     """
     _check_env(job.env, said.secrets)
     _check_lengths(job)
-    source = Path(said.source_dir).resolve()
     return {
         "version": VERSION,
         "accel": version("accel"),
         "kind": job.kind,
-        "target": _target(job, source),
         "args": list(job.args),
-        "cwd": _below(Path.cwd(), source, "the folder this is launched from"),
+        **_of_the_source(said, job),
         "nproc_per_node": said.nproc_per_node,
         "settings": job.settings.to_env(),
         "env": dict(job.env),
         "secrets": said.secrets,
-        "requirements": said.requirements and _requirements(said.requirements, source),
         "model_dir": said.model_dir,
         "checkpoint_dir": said.checkpoint_dir,
         "model_parallel": said.model_parallel or None,
@@ -55,6 +52,18 @@ def described(said: SageMaker, job: Job) -> dict[str, Any]:
             "stall_timeout": said.stall_timeout,
             "process_group_timeout": job.settings.process_group_timeout,
         },
+    }
+
+
+def _of_the_source(said: SageMaker, job: Job) -> dict[str, Any]:
+    """What has its place in the folder that is sent."""
+    if job.as_a_whole:
+        return {"target": job.target, "cwd": ".", "requirements": None}
+    source = Path(said.source_dir).resolve()
+    return {
+        "target": _target(job, source),
+        "cwd": _below(Path.cwd(), source, "the folder this is launched from"),
+        "requirements": said.requirements and _requirements(said.requirements, source),
     }
 
 

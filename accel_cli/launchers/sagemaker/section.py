@@ -104,6 +104,7 @@ class SageMaker(Launcher):
     """A training job of Amazon SageMaker: the elastic agent in the container of every instance."""
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
+    runs = "job"
     words: ClassVar[dict[str, str]] = {"launcher.nnodes": "launcher.instance_count"}
 
     kind: Literal["sagemaker"] = Field(
@@ -377,6 +378,11 @@ class SageMaker(Launcher):
             target=job.target,
             nnodes=self.instance_count,
             counted="1 process" if self.nproc_per_node == 1 else each,
-            request={"profile": {**self.model_dump(), "max_wait": self.longest}, "run": run},
+            request={
+                "profile": {**self.model_dump(), "max_wait": self.longest},
+                "run": run,
+                # What runs as a whole is accel's own, and travels anyway.
+                "source": None if job.as_a_whole else self.source_dir,
+            },
             output_dir=self.output_dir,
         )

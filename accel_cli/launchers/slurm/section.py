@@ -84,6 +84,7 @@ class Slurm(Launcher):
     """A job of a Slurm cluster: the elastic agent on every node of it, one for each."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
+    runs = "job"
 
     kind: Literal["slurm"] = Field(
         "slurm", description="A Slurm job: `accel launch` on a login node submits it and follows its log."

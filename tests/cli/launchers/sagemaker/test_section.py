@@ -1,0 +1,135 @@
+"""The section of the profile: what it takes, what it refuses before anything is asked of AWS, and the plan it makes."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import Job
+from accel_cli.launchers.sagemaker.section import SageMaker
+from accel_cli.machine import Machine
+from accel_runtime.env import Settings
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder with a script, in which the launch is made."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "requirements.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(*args, target="train.py", kind="script", env=None, **told):
+    return Job(target, args, kind, Settings(**told), env or {}, {}, Machine(2), python="/venv/bin/python")
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ({"max_wait": 90000}, "max_wait: only spot jobs wait"),
+        ({"spot": True, "max_run": 100, "max_wait": 99}, "max_wait: 99 counts waiting and running together"),
+        ({"spot": True, "keep_alive": 60}, "keep_alive: instances of spot jobs cannot be kept"),
+        ({"subnets": ["subnet-1"]}, "subnets and security_group_ids go together"),
+        ({"security_group_ids": ["sg-1"]}, "subnets and security_group_ids go together"),
+        ({"network_isolation": True, "secrets": {"A": "b"}}, "network_isolation: secrets are read from"),
+        ({"network_isolation": True, "requirements": "r.txt"}, "network_isolation: requirements are fetched"),
+        ({"instance_type": "g5.xlarge"}, "expected an instance type like ml.g5.xlarge"),
+        ({"instance_count": 0}, "greater than or equal to 1"),
+        ({"nproc_per_node": 0}, "at least 1, or auto"),
+        ({"job_name": "-a"}, "letters, digits and hyphens"),
+        ({"job_name": "a" * 64}, "at most 63"),
+        ({"inputs": {"accel": "s3://b/x"}}, "'accel' is no name for a channel"),
+        ({"inputs": {"a b": "s3://b/x"}}, "'a b' is no name for a channel"),
+        ({"inputs": {"train": "https://b/x"}}, "s3://bucket/folder"),
+        ({"inputs": {"train": {"uri": "s3://b/x", "input_mode": "Pipe"}}}, "'File' or 'FastFile'"),
+        ({"bucket": "s3://mine"}, "without s3://"),
+        ({"model_dir": "/opt/ml/model"}, "a folder below"),
+        ({"checkpoint_dir": "../runs"}, "a folder below"),
+        ({"checkpoint_dir": "."}, "a folder below"),
+        ({"secrets": {"A B": "x"}}, "'A B' is no name of an environment variable"),
+        ({"region": "Frankfurt"}, "pattern"),
+        ({"keep_alive": 21601}, "21600"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(said, wrong):
+    with pytest.raises(ValidationError, match=wrong.replace("(", r"\(")):
+        SageMaker(**said)
+
+
+def test_spot_waits_a_day_beyond_its_running_time_unless_it_is_said_otherwise():
+    assert SageMaker(max_run=100).longest is None
+    assert SageMaker(spot=True, max_run=100).longest == 100 + 86400
+    assert SageMaker(spot=True, max_run=100, max_wait=200).longest == 200
+
+
+def test_the_plan_says_instances_and_what_a_host_runs(tree):
+    said = SageMaker(
+        instance_type="ml.p4d.24xlarge",
+        instance_count=2,
+        requirements="requirements.txt",
+        checkpoint_dir="runs",
+    )
+    plan = said.plan(job("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
+    assert (plan.nnodes, plan.device, plan.counted) == (2, "ml.p4d.24xlarge", "a process for each GPU")
+    run = plan.request["run"]
+    assert (run["kind"], run["target"], run["args"]) == ("script", "train.py", ["--lr", "1e-4"])
+    assert (run["cwd"], run["requirements"], run["checkpoint_dir"]) == (".", "requirements.txt", "runs")
+    assert run["settings"] == Settings(mixed_precision="bf16").to_env()
+    assert run["env"] == {"NCCL_DEBUG": "INFO"}
+    assert plan.request["profile"]["instance_count"] == 2
+
+
+def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree, monkeypatch):
+    (tree / "work").mkdir()
+    (tree / "work" / "a.py").write_text("")
+    monkeypatch.chdir(tree / "work")
+    run = SageMaker(source_dir="..").plan(job(target=str(tree / "work" / "a.py"))).request["run"]
+    assert (run["cwd"], run["target"]) == ("work", "a.py")
+
+
+def test_what_is_of_accel_itself_sends_no_folder(tree):
+    whole = replace(job(target="accel_runtime.selfcheck", kind="module"), as_a_whole=True)
+    plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
+    assert plan.request["source"] is None
+    assert plan.request["run"]["requirements"] is None
+    assert SageMaker().plan(job()).request["source"] == "."
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "wrong"),
+    [
+        ({}, {"target": "/etc/hosts"}, "the script /etc/hosts is not in"),
+        ({"source_dir": "sub"}, {}, "the script train.py is not in"),
+        ({"source_dir": "sub"}, {"kind": "module"}, "the folder this is launched from is not in"),
+        ({"requirements": "gone.txt"}, {}, "launcher.requirements: there is no file gone.txt"),
+        ({"requirements": "/etc/hosts"}, {}, "launcher.requirements, /etc/hosts, is not in"),
+        ({}, {"device": "mps"}, "device: mps is on no instance"),
+        ({}, {"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
+        ({"secrets": {"A": "x"}}, {"env": {"A": "1"}}, "A is in env and in launcher.secrets"),
+        ({}, {"env": {"A": "1" * 131072}}, "env.A is too long"),
+    ],
+)  # fmt: skip
+def test_what_cannot_travel_is_refused_before_anything_is_asked(tree, said, given, wrong):
+    (tree / "sub").mkdir()
+    with pytest.raises(UsageError, match=wrong):
+        SageMaker(**said).plan(job(**given))
+
+
+def test_the_value_of_a_secret_is_in_no_message(tree):
+    with pytest.raises(UsageError) as refused:
+        SageMaker().plan(job(env={"HF_TOKEN": "hf_abc"}))
+    assert "hf_abc" not in str(refused.value)
+
+
+def test_an_argument_longer_than_linux_takes_is_refused_and_one_byte_less_travels(tree):
+    with pytest.raises(UsageError, match="argument 2 of the script has 131072 bytes"):
+        SageMaker().plan(job("a", "b" * 131072))
+    assert SageMaker().plan(job("b" * 131071)).request["run"]["args"] == ["b" * 131071]
+
+
+def test_bytes_that_are_no_text_travel_in_arguments(tree):
+    raw = os.fsdecode(b"\xff\xfe")
+    assert os.fsencode(SageMaker().plan(job(raw)).request["run"]["args"][0]) == b"\xff\xfe"
