@@ -8,13 +8,17 @@ READY := $(VENV)/.ready
 # torch_xla needs a torch of its own: the newest are 2.9.0, so they are beside everything else.
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
+# AWS's own SDK, which says what images there are, is half a gigabyte with what it needs; accel does not use it.
+SDK := .venv-sagemaker
+SDK_READY := $(SDK)/.ready
+SDK_NEEDS := sagemaker-core==2.27.0 'pytest>=9' 'typing-extensions>=4.12'
 # Three files at a time, also on two cores: much of what is tested waits. A file's tests share what they start.
 AT_ONCE := -n 3 --dist loadfile
 
-.PHONY: help demo test test-slow test-xla check fmt docs bench clean
+.PHONY: help demo test test-slow test-xla test-images check fmt docs bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	$(BIN)/accel launch --cpu --nproc-per-node 2 examples/digits.py --output $(VENV)/digits.safetensors
@@ -33,6 +37,9 @@ test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
 	$(XLA)/bin/python -m pytest -n 2 --dist loadfile tests/xla tests/runtime/backends/test_contract.py
 
+test-images: $(SDK_READY)  ## Set up AWS's SDK in an environment of its own, and compare accel's table of images
+	$(SDK)/bin/python -m pytest -W default tests/sagemaker_sdk
+
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +57,7 @@ bench: $(READY)  ## Measure accel beside bare torch, torchrun and Accelerate, an
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove everything the other targets made
-	rm -rf $(VENV) $(XLA) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(SDK) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything, made anew when what it is made from changes.
@@ -65,4 +72,11 @@ $(XLA_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(XLA)
 	@sed '/^torch==/d' constraints.txt > $(XLA)/constraints.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e '.[test,xla]'
+	@touch $@
+
+$(SDK_READY): pyproject.toml constraints.txt
+	@echo 'Setting up $(SDK): a minute, or as long as 400 MB take to download'
+	@$(PYTHON) -m venv $(SDK)
+	@$(SDK)/bin/python -m pip install --quiet --disable-pip-version-check $(SDK_NEEDS)
+	@$(SDK)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
