@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import questionary
@@ -17,7 +17,7 @@ from accel_cli.errors import AccelError
 from accel_cli.machine import Machine
 from accel_cli.profile.schema import Profile
 from accel_cli.wizard import typed
-from accel_cli.wizard.steps import Step, next_step, profile_from
+from accel_cli.wizard.steps import Step, next_step, profile_from, told
 
 __all__ = ["BACK", "agree", "ask_all", "confirm"]
 
@@ -53,6 +53,8 @@ class _Turn:
     """What can be picked; none lets the person type."""
     typing: bool = False
     """Whether something that is not among the choices can be typed."""
+    said: fields.Answers = field(default_factory=dict)
+    """What is said so far, for choices that make something."""
 
 
 def ask_all(
@@ -113,15 +115,16 @@ def _turn(
     suggestion = step.suggestion(machine, answers, before)
     if not step.question.offers:
         return _Turn(step, answers, suggestion, step.choices(machine, answers))
+    known = told(answers, before)
     with Console().status("Looking for what there is"):
-        offers = step.offers(machine, answers)
+        offers = step.offers(machine, known)
     if offers.note and offers.note not in said:
         said.add(offers.note)
         console.note(offers.note)
     choices = list(offers.choices)
     if choices and step.key in before and suggestion not in [choice.value for choice in choices]:
         choices.insert(0, fields.Choice(suggestion, f"{typed.show(suggestion)}, as before"))
-    return _Turn(step, answers, suggestion, choices, typing=True)
+    return _Turn(step, answers, suggestion, choices, typing=True, said=known)
 
 
 def _ask(turn: _Turn) -> Any:
@@ -139,19 +142,19 @@ def _ask(turn: _Turn) -> Any:
         back=len(titles) + len(own) if back else None,
     )
     if picked < len(titles):
-        return _value(turn.choices[picked], turn.answers)
+        return _value(turn.choices[picked], turn.said)
     if picked == len(titles) and own:
         answer = _type(turn)
         return _AGAIN if answer is BACK else answer
     return BACK
 
 
-def _value(choice: fields.Choice, answers: Mapping[str, Any]) -> Any:
+def _value(choice: fields.Choice, said: fields.Answers) -> Any:
     """What a choice stands for, once it is there."""
     if not choice.make:
         return choice.value
     try:
-        made = choice.make({key.rpartition(".")[2]: value for key, value in answers.items()}, agree)
+        made = choice.make(said, agree)
     except AccelError as error:
         console.note(str(error))
         return _AGAIN
@@ -199,6 +202,7 @@ def _type(turn: _Turn) -> Any:
         step.question.text,
         instruction=f"({help_}) ",
         validate=check,
+        validate_while_typing=False,
         style=_STYLE,
         completer=_completer(step),
         # Shown until something is typed, so that nobody has to erase a suggestion first.

@@ -19,7 +19,7 @@ from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile
 from accel_cli.wizard import typed
 
-__all__ = ["Step", "next_step", "profile_from", "suggested"]
+__all__ = ["Step", "next_step", "profile_from", "suggested", "told"]
 
 _KIND = "launcher.kind"
 _MORE = "more"
@@ -55,9 +55,14 @@ class Step:
         local = _local(answers)
         return [choice for choice in self.question.choices if choice.offered(machine, local)]
 
-    def offers(self, machine: Machine, answers: Mapping[str, Any]) -> Offers:
-        """What others say can be picked; it may ask a service."""
-        return self.question.offers(machine, _local(answers)) if self.question.offers else Offers()
+    def offers(self, machine: Machine, said: Answers) -> Offers:
+        """What others say can be picked; it may ask a service.
+
+        Args:
+            machine: What was found.
+            said: What `told` gives.
+        """
+        return self.question.offers(machine, said) if self.question.offers else Offers()
 
     @property
     def may_be_none(self) -> bool:
@@ -77,8 +82,8 @@ class Step:
 
     def problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         """What is wrong with an answer, given those before it; None if nothing is."""
-        wrong = self._misfits(value, answers)
-        return wrong or (self.question.doubt(value) if self.question.doubt else None)
+        doubt = self.question.doubt(value) if self.question.doubt else None
+        return doubt or self._misfits(value, answers)
 
     def _misfits(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         try:
@@ -100,6 +105,12 @@ class Step:
 def next_step(answers: Mapping[str, Any]) -> Step | None:
     """The first question that these answers leave open, or None when all is said."""
     return next((step for step in _steps(answers) if step.key not in answers), None)
+
+
+def told(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Answers:
+    """What is said of the launcher so far: the answers, and what the profile said of it that was not asked yet."""
+    same = before.get(_KIND) == answers.get(_KIND)
+    return _local({**(before if same else {}), **answers})
 
 
 def suggested(machine: Machine, before: Mapping[str, Any] | None = None) -> Profile:

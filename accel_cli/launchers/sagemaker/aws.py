@@ -33,10 +33,14 @@ class Account:
     Args:
         region: The profile's; None is that of the AWS configuration.
         aws_profile: A profile of the AWS configuration; None is the one that AWS tools take.
+        attempts: How often it is tried to reach a service; None is as often as the AWS configuration says.
     """
 
-    def __init__(self, region: str | None = None, aws_profile: str | None = None) -> None:
+    def __init__(
+        self, region: str | None = None, aws_profile: str | None = None, *, attempts: int | None = None
+    ) -> None:
         self.aws_profile = aws_profile
+        self._retries = {"total_max_attempts": attempts, "mode": "standard"} if attempts else None
         self._region = region
         self._clients: dict[str, Any] = {}
         self._said: dict[str, float] = {}
@@ -81,7 +85,7 @@ class Account:
                 made = session.client(
                     name,
                     region_name=region,
-                    config=Config(connect_timeout=_CONNECT_S, read_timeout=_READ_S),
+                    config=Config(connect_timeout=_CONNECT_S, read_timeout=_READ_S, retries=self._retries),
                 )
             made.meta.events.register("needs-retry", self._say_trouble)
             self._clients[name] = made

@@ -171,20 +171,18 @@ class SageMaker(Launcher):
             "How long do instances wait for a next job?",
             suggest=_nothing,
             when=_on_demand,
-            hint=f"{_TIMES}; Enter for not at all: they cost while they wait",
+            hint=f"{_TIMES}, at full price; Enter for not at all",
         ),
     ] = None
     image_uri: Annotated[
         str | None,
         Field(min_length=1, description="Container image; unset is AWS's own for `pytorch_version`."),
-        _further("Which image?", "Enter for AWS's own"),
+        _further("Which image?", "Enter for AWS's own, with the torch that comes next"),
     ] = None
     pytorch_version: Annotated[
         str | None,
         Field(pattern=r"^\d+\.\d+", description="torch of the image, like `2.9`; unset is this machine's."),
-        _further(
-            "Which torch in AWS's image?", "like 2.9; Enter follows this machine's", when=_on_an_image_of_aws
-        ),
+        _further("Which torch in AWS's image?", "like 2.9", when=_on_an_image_of_aws, offers=asking.versions),
     ] = None
     requirements: Annotated[
         str | None,
