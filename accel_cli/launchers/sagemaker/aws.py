@@ -136,7 +136,7 @@ class Account:
         self._said[trouble] = now
 
 
-def code(error: Exception) -> str:
+def code(error: BaseException | None) -> str:
     """AWS's own word for what an answer refuses, as `NoSuchEntity`; empty where there was no answer."""
     answer: dict[str, Any] = getattr(error, "response", {})
     return str(answer.get("Error", {}).get("Code", ""))

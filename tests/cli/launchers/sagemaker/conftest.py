@@ -1,0 +1,48 @@
+"""A folder that is sent, and what makes it a repository."""
+
+import subprocess
+
+import pytest
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """An empty folder that no repository is above."""
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def write(tree):
+    """Writes files into the folder: names, and what is in them."""
+
+    def written(*names, text="x\n"):
+        for name in names:
+            path = tree / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return written
+
+
+@pytest.fixture
+def git(tree, monkeypatch):
+    """Runs git in the folder, or in one below it, with no configuration but its own."""
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+
+    def run(*args, below="."):
+        told = [
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "-c",
+            "protocol.file.allow=always",
+            "-c",
+            "init.defaultBranch=main",
+        ]
+        subprocess.run(["git", *told, *args], cwd=tree / below, check=True, capture_output=True)
+
+    return run
