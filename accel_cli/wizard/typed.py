@@ -13,7 +13,7 @@ __all__ = ["NONE", "may_be_none", "read", "show"]
 
 NONE = "-"
 """What is typed to have nothing where something is suggested."""
-_NEXT = re.compile(r",\s*(?=[^\s,=]+=)")
+_NEXT = re.compile(r",\s*(?=[^\s,=]+\s*=)")
 """A comma before another `name=`: a value may have commas of its own."""
 
 
