@@ -101,3 +101,19 @@ def slurm_cluster():
         pytest.skip(f"no Slurm cluster: {error}")
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="session")
+def aws_plane(tmp_path_factory):
+    """A SageMaker of our own with the services around it, started once."""
+    plane = loaded(ROOT / "tests" / "aws" / "client.py").AwsPlane(tmp_path_factory.mktemp("plane"))
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def aws(aws_plane, monkeypatch):
+    """The plane as this test's AWS: empty at its start and at its end; bundles run only after `settings(run=True)`."""
+    aws_plane.use(monkeypatch)
+    yield aws_plane
+    aws_plane.reset()
