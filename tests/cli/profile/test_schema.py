@@ -31,7 +31,7 @@ PROFILES = st.builds(
     launcher=st.builds(Single) | TORCHRUN,
     device=st.sampled_from(["auto", "cpu", "cuda", "mps", "xpu"]),
     mixed_precision=st.sampled_from(["no", "bf16", "fp16"]),
-    process_group_backend=st.sampled_from(["auto", "gloo", "nccl"]),
+    process_group_backend=st.sampled_from(["auto", "gloo", "nccl", "smddp"]),
     process_group_timeout=st.integers(1, 10**6),
     env=st.dictionaries(NAMES, VALUES, max_size=3),
 )
