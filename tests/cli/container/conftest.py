@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MODEL = "import torch, accel_runtime\nfrom torch import nn\naccelerator = accel_runtime.Accelerator()\n"
 # What a container may lack: nothing on a host may import it.
 LACKING = """
 import sys
@@ -171,3 +172,52 @@ def port():
     with socket.socket() as free:
         free.bind(("", 0))
         return str(free.getsockname()[1])
+
+
+ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
+KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7}', "binary": None}
+
+
+class Manager(BaseHTTPRequestHandler):
+    """Answers as AWS Secrets Manager does, in as far as this asks."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
+        code, said = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
+        if asked == "forbidden":
+            said = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
+        elif asked in KEPT:
+            code, text = 200, KEPT[asked]
+            said = {"Name": asked, **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text})}
+        body = json.dumps(said).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="session")
+def address():
+    with HTTPServer(("127.0.0.1", 0), Manager) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def manager(address, monkeypatch):
+    """A Secrets Manager that boto3 asks, here and in containers; what it keeps."""
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    for name, value in {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return KEPT

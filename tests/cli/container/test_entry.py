@@ -84,9 +84,9 @@ def test_only_the_host_of_the_process_that_failed_leaves_a_reason(containers, po
 
 
 SAVES = """
-import signal, sys, time
+import os, signal, sys, time
 def save(*_):
-    open("runs/saved", "w").write("yes")
+    open("runs/saved", "w").write(os.environ.get("TOKEN", "none"))
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
@@ -94,16 +94,21 @@ time.sleep(100)
 """
 
 
-def test_a_signal_of_the_platform_reaches_the_script_which_saves_at_once(containers):
-    host = containers.hosts("algo-1", source={"train.py": SAVES}, checkpoint_dir="runs").start()
-    host.until("ready")
+def test_a_signal_of_the_platform_reaches_the_script_which_saves_at_once(containers, manager):
+    work = {"checkpoint_dir": "runs", "secrets": {"TOKEN": "wandb"}, "region": "us-east-1"}
+    host = containers.hosts("algo-1", source={"train.py": SAVES}, **work).start()
+    before = host.until("ready")
     begun = time.monotonic()
     host.process.send_signal(signal.SIGTERM)
     code, said = host.end(30)
     assert time.monotonic() - begun < 10
     assert (code, host.failure) == (128 + signal.SIGTERM, None)
     assert "accel: algo-1 ended with exit code 143" in said
-    assert (host.root / "checkpoints" / "saved").read_text() == "yes"
+    # A secret is in the environment of the processes, and nowhere else.
+    assert (host.root / "checkpoints" / "saved").read_text() == manager["wandb"]
+    assert manager["wandb"] not in before + said
+    kept = [file for file in host.root.rglob("*") if file.is_file() and file.name != "saved"]
+    assert not [file for file in kept if manager["wandb"].encode() in file.read_bytes()]
 
 
 def test_a_program_that_fails_leaves_its_last_words(containers):
@@ -161,3 +166,35 @@ def test_what_the_job_says_wrongly_is_one_message(containers, work, reason):
     assert code == 1
     assert reason in host.failure
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_on_two_hosts_by_itself_is_the_reason_on_each(containers, port):
+    script = (
+        "import os, accel_runtime\naccel_runtime.Accelerator().wait_for_everyone()\n"
+        "raise ValueError('no data on ' + os.environ['SM_CURRENT_HOST'])\n"
+    )
+    hosts = containers.hosts("127.0.0.1", "127.0.0.2", source={"train.py": script})
+    for host in hosts:
+        host.start(SM_MASTER_PORT=port)
+    assert [host.end()[0] for host in hosts] == [1, 1]
+    for rank, host in enumerate(hosts):
+        head = host.failure.splitlines()[0]
+        assert head == f"exit code 1 on {host.name}, rank {rank}: ValueError: no data on {host.name}"
+
+
+@pytest.mark.slow
+def test_a_host_that_the_platform_ends_because_another_failed_leaves_no_reason(containers, port):
+    script = (
+        "import time, accel_runtime\naccelerator = accel_runtime.Accelerator()\naccelerator.wait_for_everyone()\n"
+        "if accelerator.process_index == 1:\n    raise ValueError('boom')\ntime.sleep(100)\n"
+    )
+    first, second = containers.hosts("127.0.0.1", "127.0.0.2", source={"train.py": script})
+    for host in (first, second):
+        host.start(SM_MASTER_PORT=port)
+    while second.failure is None and second.process.poll() is None:
+        time.sleep(0.05)
+    first.process.send_signal(signal.SIGTERM)
+    assert (first.end()[0] in {1, 143}, second.end()[0]) == (True, 1)
+    assert first.failure is None
+    assert second.failure.startswith("exit code 1 on 127.0.0.2, rank 1: ValueError: boom")
