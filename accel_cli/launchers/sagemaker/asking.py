@@ -119,11 +119,13 @@ def _create(answers: Answers, agree: Agree) -> str | None:
 
 def _rights(account: Account, answers: Answers) -> dict[str, Any]:
     """What `policy` and `create` of roles are told."""
+    from accel_cli.launchers.sagemaker import buckets  # noqa: PLC0415 - it needs boto3
+
     bucket = answers.get("bucket")
     if not bucket:
         with account.speaking("ask which account this is"):
             number = account.client("sts").get_caller_identity()["Account"]
-        bucket = f"sagemaker-{account.region}-{number}"
+        bucket = buckets.default(account.region, number)
     inputs = [
         said["uri"] if isinstance(said, Mapping) else said for said in (answers.get("inputs") or {}).values()
     ]
