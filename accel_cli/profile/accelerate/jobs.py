@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from typing_extensions import override
 
@@ -13,7 +13,6 @@ from accel_cli.launchers.sagemaker.instances import SMDDP
 from accel_cli.profile.accelerate import arguments
 from accel_cli.profile.accelerate.asked import Asked, Way
 from accel_cli.profile.accelerate.fates import Fate, left
-from accel_runtime.env import ProcessGroupBackend
 
 __all__ = ["FATES", "SAID_BY", "AskedJob"]
 
@@ -87,13 +86,10 @@ class AskedJob(Asked):
         instead = "torchrun over NCCL trains on every GPU"
         if self.chosen.get("instance_type") not in SMDDP:
             return f"SageMaker's data-parallel library (smddp) runs on {' and '.join(SMDDP)} only; {instead}"
-        if "image_uri" not in self.chosen:
-            return (
-                f"no image of AWS's with torch {'.'.join(map(str, _OLDEST))} or newer has SageMaker's data-parallel "
-                f"library (smddp); {instead}"
-            )
-        here = "smddp" in get_args(ProcessGroupBackend)
-        return "" if here else f"this version of accel has no smddp; {instead}"
+        if "image_uri" in self.chosen:
+            return ""
+        oldest = ".".join(map(str, _OLDEST))
+        return f"no image of AWS's with torch {oldest} or newer has SageMaker's data-parallel library (smddp); {instead}"
 
     @property
     @override

@@ -1,7 +1,5 @@
 """Accelerate's config files for Amazon SageMaker."""
 
-from typing import get_args
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from accel_cli.errors import ProfileError
 from accel_cli.profile import document
 from accel_cli.profile.accelerate import Imported, convert
 from accel_cli.profile.schema import Profile
-from accel_runtime.env import ProcessGroupBackend
 
 # As `accelerate config` of 1.15.0 writes it, with an argument or two by hand.
 WRITTEN = """
@@ -155,11 +152,10 @@ def test_the_data_parallel_library_is_left_where_the_image_has_none():
     assert "no image of AWS's with torch 2.9 or newer" in told(imported(P4D).left)["distributed_type"]
 
 
-def test_the_data_parallel_library_of_an_image_of_ones_own_is_used_if_accel_has_it():
+def test_the_data_parallel_library_of_an_image_of_ones_own_is_used():
     result = imported(P4D + "image_uri: me/image:1\n")
-    here = "smddp" in get_args(ProcessGroupBackend)
-    assert result.data["process_group_backend"] == ("smddp" if here else "auto")
-    assert "smddp" in told(result.mapped if here else result.left)["distributed_type"]
+    assert result.data["process_group_backend"] == "smddp"
+    assert told(result.mapped)["distributed_type"] == "process_group_backend: smddp"
 
 
 def test_model_parallelism_is_left_with_the_key_that_configures_it():
