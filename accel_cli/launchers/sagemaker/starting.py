@@ -59,7 +59,7 @@ def _started_all_the_same(account: Account, request: Mapping[str, Any], error: A
 
 def _tried_again(error: AccelError) -> bool:
     """Whether botocore had asked before, so that the job that is in the way may be the one it asked for."""
-    answer: Mapping[str, Any] = getattr(error.__cause__, "response", {})
+    answer: Mapping[str, Any] = getattr(error.__cause__, "response", None) or {}
     return bool(answer.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
