@@ -48,7 +48,8 @@ def test_the_page_on_sagemaker_is_what_happens(docs, aws, tmp_path, monkeypatch)
         @staticmethod
         def _compare(shown, output, said):
             # On loopback the hosts have addresses for names.
-            docs.Reader._compare(tuple(line.replace("algo-1", "127.0.0.1") for line in shown), output, said)
+            plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in output]
+            docs.Reader._compare(tuple(line.replace("algo-1", "127.0.0.1") for line in shown), plain, said)
 
     reader = Reader(tmp_path, elsewhere, aws.env)
     monkeypatch.chdir(reader.folder)

@@ -102,9 +102,18 @@ def _submitted(plan: Plan) -> Facts:
 
 def _followed(plan: Plan, jobs: Jobs, name: str) -> int:
     ended = follow(jobs, jobs.status(name))
-    if ended == 0 and plan.request["profile"]["download"]:
-        console.note(f"the model is in {console.short(str(jobs.download(name, Path(plan.output_dir))))}")
+    # What accel runs of its own, `accel test`, has no model.
+    if ended == 0 and plan.request["profile"]["download"] and plan.request["source"] is not None:
+        _bring_home(jobs, name, Path(plan.output_dir))
     return ended
+
+
+def _bring_home(jobs: Jobs, name: str, into: Path) -> None:
+    try:
+        console.note(f"the model is in {console.short(str(jobs.download(name, into)))}")
+    except UsageError as error:
+        # A job that has left nothing has done its work all the same.
+        console.note(str(error))
 
 
 def _jobs(plan: Plan, of: Facts) -> Jobs:
