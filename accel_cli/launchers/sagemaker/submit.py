@@ -103,7 +103,8 @@ def _submitted(plan: Plan) -> Facts:
 
 def _followed(plan: Plan, jobs: Jobs, name: str) -> int:
     ended = follow(jobs, jobs.status(name))
-    if ended == 0 and plan.request["profile"]["download"]:
+    # What accel runs of its own, `accel test`, has no model.
+    if ended == 0 and plan.request["profile"]["download"] and plan.request["source"] is not None:
         _bring_home(jobs, name, Path(plan.output_dir))
     return ended
 
