@@ -74,7 +74,7 @@ $(XLA_READY): pyproject.toml constraints.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e '.[test,xla]'
 	@touch $@
 
-$(SDK_READY): pyproject.toml constraints.txt
+$(SDK_READY): pyproject.toml Makefile
 	@echo 'Setting up $(SDK): a minute, or as long as 400 MB take to download'
 	@$(PYTHON) -m venv $(SDK)
 	@$(SDK)/bin/python -m pip install --quiet --disable-pip-version-check $(SDK_NEEDS)

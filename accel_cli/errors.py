@@ -1,6 +1,7 @@
 """Errors a person sees.
 
 AccelError           the run cannot go on                     exit code 1
+├── ElsewhereError   it ended on another machine              exit code 1
 └── UsageError       what was asked for cannot be done        exit code 2
     └── ProfileError a profile says something we cannot use   exit code 2
 """
@@ -11,13 +12,17 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-__all__ = ["AccelError", "Problem", "ProfileError", "UsageError"]
+__all__ = ["AccelError", "ElsewhereError", "Problem", "ProfileError", "UsageError"]
 
 
 class AccelError(Exception):
     """Something a person should read: a message, and no traceback of ours."""
 
     exit_code = 1
+
+
+class ElsewhereError(AccelError):
+    """The run ended on another machine, which says why."""
 
 
 class UsageError(AccelError):

@@ -22,7 +22,7 @@ _LOST = re.compile(
 )
 _WAITED = re.compile(r"StallError|Watchdog caught collective|(?i:timed out|timeout)")
 _TALKS = re.compile(
-    r"^(accel_runtime\.exchange|torch\.distributed)\b|gloo|nccl|NCCL|TCPStore|c10d|ProcessGroup"
+    r"^(accel_runtime\.exchange|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
 )
 _CRASH = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 

@@ -7,7 +7,7 @@ import re
 __all__ = ["is_secret", "masked"]
 
 _SECRET = re.compile(
-    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|_PAT$|COOKIE|AUTH",
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|(?<!KMS)_KEY$|_PAT$|COOKIE|AUTH",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")

@@ -132,6 +132,7 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
     Raises:
         UsageError: The profile cannot run it on this machine.
     """
+    resolved.profile.start.check_carrier(resolved.profile.settings)
     job = Job(
         target=request.target,
         args=request.args,

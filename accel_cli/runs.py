@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from accel_cli.errors import UsageError
 from accel_cli.replica.folder import THREAD
 from accel_cli.worker import STACKS
@@ -150,8 +148,11 @@ def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
     # Absolute, since the processes may change their folder.
     if log_dir:
         return Path(log_dir).expanduser().absolute()
-    base = environ.get(env.HOME)
-    return (Path(base).expanduser().absolute() if base else platformdirs.user_state_path("accel")) / "runs"
+    if base := environ.get(env.HOME):
+        return Path(base).expanduser().absolute() / "runs"
+    import platformdirs  # noqa: PLC0415 - a container of a job may lack it, and says where
+
+    return platformdirs.user_state_path("accel") / "runs"
 
 
 def recent(base: Path) -> list[RunFolder]:

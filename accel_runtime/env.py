@@ -60,7 +60,7 @@ PJRT = "PJRT_DEVICE"
 Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
-ProcessGroupBackend = Literal["auto", "gloo", "nccl"]
+ProcessGroupBackend = Literal["auto", "gloo", "nccl", "smddp"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -83,7 +83,7 @@ class Settings:
     mixed_precision: MixedPrecision = "no"
     """The number format of the forward pass; `no` keeps what the model has."""
     process_group_backend: ProcessGroupBackend = "auto"
-    """What carries collectives; `auto` is torch's own choice for the device."""
+    """What carries collectives; `auto` is torch's own choice for the device, `smddp` is SageMaker's library."""
     process_group_timeout: int = 1800
     """Seconds a collective may wait for the other processes before it is an error."""
     log_level: LogLevel = "auto"

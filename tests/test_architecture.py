@@ -77,6 +77,8 @@ def test_the_environment_is_read_at_the_edges_only(path):
         "accel_cli/launchers/slurm/submit.py",
         "accel_cli/forkserver/",
     )
+    # A host of a SageMaker job stands where a person's shell would: it reads the container's environment and passes it on.
+    edges += ("accel_cli/container/entry.py", "accel_cli/container/host.py")
     # Whether a person wants colours is said by the terminal's own variables.
     edges += (
         "accel_cli/console.py",

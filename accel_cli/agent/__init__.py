@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
 from accel_cli import quiet as _quiet  # noqa: F401 - before torch is imported
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from accel_cli import network, runs
+from accel_cli import network, reason, runs
 from accel_cli.agent.alone import Alone
 from accel_cli.agent.elastic import Agent
 from accel_cli.agent.ending import Guard
@@ -27,7 +28,7 @@ from accel_cli.agent.local import Room
 from accel_cli.agent.meeting import Meeting
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.signals import Signals
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.errors import AccelError, ElsewhereError, UsageError
 from accel_cli.forkserver.server import Server
 from accel_cli.plan import Plan
 
@@ -57,6 +58,11 @@ def run(plan: Plan, server: Server | None = None) -> int:
         except SignalException as error:
             # The rendezvous stays open, so that the other machines can go on without this one.
             return 128 + int(error.sigval)
+        except ElsewhereError:
+            raise
+        except AccelError as error:
+            reason.leave(plan.agent, str(error))
+            raise
 
 
 def _recorded(plan: Plan, signals: Signals, server: Server | None) -> int:
@@ -84,6 +90,8 @@ def _room(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard, se
         shown=said["ranks"],
         shutdown_timeout=said["shutdown_timeout"],
         stall_timeout=said["stall_timeout"],
+        host=said.get(reason.HOST) or socket.gethostname(),
+        agent=said,
         replicas=bool(said.get("replicas")),
     )
 
@@ -99,7 +107,7 @@ def _run(plan: Plan, room: Room) -> int:
         raise AccelError(_too_few(handler)) from None
     except RendezvousClosedError:
         why = agent.ended()
-        raise AccelError(
+        raise ElsewhereError(
             f"the run ended on another machine: {why}"
             if why
             else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
@@ -109,7 +117,9 @@ def _run(plan: Plan, room: Room) -> int:
             f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
             "is down, or the link is cut"
         )
-        raise AccelError(lost if agent.met else f"{lost}; {_too_few(handler)}") from None
+        if agent.met:
+            raise ElsewhereError(lost) from None
+        raise AccelError(f"{lost}; {_too_few(handler)}") from None
     room.signals.finish()
     code = agent.report(result.failures) if result.failures else 0
     agent.leave()

@@ -13,7 +13,7 @@ from accel_cli.agent.local import Local, Room
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.report import in_a_line
 from accel_cli.agent.restarts import Budget, Reason
-from accel_cli.errors import AccelError
+from accel_cli.errors import AccelError, ElsewhereError
 
 __all__ = ["Agent"]
 
@@ -96,7 +96,7 @@ class Agent(Local):
     def _with_the_others(self, result: RunResult) -> RunResult:
         """What becomes of healthy processes when another machine is lost, or ended the run."""
         if self._handler.is_closed() and (why := self._budget.ended()):
-            raise AccelError(f"the run ended on another machine: {why}")
+            raise ElsewhereError(f"the run ended on another machine: {why}")
         lost = self._handler.lost()
         if not lost:
             return result

@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typing_extensions import override
 
-from accel_cli import console, failures, quiet, ranks
+from accel_cli import console, failures, quiet, ranks, reason
 from accel_cli.agent import exchange
 from accel_cli.agent.arrivals import Arrivals
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.memory import Kills
 from accel_cli.agent.output import Output
 from accel_cli.agent.processes import Forked, Processes
-from accel_cli.agent.report import report
+from accel_cli.agent.report import in_a_file, report
 from accel_cli.agent.signals import Signals
 from accel_cli.failures import Failure, Known
 from accel_cli.forkserver.server import Server
@@ -59,6 +59,10 @@ class Room:
     """Seconds the processes have when they are asked to end."""
     stall_timeout: int | None
     """Seconds without progress until it is said where they are; None does not watch."""
+    host: str
+    """What this machine is called."""
+    agent: Mapping[str, Any]
+    """What the plan tells the agent, beside this."""
     replicas: bool = False
     """Whether a process starts the ranks of its machine itself: there is one on each machine then."""
 
@@ -96,8 +100,14 @@ class Local(LocalElasticAgent):
         here = self._failures(failed)
         group = self._worker_group
         machine, machines = int(group.group_rank or 0), int(group.group_world_size or 1)
-        self._told = exchange.Told(group.store, failures.first(here), machine=machine, machines=machines)
+        mine = failures.first(here)
+        self._told = exchange.Told(group.store, mine, machine=machine, machines=machines)
+        # At once: where the others hear of it, this machine may be ended before they have answered.
+        if mine.cause is failures.Cause.OWN:
+            reason.leave(self._room.agent, in_a_file(mine))
         culprit = self._told.first()
+        if culprit is mine:
+            reason.leave(self._room.agent, in_a_file(mine))
         self._say_on_a_new_line()
         processes = self.world_size if culprit.processes is None else culprit.processes
         shown = culprit.rank in ranks.shown(self._room.shown, processes)
@@ -144,7 +154,7 @@ class Local(LocalElasticAgent):
             return
         if self._attempt == 0 and self._on_screen and self._on_screen.isdisjoint(here):
             where = f"in {console.short(str(self._room.folder.path))}, and on the screen with --ranks all"
-            console.note(f"what {ranks.in_words(here)} on {socket.gethostname()} write is {where}")
+            console.note(f"what {ranks.in_words(here)} on {self._room.host} write is {where}")
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -213,7 +223,7 @@ class Local(LocalElasticAgent):
             folder,
             seen,
             **known._asdict(),
-            host=socket.gethostname(),
+            host=self._room.host,
             stopped=failure.local_rank in self._pcontext.stopped,
             memory=known.exitcode == -signal.SIGKILL and self._kills.of(known.pid),
         )

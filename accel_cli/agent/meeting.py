@@ -20,6 +20,7 @@ from torch.distributed import DistError
 from accel_cli import waiting
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.network import Endpoint
+from accel_cli.reason import HOST
 
 __all__ = ["Card", "Meeting", "listening", "serve"]
 
@@ -74,7 +75,7 @@ class Meeting:
         self.store: Store = self._alone() if self.alone else self._with_others()
         low, high = self.wanted
         self.card = Card(
-            host=socket.gethostname(),
+            host=said.get(HOST) or socket.gethostname(),
             address=self.address,
             pid=os.getpid(),
             nproc=nproc,

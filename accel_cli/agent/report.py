@@ -6,11 +6,11 @@ import re
 import signal
 from collections.abc import Collection, Iterator
 
-from accel_cli import console, tracebacks
+from accel_cli import console, reason, tracebacks
 from accel_cli.failures import Cause, Failure
 from accel_cli.ranks import in_words
 
-__all__ = ["in_a_line", "report"]
+__all__ = ["in_a_file", "in_a_line", "report"]
 
 _HINTS = (
     (
@@ -57,6 +57,12 @@ def report(culprit: Failure, failures: Collection[Failure], *, processes: int, s
 def in_a_line(failure: Failure) -> str:
     """A failure that is not the end of the run."""
     return f"rank {failure.rank} on {failure.host}: {how(failure).splitlines()[0]} (its log: {console.short(failure.log)})"
+
+
+def in_a_file(failure: Failure) -> str:
+    """A failure for who reads no log: which process, what it raised, and the last places as far as there is room."""
+    head = f"exit code {failure.code} on {failure.host}, rank {failure.rank}: {how(failure)}"
+    return reason.fitting(head, tracebacks.stack(failure) or tracebacks.tail(failure))
 
 
 def how(failure: Failure) -> str:

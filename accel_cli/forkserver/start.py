@@ -70,9 +70,11 @@ def _started(plan: Plan) -> Server | Request | None:
     try:
         importlib.import_module("torch")
     except ImportError as error:
-        raise AccelError(
-            f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
-        ) from error
+        from accel_cli import reason as file  # noqa: PLC0415 - not in the processes
+
+        said = f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
+        file.leave(plan.agent, said)
+        raise AccelError(said) from error
     reason = unfit.reason(plan, bare=_BARE)
     gc.freeze()
     started = None if reason else start()

@@ -13,15 +13,12 @@ from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.launchers.xla import Xla
 from accel_cli.machine import Machine
 
-__all__ = ["LAUNCHERS", "PLANNED", "suggest"]
+__all__ = ["LAUNCHERS", "suggest"]
 
 LAUNCHERS: Mapping[str, type[Launcher]] = MappingProxyType(
     {"single": Single, "torchrun": Torchrun, "slurm": Slurm, "xla": Xla, "sagemaker": SageMaker}
 )
 """Every launcher, by the `kind` that chooses it."""
-
-PLANNED: Mapping[str, str] = MappingProxyType({})
-"""Kinds whose place is kept: they are refused by name until they are here."""
 
 
 def suggest(machine: Machine) -> str:

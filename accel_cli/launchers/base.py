@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
+from accel_cli import elastic
 from accel_cli.errors import UsageError
 from accel_cli.fields import Section
 from accel_cli.machine import Machine
 from accel_cli.nodes import Facts
 from accel_cli.plan import Plan
-from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.env import MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
 
@@ -54,6 +55,8 @@ class Launcher(Section):
     """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
     """The number formats of the forward pass that its processes know."""
+    carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
+    """What may carry collectives between its processes."""
 
     @classmethod
     def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
@@ -64,6 +67,18 @@ class Launcher(Section):
     def suits_bf16(cls, machine: Machine) -> bool:
         """Whether bfloat16 is what to compute in on this machine."""
         return machine.bf16
+
+    def check_carrier(self, settings: Settings) -> None:
+        """Refuse what cannot carry collectives where this launcher starts processes.
+
+        Raises:
+            UsageError: It is not one of `carriers`.
+        """
+        if settings.process_group_backend not in self.carriers:
+            raise UsageError(
+                f"process_group_backend: {settings.process_group_backend} is a library of SageMaker's own images, and only "
+                f"launcher.kind: sagemaker has it; {self.title} takes auto"
+            )
 
     @abstractmethod
     def plan(self, job: Job) -> Plan:
@@ -76,9 +91,7 @@ class Launcher(Section):
 
 def environment(job: Job, defaults: Mapping[str, str]) -> dict[str, str]:
     """What to add to the inherited environment: a variable the user set is left alone."""
-    wanted = {**defaults, **job.env}
-    ours = {name: value for name, value in wanted.items() if name not in job.environ}
-    return {**ours, **job.settings.to_env()}
+    return elastic.added(job.environ, defaults, job.env, job.settings)
 
 
 def device_of(job: Job, processes: int) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-import accel_cli
+from accel_cli import elastic
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job, Launcher
 from accel_cli.ranks import checked
@@ -31,12 +29,9 @@ __all__ = [
     "command",
 ]
 
-_LOOPBACK = "127.0.0.1"
 _ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):(\d{1,5})")
 _TOO_BIG_PORT = 65536
 _RANGE = re.compile(r"([1-9]\d*):([1-9]\d*)")
-_HEARD_S = (6, 30)
-"""The least and the most seconds without a word from a machine before it counts as lost."""
 
 
 def _endpoint(text: str | None) -> str | None:
@@ -174,38 +169,28 @@ class Elastic(Launcher):
 
     def interfaces(self) -> dict[str, str]:
         """Where collectives listen: left alone, on an address that other machines reach."""
-        if self.range[1] > 1 or sys.platform != "linux":
-            return {}
-        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        return elastic.interfaces(self.range[1])
 
     def agent(self, job: Job) -> dict[str, Any]:
         """What the elastic agent is told, in torch's words where it has one."""
-        low, high = self.range
-        alone = high == 1
-        least, most = _HEARD_S
-        return {
-            "run_id": self.rdzv_id,
-            "rdzv_backend": "c10d",
-            # On one machine the store takes any free port, so launches never meet.
-            "rdzv_endpoint": self.rdzv_endpoint if not alone and self.rdzv_endpoint else f"{_LOOPBACK}:0",
-            "max_restarts": self.max_restarts,
-            "monitor_interval": self.monitor_interval,
-            "local_addr": _LOOPBACK if alone else None,
-            "min_nodes": low,
-            "max_nodes": high,
-            "node_rank": None if alone else job.nodes.node_rank,
-            "static": job.nodes.static or None,
-            "rdzv_timeout": self.rdzv_timeout,
-            "last_call_timeout": self.last_call_timeout,
-            "lost_after": max(least, min(most, job.settings.process_group_timeout)),
-            "ranks": self.ranks,
-            "log_dir": self.log_dir,
-            "shutdown_timeout": self.shutdown_timeout,
-            "stall_timeout": self.stall_timeout,
-        }
+        return elastic.agent(
+            self.range,
+            rdzv_endpoint=self.rdzv_endpoint,
+            node_rank=job.nodes.node_rank,
+            patience=job.settings.process_group_timeout,
+            run_id=self.rdzv_id,
+            max_restarts=self.max_restarts,
+            monitor_interval=self.monitor_interval,
+            static=job.nodes.static or None,
+            rdzv_timeout=self.rdzv_timeout,
+            last_call_timeout=self.last_call_timeout,
+            ranks=self.ranks,
+            log_dir=self.log_dir,
+            shutdown_timeout=self.shutdown_timeout,
+            stall_timeout=self.stall_timeout,
+        )
 
 
 def command(job: Job, file: str, *how: str) -> tuple[str, ...]:
-    """The command of one process, under a file of accel's: it keeps what is written, and records a failure."""
-    # By path: `-m` would put the current folder before the standard library while the file loads.
-    return (job.python, str(Path(accel_cli.__file__).with_name(file)), *how, job.kind, job.target, *job.args)
+    """The command of one process of a job, under a file of accel's."""
+    return elastic.command(job.python, (job.kind, job.target, *job.args), file, *how)

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from typing_extensions import override
 
+from accel_cli.elastic import runner
 from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers import elastic
@@ -94,7 +95,7 @@ class Torchrun(elastic.Elastic):
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.agent:run" if method == "exec" else "accel_cli.forkserver:become",
+            runner=runner(method),
             argv=elastic.command(job, "worker.py"),
             env=environment(job, {"OMP_NUM_THREADS": threads, **self.interfaces()}),
             device=device,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from accel_cli.errors import Problem
 from accel_cli.fields import Section
-from accel_cli.launchers import LAUNCHERS, PLANNED
+from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.schema import Profile, known_keys
 from accel_runtime.env import nearest
 
@@ -106,9 +106,6 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
 
 
 def _unknown_kind(kind: str, where: str) -> Problem:
-    if kind in PLANNED:
-        reason = f"{PLANNED[kind]} is not in this version of accel; {one_of(LAUNCHERS)}"
-        return Problem(where, "launcher.kind", reason, came=kind)
     return Problem(
         where, "launcher.kind", one_of(LAUNCHERS), repr(kind), did_you_mean(nearest(kind, list(LAUNCHERS)))
     )

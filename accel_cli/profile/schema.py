@@ -70,7 +70,10 @@ class Profile(Section):
     ] = "no"
     process_group_backend: Annotated[
         ProcessGroupBackend,
-        Field(description="What carries collectives; `auto` is torch's choice for the device."),
+        Field(
+            description="What carries collectives; `auto` is torch's choice for the device, `smddp` is SageMaker's own "
+            "library on the instances that have it."
+        ),
     ] = "auto"
     process_group_timeout: Annotated[
         int,

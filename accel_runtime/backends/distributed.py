@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,8 @@ __all__ = ["Distributed"]
 _KINDS = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
 
 _GRACE_S = 0.05
+_SMDDP = "smddp"
+_SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
 # torch has one default process group in a process, so who uses the one we made is known to the process too:
 # without it, the first of two Accelerators to end would take the group from the other.
@@ -57,6 +60,8 @@ class Distributed(InStore):
         timeout = timedelta(seconds=settings.process_group_timeout)
         wanted: dict[str, Any] = {"backend": _name(settings, device), "timeout": timeout} | options
         if not dist.is_initialized():
+            if wanted["backend"] == _SMDDP:
+                _register_smddp(device)
             dist.init_process_group(**wanted)
             atexit.register(_leave)
             _USERS.clear()
@@ -180,7 +185,28 @@ def _name(settings: Settings, device: torch.device) -> str:
     name: str = settings.process_group_backend
     if name == "auto":
         name = dist.get_default_backend_for_device(device)
-    return name if device.index is None or name == "gloo" else f"cpu:gloo,{device.type}:{name}"
+    # SageMaker's library is asked for alone, as its documentation has it.
+    return name if device.index is None or name in {"gloo", _SMDDP} else f"cpu:gloo,{device.type}:{name}"
+
+
+def _register_smddp(device: torch.device) -> None:
+    """Have torch know SageMaker's library, which registers itself.
+
+    Raises:
+        RuntimeError: It is not there, or the device is none of its own.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"process_group_backend smddp is for NVIDIA GPUs, and the device is {device.type}: set it to auto"
+        )
+    try:
+        importlib.import_module(_SMDDP_MODULE)
+    except ImportError as error:
+        raise RuntimeError(
+            f"process_group_backend smddp needs {_SMDDP_MODULE}, which cannot be imported here ({error}). Images of "
+            "SageMaker bring it for some releases of PyTorch, and it runs on ml.p4d.24xlarge and ml.p4de.24xlarge: choose "
+            "such an image (launcher.image_uri), or set process_group_backend to auto, which is nccl."
+        ) from error
 
 
 def _leave() -> None:

@@ -32,8 +32,10 @@ def patience(settings: Settings, options: dict[str, Any]) -> timedelta:
     Raises:
         ValueError: Something else is asked of a process group.
     """
-    if settings.process_group_backend == "nccl":
-        raise ValueError("process_group_backend nccl is for CUDA, and the device is xla: set it to auto")
+    if settings.process_group_backend in {"nccl", "smddp"}:
+        raise ValueError(
+            f"process_group_backend {settings.process_group_backend} is for CUDA, and the device is xla: set it to auto"
+        )
     for name in ("backend", "init_method"):
         if options.get(name) not in {None, "xla", "xla://"}:
             raise ValueError(

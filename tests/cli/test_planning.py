@@ -255,3 +255,13 @@ def test_whose_output_is_shown_can_be_said_where_an_option_brings_a_launcher_tha
     assert resolved(ranks="all", shutdown_timeout=5).profile.launcher.ranks == "all"
     with pytest.raises(UsageError, match="--ranks is for the launcher torchrun"):
         resolved(ranks="all")
+
+
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "xla"])
+def test_the_library_of_sagemakers_images_is_for_sagemaker(cwd, kind):
+    request = Request("x.py", assignments=(f"launcher.kind={kind}", "process_group_backend=smddp"))
+    found = planning.resolve(request, os.environ, GPUS)
+    with pytest.raises(
+        UsageError, match=r"smddp is a library of SageMaker's own images, and only launcher\.kind: sagemaker"
+    ):
+        planning.make(request, found, os.environ, GPUS)

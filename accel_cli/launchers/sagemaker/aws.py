@@ -138,7 +138,8 @@ class Account:
 
 def code(error: BaseException | None) -> str:
     """AWS's own word for what an answer refuses, as `NoSuchEntity`; empty where there was no answer."""
-    answer: dict[str, Any] = getattr(error, "response", {})
+    # An error of the network has a response too, which is None.
+    answer: dict[str, Any] = getattr(error, "response", None) or {}
     return str(answer.get("Error", {}).get("Code", ""))
 
 

@@ -44,13 +44,13 @@ class Bundle:
 
 
 def make(
-    run: Mapping[str, Any], chosen: Chosen, into: Path, python: str | None, *, machine: str = "x86_64"
+    run: Mapping[str, Any], chosen: Chosen | None, into: Path, python: str | None, *, machine: str = "x86_64"
 ) -> Bundle:
     """Put together what a job is sent.
 
     Args:
         run: The content of `job.json`.
-        chosen: The files of the source.
+        chosen: The files of the source; None for what accel itself brings along.
         into: An empty folder.
         python: The container's Python, as `3.12`; None where it is not known.
         machine: The container's processors, `x86_64` or `aarch64`.
@@ -60,7 +60,7 @@ def make(
         AccelError: The folder cannot be written, or accel is not whole here.
     """
     accel = accel_files()
-    source = archive.write(chosen, into / "source.tar.gz")
+    source = archive.write(chosen or Chosen(into, ()), into / "source.tar.gz")
     archive.write(accel, into / "accel.tar.gz")
     try:
         shutil.copyfile(accel.source / _ENTRY, into / "entry.py")

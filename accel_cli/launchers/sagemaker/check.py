@@ -12,7 +12,7 @@ from typing import Any
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.instances import known, nearby
 from accel_cli.launchers.sagemaker.service import model
-from accel_cli.masking import masked
+from accel_cli.masking import is_secret, masked
 from accel_runtime.env import nearest
 
 __all__ = ["check", "problems"]
@@ -112,9 +112,9 @@ def problems(request: Mapping[str, Any], *, allow_unknown_instance: bool = False
 
 
 def _of(shape: Any, value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
-    """What is wrong with a value and all that is in it."""
-    words, kind = _TYPES[shape.type_name]
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    """What is wrong with a value and all that is in it; of a kind that is not here, nothing is known."""
+    words, kind = _TYPES.get(shape.type_name, ("anything", object))
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind not in {bool, object}):
         yield place, f"expected {words}, got {_shown(place, value)}"
     elif shape.type_name == "structure":
         yield from _structure(shape, value, place)
@@ -129,7 +129,7 @@ def _of(shape: Any, value: Any, place: _Place) -> Iterator[tuple[_Place, str]]:
             yield from _of(shape.member, each, place.item(index, each))
     elif shape.type_name == "string":
         yield from _text(shape, value, place)
-    else:
+    elif kind not in {bool, object}:
         yield from _size(shape, value, place, "")
 
 
@@ -220,9 +220,10 @@ def _listed(names: Any) -> str:
 
 def _shown(place: _Place, value: object) -> str:
     """A value in a message, which holds no secret."""
-    if isinstance(value, Mapping):
-        return "keys and values"
-    text = repr(masked(place.path.rpartition(".")[2], value) if isinstance(value, str) else value)
+    name = re.split(r"[.\[]", place.path)[-1]
+    if isinstance(value, Mapping) or is_secret(name):
+        return "keys and values" if isinstance(value, Mapping) else "***"
+    text = repr(masked(name, value) if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
@@ -236,7 +237,11 @@ _CLASSES = {r"\p{L}": "a-zA-Z\ue000", r"\p{Z}": " \ue001", r"\p{N}": "0-9\ue002"
 def _compiled(pattern: str) -> re.Pattern[str]:
     for java, python in _CLASSES.items():
         pattern = pattern.replace(java, python)
-    return re.compile(pattern, re.ASCII)
+    try:
+        return re.compile(pattern, re.ASCII)
+    except re.error:
+        # A newer botocore may have a class that is not here; SageMaker itself then has the say.
+        return re.compile(r"[\s\S]*")
 
 
 def _classed(value: str) -> str:

@@ -95,18 +95,18 @@ def chosen(source: Path, include: Sequence[str] = (), exclude: Sequence[str] = (
 
 
 def check_holds(chosen: Chosen, target: str | Path) -> None:
-    """Refuse to go on without a file that the job needs.
+    """Refuse to go on without a file, or a folder, that the job needs.
 
     Args:
         chosen: The files that are sent.
-        target: The file, by its path from the folder that is sent.
+        target: The file or folder, by its path from the folder that is sent.
 
     Raises:
         UsageError: It is not sent.
     """
     name = _name(chosen.source, target)
     # It may be reached through a link to a folder of the tree.
-    if {name, links.meant(chosen.source, name)} & {file.name for file in chosen.files}:
+    if {name, links.meant(chosen.source, name)} & _there(chosen.files):
         return
     if name.split("/")[0] == "..":
         raise UsageError(
@@ -114,7 +114,7 @@ def check_holds(chosen: Chosen, target: str | Path) -> None:
             "folder that has it"
         )
     if not (chosen.source / name).exists():
-        raise UsageError(f"there is no file {shown(name)} in {chosen.source}, the folder that is sent")
+        raise UsageError(f"there is no {shown(name)} in {chosen.source}, the folder that is sent")
     raise UsageError(f"{shown(name)} is not sent: {_why(chosen, name)}")
 
 
@@ -254,11 +254,16 @@ def _notes(source: Path, files: Sequence[File], left_out: Mapping[str, tuple[str
         )
     if _SPECIAL in left_out:
         notes.append(f"not sent, since it is {_SPECIAL}: {_several(left_out[_SPECIAL])}")
-    there = {file.name for file in files}.union(*(links.folders(file.name) for file in files), {"."})
+    there = _there(files)
     broken = [file.name for file in files if file.link and links.meant(source, file.name) not in there]
     if broken:
         notes.append(f"links to what is not sent, so broken in the job: {_several(broken)}")
     return notes
+
+
+def _there(files: Sequence[File]) -> set[str]:
+    """All names in the job: those of files, and of the folders they are in."""
+    return {file.name for file in files}.union(*(links.folders(file.name) for file in files), {"."})
 
 
 def _name(source: Path, target: str | Path) -> str:
@@ -277,6 +282,8 @@ def _why(chosen: Chosen, name: str) -> str:
     reason = next((reason for reason, names in chosen.left_out.items() if itself & set(names)), "")
     if reason == _EXCLUDED:
         return f"it is {reason}"
+    if not reason and (chosen.source / name).is_dir():
+        return "no file in it is"
     return f"{reason or 'it is not among the files that are taken'}. Name it in launcher.include"
 
 

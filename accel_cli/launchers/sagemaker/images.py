@@ -37,7 +37,7 @@ def image_uri(pytorch_version: str, region: str, instance_type: str) -> str:
     image = _table()["images"][minor]
     _check_region(region, minor)
     kind = instances.processor(instance_type)
-    _check_type(instance_type)
+    _check_type(instance_type, image[kind])
     host = (
         f"{_table()['accounts'][region]}.dkr.ecr.{region}.{_table()['domains'].get(region, 'amazonaws.com')}"
     )
@@ -115,12 +115,14 @@ def _check_region(region: str, minor: str) -> None:
         )
 
 
-def _check_type(instance_type: str) -> None:
+def _check_type(instance_type: str, image: str) -> None:
     reason = ""
     if instances.is_arm(instance_type):
         reason = "has Arm processors, and AWS's training images for SageMaker are for x86"
     elif instance_type.startswith("ml.p2."):
         reason = "has GPUs that are too old: AWS ended their support with torch 1.13"
+    elif instance_type.startswith(("ml.p3.", "ml.p3dn.")) and "-cu13" in image:
+        reason = f"has GPUs of 2017 (V100), which CUDA 13 in AWS's image {image} does not support"
     if reason:
         raise UsageError(f"launcher.instance_type: {instance_type} {reason}; choose another type, {_OWN}")
 

@@ -122,7 +122,7 @@ class SageMaker(Launcher):
     region: Annotated[
         str | None,
         Field(
-            pattern=r"^[a-z]{2}(-[a-z]+)+-\d$",
+            pattern=r"^[a-z]{2,4}(-[a-z]+)+-\d$",
             description="AWS region; unset is the one of the AWS configuration.",
         ),
         Question("Which region?", suggest=lambda *_: None, hint="Enter for that of the AWS configuration"),
@@ -366,6 +366,7 @@ class SageMaker(Launcher):
             raise UsageError(
                 f"device: {job.settings.device} is on no instance of SageMaker that accel knows; use auto, cuda or cpu"
             )
+        self._check_libraries(job)
         each = "a process for each GPU" if self.nproc_per_node == "auto" else f"{self.nproc_per_node} on each"
         run = running.described(self, job)
         return Plan(
@@ -386,3 +387,18 @@ class SageMaker(Launcher):
             },
             output_dir=self.output_dir,
         )
+
+    def _check_libraries(self, job: Job) -> None:
+        """Refuse SageMaker's own libraries where nothing says which image has them: AWS's newer ones do not."""
+        if self.image_uri:
+            return
+        if job.settings.process_group_backend == "smddp":
+            raise UsageError(
+                "process_group_backend: smddp needs an image that has SageMaker's data parallel library, and AWS's "
+                "images for torch 2.9 and newer have not: name yours in launcher.image_uri, or use auto"
+            )
+        if self.model_parallel:
+            raise UsageError(
+                "launcher.model_parallel needs an image that has SageMaker's model parallel library, and AWS's images "
+                "for torch 2.9 and newer have not: name yours in launcher.image_uri"
+            )

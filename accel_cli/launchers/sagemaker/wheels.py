@@ -14,12 +14,11 @@ from pathlib import Path
 
 import platformdirs
 
+from accel_cli.container.packages import NEEDED
 from accel_cli.masking import masked
 
-__all__ = ["NEEDED", "PYTHONS", "command", "fetch"]
+__all__ = ["PYTHONS", "command", "fetch"]
 
-NEEDED = ("platformdirs", "safetensors", "typing_extensions", "xxhash")
-"""What accel imports on a host beside torch, and an image may lack."""
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 """What an image may have whose Python is not known."""
 _TIMEOUT_S = 120
@@ -40,7 +39,7 @@ def fetch(into: Path, python: str | None, *, machine: str = "x86_64", cache: Pat
         Why there are none, for a person; empty if there are. The container's own pip is the way then.
     """
     try:
-        pins = [f"{name}=={version(name)}" for name in NEEDED]
+        pins = [f"{name}=={version(name)}" for name in NEEDED.values()]
     except PackageNotFoundError as error:
         return _told(f"{error.name} is not installed here")
     base = cache or platformdirs.user_cache_path("accel") / "wheels"
@@ -100,6 +99,4 @@ def _keep(scratch: Path, kept: Path) -> None:
 
 
 def _told(why: str) -> str:
-    return (
-        f"{', '.join(NEEDED)} are not sent with the job ({why}); its hosts fetch those that their image lacks"
-    )
+    return f"{', '.join(NEEDED.values())} are not sent with the job ({why}); its hosts fetch those that their image lacks"

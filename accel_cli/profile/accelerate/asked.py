@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from accel_cli.launchers import PLANNED
 
 __all__ = ["LOCAL", "NO_DEVICE", "SAGEMAKER", "WAYS", "Asked", "Way"]
 
@@ -75,12 +73,7 @@ class Asked:
     @property
     def way(self) -> Way:
         """How this runs in accel."""
-        return Way("sagemaker") if self.compute_environment == SAGEMAKER else WAYS[self.distributed_type]
-
-    @property
-    def planned(self) -> str:
-        """The launcher this needs, in words, if it is not here yet."""
-        return PLANNED.get(self.way.kind, "")
+        return WAYS[self.distributed_type]
 
     @property
     def spread(self) -> bool:
@@ -140,7 +133,16 @@ class Asked:
             **(meeting if self.spread else {}),
         }
 
-    def profile(self) -> dict[str, Any]:
+    @property
+    def places(self) -> Mapping[str, str]:
+        """The key of the file that says a key of the profile, where that alone can be wrong."""
+        return {}
+
+    def misread(self) -> Iterator[tuple[str, str, str]]:
+        """What is wrong below a key: key, what was expected, what came."""
+        yield from ()
+
+    def as_profile(self) -> dict[str, Any]:
         """The keys of a profile that say the same."""
         return {
             "launcher": self.launcher,

@@ -6,13 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pydantic import ValidationError
+
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
 from accel_cli.profile.accelerate.fates import NOT_SET, Fate
-from accel_cli.profile.accelerate.keys import CLUSTER, JOB, LATER, Key
+from accel_cli.profile.accelerate.jobs import AskedJob
+from accel_cli.profile.accelerate.keys import CLUSTER, JOB, Key
 from accel_cli.profile.accelerate.sections import SECTIONS
 from accel_cli.profile.accelerate.values import Refused, shown, without_secrets
-from accel_cli.profile.problems import did_you_mean
+from accel_cli.profile.problems import did_you_mean, explain
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import nearest
 
@@ -47,20 +50,18 @@ def convert(data: Mapping[str, Any], where: str) -> Imported:
         where: What to call it in errors.
 
     Raises:
-        ProfileError: Everything in it that cannot be understood; or, if it is for a launcher that is not
-            here yet, that and what will become of each key.
+        ProfileError: Everything in it that cannot be understood, or that no profile may say.
     """
     values, problems = _read(data, where)
-    asked = Asked(**{f.name: values[f.name] for f in fields(Asked) if f.name in values})
-    if asked.planned:
-        raise ProfileError(_refusal(asked, data, problems, where))
+    form = AskedJob if data.get("compute_environment") == SAGEMAKER else Asked
+    asked = form(**{f.name: values[f.name] for f in fields(form) if f.name in values})
     for key, expected, came in _conflicts(asked, data):
         problems.setdefault(key, Problem(where, key, expected, came))
     if problems:
         raise ProfileError(list(problems.values()))
     fates = [(_line(path, value), _fate(asked, path, value)) for path, value in _leaves(data)]
     return Imported(
-        data=Profile.model_validate(asked.profile()).data(),
+        data=_checked(asked, where).data(),
         mapped=tuple((line, fate.text) for line, fate in fates if fate.taken),
         left=tuple((line, fate.text) for line, fate in fates if not fate.taken),
     )
@@ -101,6 +102,7 @@ def _came(key: str, value: object) -> str:
 
 def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Keys whose values do not go together: key, what was expected, what came."""
+    yield from asked.misread()
     if data.get("distributed_type") is None:
         yield "distributed_type", "every Accelerate config file says one", "nothing"
     if asked.way.tpu and asked.precision == "fp16":
@@ -122,23 +124,13 @@ def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "num_processes", reason, str(asked.num_processes)
 
 
-def _refusal(
-    asked: Asked, data: Mapping[str, Any], problems: Mapping[str, Problem], where: str
-) -> list[Problem]:
-    """That the launcher is not here yet, and for every other key what will become of it."""
-    cause = "compute_environment"
-    reason = (
-        f"{data[cause]} needs a launcher for {asked.planned}, which this version of accel has not; a profile that "
-        "ran on this machine instead would be wrong, so none was made. What will become of the other keys:"
-    )
-    found = [Problem(where, cause, reason)]
-    for path, value in _leaves(data):
-        if path[0] in problems:
-            found.append(problems[path[0]])
-        elif path[0] != cause:
-            text = f"{shown('.'.join(path), value)} -> {_later(asked, path, value)}"
-            found.append(Problem(where, ".".join(path), text))
-    return list(dict.fromkeys(found))
+def _checked(asked: Asked, where: str) -> Profile:
+    """The profile, whose values may still be none that a launcher takes."""
+    try:
+        return Profile.model_validate(asked.as_profile())
+    except ValidationError as error:
+        places = {key: f"{where}: {said}" for key, said in asked.places.items()}
+        raise ProfileError(explain(error, {"": where, **places})) from None
 
 
 def _fate(asked: Asked, path: Path, value: Any) -> Fate:
@@ -146,15 +138,10 @@ def _fate(asked: Asked, path: Path, value: Any) -> Fate:
         return SECTIONS[path[0]].fate(path[1], value)
     if value is None:
         return NOT_SET
+    if isinstance(asked, AskedJob) and len(path) > 1:
+        return asked.argument(path[1:], value)
     key = _forms(asked.compute_environment)[0][path[0]]
     return key.fate(asked, key.read(value))
-
-
-def _later(asked: Asked, path: Path, value: Any) -> str:
-    """What becomes of a key once the launcher is here."""
-    if value is not None and path[0] in LATER:
-        return LATER[path[0]]
-    return _fate(asked, path, value).text
 
 
 def _leaves(data: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:

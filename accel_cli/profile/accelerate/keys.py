@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_cli.profile.accelerate import arguments, jobs
 from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
 from accel_cli.profile.accelerate.fates import FATES, OFF, Fate, left, tpu_only
 from accel_cli.profile.accelerate.sections import SECTIONS
@@ -26,7 +27,7 @@ from accel_cli.profile.accelerate.values import (
     whole,
 )
 
-__all__ = ["CLUSTER", "JOB", "LATER", "Key"]
+__all__ = ["CLUSTER", "JOB", "Key"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,10 @@ def _tpu(read: Read, instead: str) -> Key:
     return Key(read, tpu_only(lambda _, value: left(instead.format(shown("", value)))))
 
 
-def _job(read: Read, words: str) -> Key:
-    """A key for SageMaker."""
-    return Key(read, lambda *_: Fate(words))
+def _job(read: Read, name: str) -> Key:
+    """A key of a file for SageMaker that the launcher's section says too."""
+    return Key(read, jobs.FATES[name])
 
-
-LATER: Mapping[str, str] = {"num_machines": "the number of machines"}
-"""What keys will be for launchers that are planned, where it is not what they are for the others."""
 
 _SECTION = Key(section, lambda *_: OFF)
 _LAST_PORT = 65535
@@ -99,18 +97,12 @@ CLUSTER: Mapping[str, Key] = {
 """The keys of a file for machines of one's own."""
 JOB: Mapping[str, Key] = {
     **_BASE,
-    "distributed_type": _job(job_type, "how the processes of the job train together"),
-    "ec2_instance_type": _job(text, "the instance type of the job"),
-    "iam_role_name": _job(text, "the role the job runs as"),
-    "image_uri": _job(text, "the container image of the job"),
-    "profile": _job(text, "the AWS profile that submits the job"),
-    "region": _job(text, "the AWS region of the job"),
-    "base_job_name": _job(text, "what the job's name starts with"),
-    "pytorch_version": _job(text, "the torch of the container image"),
-    "transformers_version": _job(text, "nothing: accel's jobs do not use that image"),
-    "py_version": _job(text, "the Python of the container image"),
-    "sagemaker_inputs_file": _job(text, "the inputs of the job"),
-    "sagemaker_metrics_file": _job(text, "the metrics of the job"),
-    "additional_args": _job(section, "an argument of the job"),
+    **{name: _job(text, name) for name in jobs.SAID_BY},
+    "compute_environment": _job(choice(LOCAL, SAGEMAKER), "compute_environment"),
+    "distributed_type": _job(job_type, "distributed_type"),
+    "num_machines": _job(_BASE["num_machines"].read, "num_machines"),
+    "transformers_version": _unused(text, arguments.NOT_HERE["transformers_version"]),
+    "py_version": _unused(text, arguments.NOT_HERE["py_version"]),
+    "additional_args": _SECTION,
 }
 """The keys of a file for Amazon SageMaker."""

@@ -62,6 +62,7 @@ def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
         ({"device": "cpu"}, "device: cpu contradicts launcher.kind: xla"),
         ({"device": "cuda"}, "PJRT_DEVICE=CPU accel launch"),
         ({"process_group_backend": "nccl"}, "process_group_backend: nccl has no say"),
+        ({"process_group_backend": "smddp"}, "process_group_backend: smddp has no say"),
         ({"mixed_precision": "fp16"}, "on a TPU use bf16"),
         ({"environ": {"XLA_USE_BF16": "1"}}, "XLA_USE_BF16=1 makes torch_xla round every float32 number"),
         ({"env": {"XLA_DOWNCAST_BF16": "1"}}, "use mixed_precision: bf16"),

@@ -121,24 +121,6 @@ gpu_ids: 0,1
 mixed_precision: false
 num_processes: 1
 """
-SAGEMAKER = """
-additional_args:
-  environment:
-    HF_TOKEN: hf_secret
-  aws_access_key_id: AKIASECRET
-  volume_size: 200
-base_job_name: digits
-compute_environment: AMAZON_SAGEMAKER
-debug: false
-distributed_type: DATA_PARALLEL
-ec2_instance_type: ml.p4d.24xlarge
-iam_role_name: training
-mixed_precision: bf16
-num_machines: 2
-profile: research
-region: eu-west-1
-use_cpu: false
-"""
 TPU = """
 commands:
 - huggingface-cli login --token hf_secret
@@ -482,29 +464,6 @@ def test_every_sample_becomes_a_valid_profile_and_none_of_its_keys_is_lost(text)
 # What is no profile here.
 
 
-def test_a_sagemaker_file_is_refused_with_what_will_become_of_each_key():
-    error = refused(SAGEMAKER)
-    told = {problem.key: problem.expected for problem in error.problems}
-    assert "AMAZON_SAGEMAKER needs a launcher for Amazon SageMaker jobs" in told["compute_environment"]
-    assert told["ec2_instance_type"] == "ml.p4d.24xlarge -> the instance type of the job"
-    assert told["mixed_precision"] == "bf16 -> mixed_precision: bf16"
-    assert told["debug"] == "false -> off in accel too"
-    assert told["additional_args.volume_size"] == "200 -> an argument of the job"
-    assert sorted(told) == sorted(leaves(document.parse(SAGEMAKER, "config.yaml").data))
-    assert len(told) == len(error.problems)
-
-
-def test_a_refusal_shows_no_secrets():
-    assert "secret" not in str(refused(SAGEMAKER)).lower()
-
-
-def test_a_refusal_says_what_cannot_be_understood_too():
-    error = refused(SAGEMAKER + "num_processes: 4\nregoin: x\n")
-    told = {problem.key: problem for problem in error.problems}
-    assert told["num_processes"].hint == "it belongs to compute_environment: LOCAL_MACHINE"
-    assert told["regoin"].hint == "did you mean region?"
-
-
 @pytest.mark.parametrize("device", ["NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON"])
 def test_devices_that_accel_does_not_know_are_refused(device):
     error = refused(f"distributed_type: MULTI_{device}\nnum_processes: 2\n")
@@ -667,17 +626,6 @@ def test_a_profile_says_the_same_after_it_was_written(data):
 def test_any_value_of_a_known_key_is_imported_or_a_problem(data, kind):
     for file in (data, {"distributed_type": kind, **data}):
         Profile.model_validate(attempted(file))
-
-
-@settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(JOB), ANYTHING))
-def test_any_sagemaker_file_is_refused_with_every_key_said(data):
-    file = {**data, "compute_environment": "AMAZON_SAGEMAKER"}
-    with pytest.raises(ProfileError) as caught:
-        convert(file, "config.yaml")
-    said = [problem.key.partition(".")[0] for problem in caught.value.problems]
-    assert set(said) == set(file)
-    assert caught.value.problems[0].key == "compute_environment"
 
 
 @pytest.mark.parametrize(

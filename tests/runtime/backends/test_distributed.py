@@ -58,6 +58,56 @@ def test_a_group_of_the_script_is_used_and_left_alone():
     assert printed(code) == ["11.0 True", "is there"]
 
 
+# A stand-in: SageMaker's own library exists in its images only. It registers itself with torch when it is imported.
+STAND_IN = """
+import sys, types, torch.distributed as dist
+def made(store, rank, size, timeout):
+    print("asked for by rank", rank)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] != "smdistributed":
+            return None
+        from importlib.machinery import ModuleSpec
+        return ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        if module.__name__.endswith(".torch_smddp"):
+            dist.Backend.register_backend("smddp", made, devices=["cpu", "cuda"])
+sys.meta_path.insert(0, Finder())
+"""
+CONNECT = """
+import os, torch, torch.distributed as dist
+from accel_runtime.backends.distributed import Distributed
+from accel_runtime.env import Settings
+from accel_runtime.topology import Topology
+backend = Distributed(Topology.from_env(os.environ), torch.device("cuda", 0), Settings.from_env(os.environ), {})
+print(dist.get_backend(), backend.begin_sum(torch.ones(2))().tolist(), backend.name)
+"""
+
+
+def test_sagemakers_library_is_imported_and_asked_for_before_the_group_is_made(monkeypatch):
+    monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
+    process = start(STAND_IN + CONNECT, 0, 1)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert out.splitlines() == ["asked for by rank 0", "smddp [1.0, 1.0] smddp"]
+
+
+def test_sagemakers_library_where_it_is_not_is_one_message(monkeypatch):
+    monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
+    for code, said in (
+        (CONNECT, "which cannot be imported here (No module named 'smdistributed')"),
+        (
+            "import accel_runtime; accel_runtime.Accelerator(cpu=True)",
+            "smddp is for NVIDIA GPUs, and the device is cpu",
+        ),
+    ):
+        process = start(code, 0, 1)
+        assert said in process.communicate(timeout=60)[1].splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_processes_that_end_right_after_a_collective_end_well():
     """gloo's threads may still be at work: see `_leave`, without which about one pair in ten aborts."""

@@ -303,6 +303,9 @@ def test_errors_that_are_not_of_aws_are_left_alone():
 def test_the_code_of_an_answer_is_there_for_who_goes_on():
     assert code(refused("NoSuchEntity")) == "NoSuchEntity"
     assert code(ValueError()) == ""
+    from botocore.exceptions import ConnectionClosedError
+
+    assert code(ConnectionClosedError(endpoint_url="http://x")) == ""
 
 
 def test_a_missing_boto3_is_a_sentence_with_its_cure(tmp_path):

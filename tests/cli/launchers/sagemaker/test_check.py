@@ -67,7 +67,7 @@ shapes(SHAPE, ALL)
     [
         {},
         {"spot": True, "max_run": 60, "max_wait": 60},
-        {"keep_alive": 21600, "tags": {"équipe": "数据 1", "a:b/c=d+e-f@g": ""}},
+        {"keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""}},
         {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"], "network_isolation": True, "encrypt_traffic": True},
         {"model_parallel": {"hybrid_shard_degree": 8}, "volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
     ],
@@ -165,12 +165,15 @@ def test_a_type_newer_than_boto3_is_taken_when_that_is_said():
 
 
 def test_a_secret_is_never_shown():
-    found = problems(changed("Environment", {"HF_TOKEN": 7, "API_KEY": "x" * 600, "TOKEN": "hunter2\n" * 99}))
+    found = problems(
+        changed("Environment", {"HF_TOKEN": ["hunter2"], "API_KEY": 4711, "TOKEN": "hunter2" * 99})
+    )
     assert len(found) == 3
+    assert "expected text, got ***" in found[0]
+    found += problems(changed("OutputDataConfig.S3OutputPath", "ftp://me:hunter2@host/x"))
+    assert len(found) == 4
     assert "hunter2" not in str(found)
-    found = problems(changed("Environment", {"A TOKEN": "hunter2"}))
-    assert found
-    assert "hunter2" not in str(found)
+    assert "4711" not in str(found)
 
 
 # Against botocore itself.
@@ -189,6 +192,16 @@ def test_every_pattern_of_a_request_can_be_checked_here():
     assert len(patterns) > 20
     for pattern in patterns:
         assert r"\p" not in module._compiled(pattern).pattern
+
+
+def test_what_a_newer_botocore_has_and_this_does_not_know_is_left_to_sagemaker(monkeypatch):
+    from accel_cli.launchers.sagemaker import check as module
+
+    assert module._compiled(r"[\p{Han}]+").fullmatch("anything")
+    monkeypatch.setattr(
+        module, "_TYPES", {k: v for k, v in module._TYPES.items() if k not in {"integer", "boolean"}}
+    )
+    assert problems(changed("ResourceConfig.VolumeSizeInGB", True)) == []
 
 
 TEXT = st.sampled_from(["", "a", "ml.g5.xlarge", "s3://b/x", ROLE, "File", "x" * 300, "é", "File"]) | st.text(

@@ -351,7 +351,8 @@ def test_a_disk_is_no_project(tree, write, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "target", ["train.py", "./train.py", "lib/../train.py", "job/../lib/a.py", "link.py", "folder/a.py"]
+    "target",
+    ["train.py", "./train.py", "lib/../train.py", "job/../lib/a.py", "link.py", "folder/a.py", "lib", "."],
 )
 def test_a_script_that_is_sent_is_held(tree, write, target, tmp_path):
     write("train.py", "lib/a.py", "job/x")
@@ -370,8 +371,9 @@ def test_a_script_that_is_sent_is_held(tree, write, target, tmp_path):
         ("ignored.py", "ignored.py is not sent: ignored by git. Name it in launcher.include"),
         ("out/train.py", "out/train.py is not sent: ignored by git. Name it in launcher.include"),
         ("excluded.py", "excluded.py is not sent: it is named in launcher.exclude"),
+        ("empty", "empty is not sent: no file in it is"),
         ("key.pem", "key.pem is not sent: may hold secrets. Name it in launcher.include"),
-        ("nothing.py", "there is no file nothing.py in"),
+        ("nothing.py", "there is no nothing.py in"),
         ("../x.py", "../x.py is not in"),
         ("/nowhere/x.py", "set launcher.source_dir to a folder that has it"),
     ],
@@ -379,6 +381,7 @@ def test_a_script_that_is_sent_is_held(tree, write, target, tmp_path):
 def test_a_script_that_is_not_sent_is_refused_with_the_reason(tree, write, git, target, said):
     write("train.py", "ignored.py", "out/train.py", "excluded.py", "key.pem")
     write(".gitignore", text="ignored.py\nout/\n")
+    (tree / "empty").mkdir()
     git("init")
     with pytest.raises(UsageError) as error:
         files.check_holds(chosen(tree, [], ["excluded.py"]), target)

@@ -83,12 +83,19 @@ def test_a_region_without_the_newest_image_says_the_newest_it_has():
         ("ml.trn1.32xlarge", "Neuron"),
         ("ml.inf2.xlarge", "Neuron"),
         ("ml.p2.xlarge", "too old"),
+        ("ml.p3.2xlarge", "CUDA 13 in AWS's image pytorch:2.13-cu133-amzn2023-sagemaker"),
         ("ml.p6e-gb200.36xlarge", "Arm"),
         ("p4d.24xlarge", "expected a name like ml.g5.2xlarge"),
     ],
 )
 def test_types_that_no_image_runs_on_are_refused(kind, reason):
     assert reason in refused("2.13", "us-east-1", kind)
+
+
+def test_v100_gpus_get_the_images_with_an_older_cuda():
+    assert images.image_uri("2.9", "us-east-1", "ml.p3dn.24xlarge").endswith(
+        "pytorch-training:2.9.0-gpu-py312"
+    )
 
 
 def test_the_python_of_an_image_is_known_from_the_table_or_its_name():

@@ -90,6 +90,13 @@ def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree
     assert (run["cwd"], run["target"]) == ("work", "a.py")
 
 
+def test_with_an_image_of_ones_own_sagemakers_libraries_are_passed_on(tree):
+    said = SageMaker(image_uri="mine:1", model_parallel={"hybrid_shard_degree": 8})
+    run = said.plan(job(process_group_backend="smddp")).request["run"]
+    assert run["model_parallel"] == {"hybrid_shard_degree": 8}
+    assert "smddp" in run["settings"].values()
+
+
 def test_what_is_of_accel_itself_sends_no_folder(tree):
     whole = replace(job(target="accel_runtime.selfcheck", kind="module"), as_a_whole=True)
     plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
@@ -107,6 +114,8 @@ def test_what_is_of_accel_itself_sends_no_folder(tree):
         ({"requirements": "gone.txt"}, {}, "launcher.requirements: there is no file gone.txt"),
         ({"requirements": "/etc/hosts"}, {}, "launcher.requirements, /etc/hosts, is not in"),
         ({}, {"device": "mps"}, "device: mps is on no instance"),
+        ({}, {"process_group_backend": "smddp"}, "smddp needs an image that has"),
+        ({"model_parallel": {"a": 1}}, {}, "launcher.model_parallel needs an image that has"),
         ({}, {"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
         ({"secrets": {"A": "x"}}, {"env": {"A": "1"}}, "A is in env and in launcher.secrets"),
         ({}, {"env": {"A": "1" * 131072}}, "env.A is too long"),

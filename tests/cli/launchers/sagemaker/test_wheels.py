@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+from accel_cli.container.packages import NEEDED
 from accel_cli.launchers.sagemaker import wheels
 
 
@@ -21,8 +22,8 @@ def index(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    for name in wheels.NEEDED:
-        tags = ["py3-none-any"] if name in {"platformdirs", "typing_extensions"} else [
+    for name in NEEDED:
+        tags = ["py3-none-any"] if name == "typing_extensions" else [
             f"cp{python}-cp{python}-manylinux_2_17_{machine}.manylinux2014_{machine}" for python in (311, 312) for machine in ("x86_64", "aarch64")
         ]  # fmt: skip
         for tag in tags:
@@ -51,8 +52,8 @@ def fetched(tmp_path, python="3.12", **options):
 def test_the_wheels_are_those_of_the_container_s_python_and_processors(index, tmp_path, python, machine, tag):
     said, names = fetched(tmp_path, python, machine=machine)
     assert said == ""
-    assert [name.split("-")[0] for name in names] == sorted(wheels.NEEDED)
-    assert [f"-{tag}-" in name and machine in name for name in names] == [False, True, False, True]
+    assert [name.split("-")[0] for name in names] == sorted(NEEDED)
+    assert [f"-{tag}-" in name and machine in name for name in names] == [True, False, True]
     assert all(f"-{version(name.split('-')[0])}-" in name for name in names)
 
 
@@ -81,7 +82,7 @@ def test_without_a_network_there_are_none_and_that_is_said_in_one_line(index, tm
     said, names = fetched(tmp_path)
     assert names is None
     assert said == (
-        f"platformdirs, safetensors, typing_extensions, xxhash are not sent with the job (No matching distribution found for "
+        f"typing-extensions, safetensors, xxhash are not sent with the job (No matching distribution found for "
         f"xxhash=={version('xxhash')}); its hosts fetch those that their image lacks"
     )
     assert not (tmp_path / "cache").exists()
@@ -90,7 +91,7 @@ def test_without_a_network_there_are_none_and_that_is_said_in_one_line(index, tm
 def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(index, tmp_path):
     (tmp_path / "cache").write_text("a file")
     said, names = fetched(tmp_path)
-    assert (said, len(names)) == ("", 4)
+    assert (said, len(names)) == ("", 3)
 
 
 @pytest.fixture
@@ -130,4 +131,4 @@ def test_what_is_not_installed_here_has_no_version_to_fetch(tmp_path, monkeypatc
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(wheels, "version", missing)
-    assert "platformdirs is not installed here" in fetched(tmp_path)[0]
+    assert "typing-extensions is not installed here" in fetched(tmp_path)[0]

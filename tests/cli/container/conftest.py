@@ -1,0 +1,223 @@
+"""Hosts of a SageMaker job: each a folder that stands for its `/opt/ml`, with a bundle made by hand, and a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+# What a container may lack: nothing on a host may import it.
+LACKING = """
+import sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"pydantic", "typer", "rich", "yaml", "platformdirs", "questionary", "click"}:
+            raise ModuleNotFoundError(f"this container lacks {name}", name=name)
+sys.meta_path.insert(0, Lacking())
+"""
+
+
+class Host:
+    """One host: its root, and the process that is the first of its container."""
+
+    def __init__(self, root, name):
+        self.root, self.name = root, name
+        self.process = None
+
+    @property
+    def failure(self):
+        """What the platform would find as the reason, or None."""
+        file = self.root / "output" / "failure"
+        return file.read_text() if file.exists() else None
+
+    def start(self, **env):
+        inherited = {key: value for key, value in os.environ.items() if key != "ACCEL_HOME"}
+        lacking = self.root / "lacking"
+        lacking.mkdir(exist_ok=True)
+        (lacking / "sitecustomize.py").write_text(LACKING)
+        entry = self.root / "input" / "data" / "accel" / "entry.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(entry)],
+            env={**inherited, "PYTHONPATH": str(lacking), "TRAINING_JOB_NAME": f"job-{os.getpid()}", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+        )
+        return self
+
+    def until(self, word):
+        """Read what it says until a word comes."""
+        said = ""
+        while word not in said:
+            line = self.process.stdout.readline()
+            assert line, said
+            said += line
+        return said
+
+    def end(self, seconds=90):
+        """Its exit code, and what it has said since."""
+        said, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, said
+
+    def close(self):
+        if self.process:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                try:
+                    self.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+class Containers:
+    """Makes hosts, and ends them."""
+
+    def __init__(self, folder, accel):
+        self.folder, self._accel, self._made = folder, accel, []
+
+    def hosts(self, *names, source, **work):
+        """Hosts of one job.
+
+        Args:
+            names: Their names; `127.0.0.2` is one that resolves.
+            source: The files of the source, by path.
+            work: What `job.json` says beside what is usual.
+        """
+        made = [self.host(name, names, source, work) for name in names]
+        return made[0] if len(made) == 1 else made
+
+    def host(self, name, names, source, work):
+        root = self.folder / f"ml-{name}"
+        bundle, config = root / "input" / "data" / "accel", root / "input" / "config"
+        for folder in (bundle, config, root / "output"):
+            folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "accel_cli" / "container" / "entry.py", bundle)
+        shutil.copy(self._accel, bundle / "accel.tar.gz")
+        said = {
+            "version": 1,
+            "accel": "0.1.0",
+            "kind": "script",
+            "target": "train.py",
+            "args": [],
+            "cwd": ".",
+        }
+        said |= {
+            "nproc_per_node": "auto",
+            "settings": {"ACCEL_DEVICE": "cpu"},
+            "agent": {"ranks": "all"},
+        } | work
+        (bundle / "job.json").write_text(json.dumps(said))
+        packed(source, bundle / "source.tar.gz")
+        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "none0"}
+        (config / "resourceconfig.json").write_text(json.dumps(resources))
+        (config / "inputdataconfig.json").write_text(
+            json.dumps({"accel": {}, "my-data.v2": {"TrainingInputMode": "File"}})
+        )
+        (config / "hyperparameters.json").write_text("{}")
+        made = Host(root, name)
+        self._made.append(made)
+        return made
+
+    def close(self):
+        for host in self._made:
+            host.close()
+
+
+def packed(source, file):
+    """The files of a source, as an archive."""
+    folder = file.parents[3] / "source"
+    for name, text in source.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    with tarfile.open(file, "w:gz") as archive:
+        archive.add(folder, ".")
+
+
+@pytest.fixture(scope="session")
+def accel_archive(tmp_path_factory):
+    """accel itself, as `accel launch` packs it."""
+    file = tmp_path_factory.mktemp("bundle") / "accel.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        for package in ("accel_cli", "accel_runtime"):
+            archive.add(ROOT / package, package, filter=lambda m: None if "__pycache__" in m.name else m)
+    return file
+
+
+@pytest.fixture
+def containers(tmp_path, accel_archive):
+    """Makes hosts of a job; all are gone at the end."""
+    made = Containers(tmp_path, accel_archive)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def port():
+    """Where the hosts of a test meet: other tests may be at the platform's own port."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return str(free.getsockname()[1])
+
+
+ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
+KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7}', "binary": None}
+
+
+class Manager(BaseHTTPRequestHandler):
+    """Answers as AWS Secrets Manager does, in as far as this asks."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
+        code, said = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
+        if asked == "forbidden":
+            said = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
+        elif asked in KEPT:
+            code, text = 200, KEPT[asked]
+            said = {"Name": asked, **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text})}
+        body = json.dumps(said).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="session")
+def address():
+    with HTTPServer(("127.0.0.1", 0), Manager) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def manager(address, monkeypatch):
+    """A Secrets Manager that boto3 asks, here and in containers; what it keeps."""
+    pytest.importorskip("boto3", reason="boto3 is not installed")
+    for name, value in {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    return KEPT

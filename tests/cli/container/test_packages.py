@@ -1,0 +1,101 @@
+"""Packages of a host, in a Python of its own that lacks all of them."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from accel_cli.container import packages
+
+ROOT = Path(__file__).parents[3]
+PROVIDE = """
+import sys
+from pathlib import Path
+from accel_cli.container import packages
+from accel_cli.container.problem import ContainerError
+import os
+try:
+    packages.provide(Path(sys.argv[1]), Path(sys.argv[2]), os.environ)
+except ContainerError as error:
+    sys.exit(str(error))
+sys.path.append(sys.argv[2])
+print(sorted(packages.missing(packages.NEEDED)), __import__("xxhash").__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A Python that has pip, and nothing else but a stand-in for torch."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    (next(folder.glob("lib/python*/site-packages")) / "torch.py").touch()
+    return folder / "bin" / "python"
+
+
+def wheel(folder, package, module):
+    """A package with one empty module, as a wheel."""
+    folder.mkdir(exist_ok=True)
+    about = f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{module}.py", "")
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", "")
+
+
+def provided(python, tmp_path, **env):
+    command = [python, "-c", PROVIDE, tmp_path / "wheels", tmp_path / "packages"]
+    told = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": "/dev/null", **env}
+    return subprocess.run(command, env=told, capture_output=True, text=True, check=False)
+
+
+def test_what_an_image_lacks_comes_from_the_bundle_without_a_network_and_leaves_the_image_as_it_is(
+    bare, tmp_path
+):
+    for module, package in packages.NEEDED.items():
+        wheel(tmp_path / "wheels", package, module)
+    done = provided(bare, tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[]", str(tmp_path / "packages" / "xxhash.py")]
+    assert "typing-extensions, safetensors, xxhash" in done.stderr
+
+
+def test_what_neither_the_bundle_nor_the_network_has_is_said_with_pips_own_words(bare, tmp_path):
+    done = provided(bare, tmp_path, PIP_NO_INDEX="1")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "accel needs typing-extensions, safetensors, xxhash, which is neither in the image"
+    )
+    assert "ERROR: No matching distribution found for" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_an_image_without_torch_is_refused(bare, tmp_path):
+    folder = next(bare.parents[1].glob("lib/python*/site-packages"))
+    (folder / "torch.py").rename(folder / "away.py")
+    try:
+        done = provided(bare, tmp_path)
+    finally:
+        (folder / "away.py").rename(folder / "torch.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("this image has no torch for")
+
+
+def test_every_package_that_the_runtime_imports_is_provided():
+    """The third-party modules of the two packages that a host imports, found in their sources."""
+    import ast
+
+    found = set()
+    for file in (ROOT / "accel_runtime").rglob("*.py"):
+        if "tracking" in file.parts:  # each tracker brings its own
+            continue
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    foreign = {name for name in found if name not in sys.stdlib_module_names}
+    assert foreign - {"accel_runtime", "torch", "torch_xla"} == set(packages.NEEDED)
