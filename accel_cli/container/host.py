@@ -110,7 +110,7 @@ def _variables(root: Path, do: Work, platform: Told, environ: Mapping[str, str])
     # EFA: from version 1.6 on its plugin for NCCL finds the device, and chooses a protocol that is safe on it.
     ours = {"NCCL_HOSTID": platform.host, **about}
     if len(platform.hosts) > 1 and platform.interface in {name for _, name in socket.if_nameindex()}:
-        ours["NCCL_SOCKET_IFNAME"] = platform.interface
+        ours |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), platform.interface)
     paths = [str(root / "accel"), str(_packages(root)), *filter(None, [environ.get("PYTHONPATH")])]
     composed = {"PYTHONPATH": os.pathsep.join(paths), **gpus.compatible({**do.env, **environ})}
     return {**ours, **do.env, **environ, **composed}

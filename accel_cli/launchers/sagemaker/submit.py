@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs import service
 from accel_cli.jobs.base import Jobs
 from accel_cli.jobs.follow import follow
@@ -108,17 +109,30 @@ def _followed(plan: Plan, jobs: Jobs, name: str) -> int:
     return ended
 
 
-def _bring_home(jobs: Jobs, name: str, into: Path) -> None:
+def _bring_home(jobs: Jobs, name: str, home: Path) -> None:
+    """Fetch what the job left.
+
+    Raises:
+        AccelError: It cannot be fetched now.
+    """
+    again = f"accel jobs download {name} -o {shlex.quote(str(home))}{jobs.options}"
     try:
-        console.note(f"the model is in {console.short(str(jobs.download(name, into)))}")
+        console.note(f"what it left is in {console.short(str(jobs.download(name, home)))}")
     except UsageError as error:
-        # A job that has left nothing has done its work all the same.
+        # The job has done what it was to do, and may have nothing to leave.
         console.note(str(error))
+    except AccelError as error:
+        raise type(error)(f"{error}; {again} tries it again") from error
+    except KeyboardInterrupt:
+        console.note(f"broken off; {again} fetches what it left")
+        raise
 
 
 def _jobs(plan: Plan, of: Facts) -> Jobs:
     aws_profile = plan.request["profile"]["aws_profile"]
-    return service(plan.launcher, {"launcher.region": of.region, "launcher.aws_profile": aws_profile})
+    jobs = service(plan.launcher, {"launcher.region": of.region, "launcher.aws_profile": aws_profile})
+    jobs.options = plan.again
+    return jobs
 
 
 def _page(of: Facts) -> str:

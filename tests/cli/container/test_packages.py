@@ -1,5 +1,7 @@
 """Packages of a host, in a Python of its own that lacks all of them."""
 
+import ast
+import os
 import subprocess
 import sys
 import zipfile
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.container import packages
+from accel_cli.container.problem import ContainerError
 
 ROOT = Path(__file__).parents[3]
 PROVIDE = """
@@ -36,7 +39,7 @@ def bare(tmp_path_factory):
 
 def wheel(folder, package, module):
     """A package with one empty module, as a wheel."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     about = f"{module}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as file:
         file.writestr(f"{module}.py", "")
@@ -84,10 +87,31 @@ def test_an_image_without_torch_is_refused(bare, tmp_path):
     assert done.stderr.startswith("this image has no torch for")
 
 
+def test_an_image_with_an_old_torch_is_refused(bare, tmp_path):
+    about = next(bare.parents[1].glob("lib/python*/site-packages")) / "torch-2.4.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1+cu121\n")
+    try:
+        done = provided(bare, tmp_path)
+    finally:
+        (about / "METADATA").unlink()
+        about.rmdir()
+    assert done.stderr.startswith("this image has torch 2.4.1+cu121, and accel needs 2.9 or newer")
+
+
+def test_requirements_may_name_files_beside_them_and_go_where_pip_is_told(tmp_path):
+    wheel(tmp_path / "source" / "wheels", "newcomer", "newcomer")
+    (tmp_path / "source" / "more.txt").write_text("./wheels/newcomer-1.0-py3-none-any.whl\n")
+    (tmp_path / "source" / "requirements.txt").write_text("-r more.txt\n")
+    environ = {**os.environ, "PIP_TARGET": str(tmp_path / "there"), "PIP_NO_INDEX": "1"}
+    packages.require("requirements.txt", tmp_path / "source", environ)
+    assert (tmp_path / "there" / "newcomer.py").exists()
+    with pytest.raises(ContainerError, match=r"requirements: there is no other\.txt in the source"):
+        packages.require("other.txt", tmp_path / "source", environ)
+
+
 def test_every_package_that_the_runtime_imports_is_provided():
     """The third-party modules of the two packages that a host imports, found in their sources."""
-    import ast
-
     found = set()
     for file in (ROOT / "accel_runtime").rglob("*.py"):
         if "tracking" in file.parts:  # each tracker brings its own
