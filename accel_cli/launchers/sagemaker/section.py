@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
@@ -14,6 +14,7 @@ from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.launchers.sagemaker import asking, keys, running
 from accel_cli.machine import Machine
+from accel_runtime.env import ProcessGroupBackend
 
 __all__ = ["SageMaker"]
 
@@ -52,6 +53,7 @@ class SageMaker(Launcher):
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
     runs = "job"
+    carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset(get_args(ProcessGroupBackend))
     words: ClassVar[dict[str, str]] = {"launcher.nnodes": "launcher.instance_count"}
     further: ClassVar[str] = "image, inputs, metrics, tags, VPC, volume, KMS, secrets"
 

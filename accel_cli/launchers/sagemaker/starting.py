@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,8 @@ from accel_cli.launchers.sagemaker.request import CHANNEL, Facts
 __all__ = ["start"]
 
 _TAKEN = frozenset({"ResourceInUse", "ResourceInUseException"})
+_PAUSES_S = (5.0, 10.0, 15.0)
+"""How long a role is waited for that was made a moment ago: what IAM knows reaches SageMaker late."""
 
 
 def start(account: Account, request: Mapping[str, Any], facts: Facts) -> None:
@@ -32,14 +35,29 @@ def start(account: Account, request: Mapping[str, Any], facts: Facts) -> None:
         KeyboardInterrupt: The person broke it off; a note says what there is.
     """
     try:
-        with account.speaking(f"start job {facts.name}"):
-            account.client("sagemaker").create_training_job(**request)
+        _create(account, request)
     except AccelError as error:
         if not _started_all_the_same(account, request, error):
             raise type(error)(f"{error}; {_left(account, facts)}") from error
     except BaseException:
         _say_what_there_is(account, request, facts)
         raise
+
+
+def _create(account: Account, request: Mapping[str, Any]) -> None:
+    """Ask for the job, and again where only the role may be too new."""
+    for pause in (*_PAUSES_S, None):
+        try:
+            with account.speaking(f"start job {request['TrainingJobName']}"):
+                account.client("sagemaker").create_training_job(**request)
+        except UsageError as error:
+            if pause is None or "assume role" not in str(error.__cause__):
+                raise
+            if pause == _PAUSES_S[0]:
+                console.note("SageMaker cannot assume the role yet, as happens with a new one; trying again")
+            time.sleep(pause)
+        else:
+            return
 
 
 def _started_all_the_same(account: Account, request: Mapping[str, Any], error: AccelError) -> bool:
