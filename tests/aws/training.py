@@ -6,6 +6,7 @@ import datetime as dt
 import io
 import math
 import re
+import socket
 import signal
 import tarfile
 import threading
@@ -306,6 +307,8 @@ class TrainingJob:
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": self.arn,
             "AWS_REGION": self.platform.region,
+            # Containers have a network each; here all jobs are on one loopback interface.
+            "SM_MASTER_PORT": _free_port(),
             **self.platform.env,
         }
         for index, host in enumerate(self.hosts):
@@ -380,3 +383,8 @@ def _tar(files):
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return content.getvalue()
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
