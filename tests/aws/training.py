@@ -6,8 +6,8 @@ import datetime as dt
 import io
 import math
 import re
-import socket
 import signal
+import socket
 import tarfile
 import threading
 import time
