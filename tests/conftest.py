@@ -117,3 +117,25 @@ def aws(aws_plane, monkeypatch):
     aws_plane.use(monkeypatch)
     yield aws_plane
     aws_plane.reset()
+
+
+@pytest.fixture
+def terminal(cwd):
+    """Opens terminals with `accel config` in them, and closes what a failed test left open."""
+    module, opened = loaded(ROOT / "tests" / "terminal.py"), []
+
+    def open_(*args, **size):
+        opened.append(module.Terminal(*args, **size))
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.process.close(force=True)
+
+
+@pytest.fixture
+def written(home):
+    """The profile the wizard wrote."""
+    from accel_cli.profile.layers import file, resolve
+
+    return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile

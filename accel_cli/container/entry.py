@@ -27,26 +27,22 @@ _SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
+_PYTHON = (3, 10)
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main(root: Path) -> int:
     """Run the job on this host; its exit code, 128 + n where signal n ended it."""
-    first = _First()
-    host = _host(root)
-    try:
-        _unpack(root)
-        code = first.run(
-            [sys.executable, str(root / "accel" / "accel_cli" / "container" / "host.py"), str(root)]
-        )
-    except (OSError, EOFError, tarfile.TarError) as error:
-        _reason(root, f"accel cannot be unpacked on {host}: {error}. The upload may be broken; launch again.")
+    first, host = _First(), _host(root)
+    if problem := _problem(root):
+        _reason(root, f"{host}: {problem}")
         code = 1
+    else:
+        file = root / "accel" / "accel_cli" / "container" / "host.py"
+        code = first.run([sys.executable, str(file), str(root)])
     if code < 0 and not first.told:
-        _reason(
-            root,
-            f"the launcher on {host} was ended by {_name(-code)}: SIGKILL is often the out-of-memory killer",
-        )
+        killed = f"the launcher was ended by {_name(-code)}: SIGKILL is often the out-of-memory killer"
+        _reason(root, f"{host}: {killed}")
     code = code if code >= 0 else 128 - code
     # Whoever follows the logs of all hosts knows by this line that the log of this one is whole.
     print(f"accel: {host} ended with exit code {code}", flush=True)  # noqa: T201 - it is its output
@@ -82,6 +78,17 @@ class _First:
         self.told.append(number)
         if self._child:
             os.kill(self._child, number)
+
+
+def _problem(root: Path) -> str:
+    """Unpack accel; what keeps it from running here."""
+    if sys.version_info < _PYTHON:
+        return f"this image has Python {sys.version.split()[0]}, and accel needs 3.10 or newer: choose another (launcher.image_uri)"
+    try:
+        _unpack(root)
+    except (OSError, EOFError, ValueError, KeyError, tarfile.TarError) as error:
+        return f"accel cannot be unpacked: {error}. The upload may be broken; launch again."
+    return ""
 
 
 def _unpack(root: Path) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # This folder: the modules in it have names of their own only within it.
-    sys.path[0] = str(Path(__file__).parents[2])
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        # This folder, whose modules have names of their own only within it.
+        del sys.path[0]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accel_cli import reason
 from accel_cli.container import gpus, packages, source, told, vault, work
@@ -110,7 +112,7 @@ def _variables(root: Path, do: Work, platform: Told, environ: Mapping[str, str])
     # EFA: from version 1.6 on its plugin for NCCL finds the device, and chooses a protocol that is safe on it.
     ours = {"NCCL_HOSTID": platform.host, **about}
     if len(platform.hosts) > 1 and platform.interface in {name for _, name in socket.if_nameindex()}:
-        ours["NCCL_SOCKET_IFNAME"] = platform.interface
+        ours |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), platform.interface)
     paths = [str(root / "accel"), str(_packages(root)), *filter(None, [environ.get("PYTHONPATH")])]
     composed = {"PYTHONPATH": os.pathsep.join(paths), **gpus.compatible({**do.env, **environ})}
     return {**ours, **do.env, **environ, **composed}

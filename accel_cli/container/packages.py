@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from accel_cli.container.problem import ContainerError
 
-__all__ = ["NEEDED", "missing", "provide", "require"]
+__all__ = ["NEEDED", "TORCH", "missing", "provide", "require"]
 
+TORCH = (2, 9)
+"""The oldest that accel runs on."""
 NEEDED: Mapping[str, str] = {
     "typing_extensions": "typing-extensions",
     "safetensors": "safetensors",
@@ -60,13 +63,15 @@ def provide(wheels: Path, folder: Path, environ: Mapping[str, str]) -> None:
         environ: The environment of pip.
 
     Raises:
-        ContainerError: torch is not in the image, or a package cannot be installed.
+        ContainerError: torch is not in the image or too old, or a package cannot be installed.
     """
     if missing(["torch"]):
         raise ContainerError(
             f"this image has no torch for {sys.executable}: use an image of PyTorch (launcher.image_uri), or leave "
             "image_uri out and accel chooses one"
         )
+    if problem := _too_old():
+        raise ContainerError(problem)
     wanted = [NEEDED[module] for module in missing(NEEDED)]
     if not wanted:
         return
@@ -78,6 +83,21 @@ def provide(wheels: Path, folder: Path, environ: Mapping[str, str]) -> None:
             f"accel needs {', '.join(wanted)}, which is neither in the image nor fits it from the bundle, and pip could "
             f"not fetch it: {failed}. Build it into the image (launcher.image_uri)."
         )
+
+
+def _too_old() -> str:
+    """What is wrong with the torch that is here, as far as its version tells."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:  # built by hand
+        return ""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if not numbers or (int(numbers[1]), int(numbers[2])) >= TORCH:
+        return ""
+    return (
+        f"this image has torch {found}, and accel needs {TORCH[0]}.{TORCH[1]} or newer: choose a newer image "
+        "(launcher.image_uri, or launcher.pytorch_version)"
+    )
 
 
 def _pip(

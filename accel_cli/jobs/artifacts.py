@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 import tarfile
 import tempfile
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bring"]
 
+_CHUNK = 1 << 20
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 
 
@@ -69,8 +71,15 @@ def bring(account: Account, told: Mapping[str, Any], into: Path) -> Path:
     with _beside(into, name) as fresh:
         for archive in archives:
             _fetch(account, archive, fresh)
+        _keep_out_of_git(fresh / "files")
         (fresh / "files").rename(folder)
     return folder
+
+
+def _keep_out_of_git(folder: Path) -> None:
+    """A model is no source: neither is it committed by accident, nor sent along with the next job."""
+    if not (folder / ".gitignore").exists():
+        (folder / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def _found(account: Account, told: Mapping[str, Any]) -> Iterator[_Archive]:
@@ -143,9 +152,13 @@ def _unpack(archive: _Archive, path: Path, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         raise UsageError("this Python cannot unpack archives safely; use 3.10.12, 3.11.4, 3.12 or newer")
     try:
-        with tarfile.open(path) as packed:
-            packed.extractall(folder, filter="data")
+        with gzip.open(path) as stream:
+            with tarfile.open(fileobj=stream, mode="r|") as packed:
+                packed.extractall(folder, filter="data")
+            # Of an archive that was cut off, tarfile takes what is there; gzip knows better, once it is read to its end.
+            while stream.read(_CHUNK):
+                pass
     except tarfile.FilterError as error:
         raise AccelError(f"{archive.uri} holds what may not be unpacked: {error}") from None
-    except (tarfile.TarError, EOFError, zlib.error) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise AccelError(f"{archive.uri} is no archive that can be read: {error}") from None

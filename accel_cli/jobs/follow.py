@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from accel_cli import console
+from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, UnreachableError
 
 __all__ = ["follow", "pass_on"]
@@ -31,16 +32,19 @@ def follow(jobs: Jobs, job: Job) -> int:
 
     Raises:
         UnreachableError: The service has not answered for a long time.
-        UsageError: The job is not known any more.
+        UsageError: The job is not known any more, or the service refuses to say more.
     """
+    again = f"accel jobs logs {job.id} -f{jobs.options} follows it again"
     try:
         job = _Following(jobs, job).until_done()
     except KeyboardInterrupt:
-        console.note(
-            f"job {job.id} goes on; accel jobs logs {job.id} -f{jobs.options} follows it again, accel jobs stop "
-            f"{job.id}{jobs.options} ends it"
-        )
+        console.note(f"job {job.id} goes on; {again}, accel jobs stop {job.id}{jobs.options} ends it")
         return _INTERRUPTED
+    except (UnreachableError, UsageError) as error:
+        # Credentials expire, for one; the job has others.
+        raise type(error)(
+            f"{error}; job {job.id} is not followed any more, and may go on: {again}"
+        ) from error
     return _end(job)
 
 

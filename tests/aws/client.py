@@ -114,7 +114,7 @@ class AwsPlane:
         return made["Role"]["Arn"]
 
     def bucket(self, name, **objects):
-        """Make a bucket, and put files into it: keys whose dots and slashes are spelled out go through `objects`."""
+        """Make a bucket with these objects, by key."""
         s3 = self.client("s3")
         s3.create_bucket(Bucket=name)
         for key, body in objects.items():

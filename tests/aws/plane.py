@@ -60,7 +60,7 @@ class Plane:
         elif verb == "interrupt":
             self.find(said["job"]).ask("interrupt")
         elif verb == "log":
-            self.log(said)
+            self.find(said["job"]).print(said.get("host", "algo-1"), said["lines"])
         elif verb == "reset":
             self.reset()
         else:
@@ -69,12 +69,6 @@ class Plane:
 
     def find(self, name):
         return next(job for (_, _, known), job in self.jobs.items() if known == name)
-
-    def log(self, said):
-        """Lines into a stream of a job, as the platform writes them."""
-        job = self.find(said["job"])
-        for line in said["lines"]:
-            job.writer.put(said["stream"], line)
 
     def reset(self):
         """As it was at its start."""

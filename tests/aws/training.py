@@ -99,6 +99,12 @@ class TrainingJob:
                 self._phase("Stopping")
             self.changed.notify_all()
 
+    def print(self, host, lines):
+        """Lines of a host, as if it printed them now."""
+        printing = next(one for one in self.hosts if one.name == host)
+        for line in lines:
+            printing.put(line)
+
     def summary(self):
         found = {
             "TrainingJobName": self.name,
@@ -283,8 +289,11 @@ class TrainingJob:
                 self.changed.notify_all()
 
         if real:
-            return Real(name, self.platform.root / self.name / str(self.attempt) / name, put, ended)
-        return Played(name, self.platform.settings["play"], put, ended)
+            host = Real(name, self.platform.root / self.name / str(self.attempt) / name, put, ended)
+        else:
+            host = Played(name, self.platform.settings["play"], put, ended)
+        host.put = put
+        return host
 
     def _measure(self, line):
         for metric in self.said["AlgorithmSpecification"].get("MetricDefinitions", []):

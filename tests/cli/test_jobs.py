@@ -260,8 +260,17 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(capfd):
 
 def test_a_service_that_is_silent_for_long_is_the_end(monkeypatch):
     monkeypatch.setattr(following, "_SILENT_S", 0)
-    with pytest.raises(UnreachableError):
+    with pytest.raises(
+        UnreachableError, match="gone; job 12 is not followed any more, and may go on: accel jobs logs 12 -f"
+    ):
         following.follow(Played(UnreachableError("gone")), job("RUNNING"))
+
+
+def test_a_service_that_refuses_to_say_more_ends_the_following_and_not_the_job():
+    with pytest.raises(
+        UsageError, match="have expired; job 12 is not followed any more, and may go on: accel jobs"
+    ):
+        following.follow(Played(UsageError("the credentials have expired")), job("RUNNING"))
 
 
 def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path):

@@ -58,13 +58,18 @@ class Host:
         )
         return self
 
-    def until(self, word):
+    def until(self, word, seconds=60):
         """Read what it says until a word comes."""
         said = ""
-        while word not in said:
-            line = self.process.stdout.readline()
-            assert line, said
-            said += line
+        late = threading.Timer(seconds, self.process.kill)
+        late.start()
+        try:
+            while word not in said:
+                line = self.process.stdout.readline()
+                assert line, said
+                said += line
+        finally:
+            late.cancel()
         return said
 
     def end(self, seconds=90):
@@ -123,7 +128,7 @@ class Containers:
         } | work
         (bundle / "job.json").write_text(json.dumps(said))
         packed(source, bundle / "source.tar.gz")
-        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "none0"}
+        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "lo"}
         (config / "resourceconfig.json").write_text(json.dumps(resources))
         (config / "inputdataconfig.json").write_text(
             json.dumps({"accel": {}, "my-data.v2": {"TrainingInputMode": "File"}})

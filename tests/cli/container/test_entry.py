@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -20,10 +21,14 @@ model = accelerator.prepare(nn.Linear(2, 1))
 loss = model(torch.ones(1, 2)).sum()
 accelerator.backward(loss)
 total = accelerator.reduce(torch.tensor(1.0))
+try:
+    import pydantic
+except ImportError as error:
+    lacks = str(error)
 raw = [os.fsencode(word).hex() for word in sys.argv[1:]]
 told = {name: value for name, value in os.environ.items() if name.startswith("SM_")}
-said = {"args": raw, "total": total.item(), "world": accelerator.num_processes, "accel": accel_cli.__file__,
-        "cwd": os.getcwd(), "env": told | {"NOTE": os.environ.get("NOTE"), "NCCL_HOSTID": os.environ["NCCL_HOSTID"]}}
+said = {"args": raw, "total": total.item(), "world": accelerator.num_processes, "lacks": lacks, "accel": accel_cli.__file__,
+        "cwd": os.getcwd(), "env": told | {"NOTE": os.environ.get("NOTE"), **{name: os.environ[name] for name in ("NCCL_HOSTID", "GLOO_SOCKET_IFNAME")}}}
 Path(os.environ["SM_OUTPUT_DATA_DIR"], f"rank{accelerator.process_index}.json").write_text(json.dumps(said))
 if accelerator.is_main_process:
     Path("out/model.txt").write_text("trained")
@@ -61,7 +66,9 @@ def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(
     assert last["cwd"] == str(second.root / "code" / "jobs")
     assert last["env"]["NOTE"] == "of the profile"
     assert last["env"]["SM_MODEL_DIR"] == "/mine"
-    assert last["env"]["NCCL_HOSTID"] == "127.0.0.2"
+    assert (last["env"]["NCCL_HOSTID"], last["env"]["GLOO_SOCKET_IFNAME"]) == ("127.0.0.2", "lo")
+    # Every host of these tests runs in a container that lacks what only profiles and terminals need.
+    assert last["lacks"] == "this container lacks pydantic"
     assert (last["env"]["SM_CURRENT_HOST_RANK"], last["env"]["SM_HOST_COUNT"]) == ("1", "2")
     assert {file.name for file in (first.root / "model").iterdir()} == {"model.txt", "shipped.txt"}
 
@@ -118,7 +125,7 @@ def test_a_program_that_fails_leaves_its_last_words(containers):
         kind="program",
         target="sh",
         args=["run.sh"],
-    ).start()
+    ).start(PYTHONSAFEPATH="1")
     code, said = host.end()
     assert code == 3, said
     assert host.failure == "exit code 3 on algo-1, rank 0: exited with code 3\nno such sample: 12"
@@ -134,13 +141,34 @@ def test_pips_own_words_are_the_reason_where_a_requirement_is_not_to_be_had(cont
     assert said.splitlines()[-1] == "accel: algo-1 ended with exit code 1"
 
 
+def test_a_host_that_is_stopped_while_pip_waits_for_the_network_leaves_no_reason_and_no_pip(containers):
+    source = {"train.py": "", "needs-of-nobody.txt": "no-such-package-of-accel\n"}
+    host = containers.hosts("algo-1", source=source, requirements="needs-of-nobody.txt")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        host.start(PIP_INDEX_URL=f"http://127.0.0.1:{silent.getsockname()[1]}/", PIP_CONFIG_FILE="/dev/null")
+        with silent.accept()[0]:
+            host.process.send_signal(signal.SIGTERM)
+            code, said = host.end(20)
+    assert (code, host.failure) == (143, None), said
+    mine = b"-m\0pip\0install\0-r\0needs-of-nobody.txt"
+    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if mine in read(file)]
+
+
+def read(file):
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
 def test_a_launcher_that_is_killed_is_said_by_the_first_process(containers):
     host = containers.hosts("algo-1", source={"train.py": SAVES}).start()
     host.until("ready")
     children = Path(f"/proc/{host.process.pid}/task/{host.process.pid}/children").read_text()
     os.kill(int(children.split()[0]), signal.SIGKILL)
     assert host.end()[0] == 128 + signal.SIGKILL
-    assert "the launcher on algo-1 was ended by SIGKILL" in host.failure
+    assert "algo-1: the launcher was ended by SIGKILL" in host.failure
 
 
 def test_a_broken_upload_is_said(containers):
@@ -148,7 +176,7 @@ def test_a_broken_upload_is_said(containers):
     (host.root / "input" / "data" / "accel" / "accel.tar.gz").write_bytes(b"\x1f\x8bbroken")
     code, said = host.start().end()
     assert code == 1
-    assert "accel cannot be unpacked on algo-1" in host.failure
+    assert "algo-1: accel cannot be unpacked: " in host.failure
     assert "Traceback" not in said
 
 
