@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from accel_cli.fields import Section
+from accel_cli.launchers.sagemaker.patterns import parsed
 
 __all__ = [
-    "Channel", "Uri", "bucket", "channels", "inside", "instance", "name", "processes", "s3", "seconds", "variables",
+    "Channel", "Uri", "bucket", "channels", "inside", "instance", "name", "patterns", "processes", "s3", "seconds", "variables",
 ]  # fmt: skip
 
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
@@ -77,6 +78,13 @@ def variables(value: dict[str, str]) -> dict[str, str]:
     for name in value:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(f"{name!r} is no name of an environment variable")
+    return value
+
+
+def patterns(value: list[str]) -> list[str]:
+    """Patterns of files, as in a .gitignore."""
+    for text in value:
+        parsed(text)
     return value
 
 

@@ -115,7 +115,15 @@ def _inside(source: Path, folder: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_venv(folder: Path) -> bool:
-    return any(os.path.lexists(folder / mark) for mark in _VENV_MARKS)
+    return any(os.path.lexists(folder / mark) for mark in _VENV_MARKS) or _ignores_itself(folder)
+
+
+def _ignores_itself(folder: Path) -> bool:
+    """As the folder does in which a job's model came home; without git, too."""
+    try:
+        return (folder / ".gitignore").read_bytes().strip() == b"*"
+    except OSError:
+        return False
 
 
 class _GitError(Exception):

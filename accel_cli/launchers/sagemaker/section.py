@@ -217,10 +217,12 @@ class SageMaker(Launcher):
     source_dir: str = Field(
         ".", min_length=1, description="Folder that is sent; the script, and what it imports, is in it."
     )
-    include: list[str] = Field(
+    include: Annotated[list[str], AfterValidator(keys.patterns)] = Field(
         default_factory=list, description="Patterns of files that are sent although git ignores them."
     )
-    exclude: list[str] = Field(default_factory=list, description="Patterns of files that are not sent.")
+    exclude: Annotated[list[str], AfterValidator(keys.patterns)] = Field(
+        default_factory=list, description="Patterns of files that are not sent."
+    )
     max_upload_size: int = Field(200, ge=1, description="Megabytes that may be sent.")
     model_dir: Annotated[
         str | None,
@@ -361,8 +363,6 @@ class SageMaker(Launcher):
             raise UsageError(
                 f"device: {job.settings.device} is on no instance of SageMaker that accel knows; use auto, cuda or cpu"
             )
-        self._check_libraries(job)
-        each = "a process for each GPU" if self.nproc_per_node == "auto" else f"{self.nproc_per_node} on each"
         run = running.described(self, job)
         return Plan(
             launcher=self.kind,
@@ -373,7 +373,8 @@ class SageMaker(Launcher):
             device=self.instance_type,
             target=job.target,
             nnodes=self.instance_count,
-            counted="1 process" if self.nproc_per_node == 1 else each,
+            nproc_per_node=1 if self.nproc_per_node == "auto" else self.nproc_per_node,
+            counted="a process for each GPU" if self.nproc_per_node == "auto" else "",
             request={
                 "profile": {**self.model_dump(), "max_wait": self.longest},
                 "run": run,
@@ -382,18 +383,3 @@ class SageMaker(Launcher):
             },
             output_dir=self.output_dir,
         )
-
-    def _check_libraries(self, job: Job) -> None:
-        """Refuse SageMaker's own libraries where nothing says which image has them: AWS's newer ones do not."""
-        if self.image_uri:
-            return
-        if job.settings.process_group_backend == "smddp":
-            raise UsageError(
-                "process_group_backend: smddp needs an image that has SageMaker's data parallel library, and AWS's "
-                "images for torch 2.9 and newer have not: name yours in launcher.image_uri, or use auto"
-            )
-        if self.model_parallel:
-            raise UsageError(
-                "launcher.model_parallel needs an image that has SageMaker's model parallel library, and AWS's images "
-                "for torch 2.9 and newer have not: name yours in launcher.image_uri"
-            )

@@ -168,6 +168,8 @@ def _chosen(plan: Plan) -> Chosen:
         console.note(note)
     if run["kind"] == "script":
         files.check_holds(chosen, Path(run["cwd"], run["target"]))
+    elif run["cwd"] != ".":
+        files.check_holds(chosen, run["cwd"])
     if run["requirements"]:
         files.check_holds(chosen, run["requirements"])
     files.check_size(chosen, said["max_upload_size"])
@@ -192,6 +194,10 @@ def _packed(plan: Plan, of: Facts, chosen: Chosen, scratch: Path) -> bundle.Bund
     run = {**plan.request["run"], "region": of.region}
     packed = bundle.make(run, chosen, scratch, images.python_of(of.image_uri), machine=machine)
     for note in packed.notes:
+        if plan.request["profile"]["network_isolation"]:
+            raise UsageError(
+                f"{note}; with launcher.network_isolation a container has no network to fetch them by"
+            )
         console.note(note)
     return packed
 
