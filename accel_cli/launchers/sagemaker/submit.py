@@ -97,7 +97,7 @@ def _submitted(plan: Plan) -> Facts:
         packed = _packed(plan, found.facts, chosen, Path(scratch))
         with _bucket(account, found):
             _send(account, found.facts, packed)
-            starting.start(account, request, found.facts)
+            starting.start(account, request, found.facts, plan.again)
     return found.facts
 
 

@@ -243,6 +243,16 @@ def test_a_bucket_that_was_there_stays(aws, plan, here):
     assert objects(aws) == {BUCKET: ["theirs"]}
 
 
+def test_what_cannot_be_deleted_any_more_is_named_with_the_command_that_does(aws, plan):
+    aws.fault("CreateTrainingJob", "expired")
+    aws.fault("s3:*", "expired", times=None, after=8)
+    with pytest.raises(UsageError) as caught:
+        submit.submit(plan(job_name="mine"))
+    aws.ask("clear")
+    assert f"aws s3 rm --recursive s3://{BUCKET}/accel/mine/bundle/ deletes it" in str(caught.value)
+    assert len(objects(aws)[BUCKET]) == 4
+
+
 def test_a_quota_of_nothing_is_said_with_the_link(aws, plan):
     aws.settings(quota={"ml.m5.large": 0})
     with pytest.raises(UsageError, match=r"for training job usage is 0\. Ask for more at https://console"):
@@ -292,7 +302,7 @@ def test_a_busy_service_is_tried_again_and_that_is_said(aws, plan, capfd):
 @pytest.mark.parametrize("attempts", ["1", "3"])
 def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
-    aws.fault("CreateTrainingJob", "cut", size=0)
+    aws.fault("CreateTrainingJob", "lost")
     told, _ = submitted(aws, plan(), capfd)
     assert jobs(aws) == [told["TrainingJobName"]]
     assert len(objects(aws)[BUCKET]) == 4
@@ -310,9 +320,9 @@ def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_le
 def test_another_launch_that_was_faster_keeps_its_files(aws, plan, monkeypatch):
     start = starting.start
 
-    def late(account, request, facts):
+    def late(account, request, *more):
         aws.client("sagemaker").create_training_job(**request)
-        start(account, request, facts)
+        start(account, request, *more)
 
     monkeypatch.setattr(starting, "start", late)
     with pytest.raises(UsageError, match="a training job of this name already"):
