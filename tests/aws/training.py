@@ -129,7 +129,7 @@ class TrainingJob:
         described.setdefault("EnableManagedSpotTraining", False)
         if self.started:
             described["TrainingStartTime"] = self.started
-        if self.failure:
+        if self.failure and self.done:
             described["FailureReason"] = self.failure[:1024]
         if self.done:
             described["ModelArtifacts"] = {"S3ModelArtifacts": f"{self._output()}/model.tar.gz"}
