@@ -10,11 +10,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["coloured", "error", "failure", "note", "plain", "reading", "short", "show", "table"]
+__all__ = [
+    "coloured",
+    "error",
+    "failure",
+    "moving",
+    "note",
+    "plain",
+    "reading",
+    "short",
+    "show",
+    "size",
+    "table",
+]
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
+_THOUSAND = 1000
 _PATIENCE_S = 1.0
 """What takes longer is shown to be under way."""
 
@@ -69,6 +82,15 @@ def short(text: str) -> str:
     return text.replace(f"{Path.home()}/", "~/")
 
 
+def size(number: float) -> str:
+    """A number of bytes."""
+    for unit in ("B", "kB", "MB"):
+        if number < _THOUSAND:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= _THOUSAND
+    return f"{number:.2f} GB"
+
+
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Rows under headings; to another program, one line a row with tabs between."""
     if not sys.stdout.isatty():
@@ -117,11 +139,28 @@ def reading() -> Iterator[Callable[[str, int, int], None]]:
         yield tell
 
 
-def _progress() -> Any:
+@contextmanager
+def moving(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how much of something was sent or fetched; threads may tell it.
+
+    Yields:
+        Told how many bytes more there are; less than nothing where some are moved again.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import TransferSpeedColumn  # noqa: PLC0415 - as above
+
+    with _progress(TransferSpeedColumn()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+def _progress(*more: Any) -> Any:
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), *more)
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 

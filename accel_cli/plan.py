@@ -46,6 +46,8 @@ class Plan:
     """Where the log of a job goes, or what it brings home."""
     detach: bool = False
     """Whether a job is only submitted, and not followed."""
+    again: str = ""
+    """Options with which `accel jobs` finds a submitted job again, each with a space before it."""
 
     def to_json(self) -> str:
         """The plan as text, for a program that takes this one's place."""

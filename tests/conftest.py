@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,49 @@ def slurm_cluster():
         pytest.skip(f"no Slurm cluster: {error}")
     yield cluster
     cluster.close()
+
+
+@pytest.fixture(scope="session")
+def aws_plane(tmp_path_factory):
+    """A SageMaker of our own with the services around it, started once."""
+    plane = loaded(ROOT / "tests" / "aws" / "client.py").AwsPlane(tmp_path_factory.mktemp("plane"))
+    yield plane
+    plane.close()
+
+
+@pytest.fixture
+def aws(aws_plane, monkeypatch):
+    """The plane as this test's AWS: empty at its start and at its end; bundles run only after `settings(run=True)`."""
+    aws_plane.use(monkeypatch)
+    yield aws_plane
+    aws_plane.reset()
+
+
+@pytest.fixture
+def one_meeting():
+    """For tests whose hosts meet at SageMaker's port, of which a machine has one: one of them at a time, whoever runs it."""
+    with (Path(tempfile.gettempdir()) / "accel-tests-7777.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def terminal(cwd):
+    """Opens terminals with `accel config` in them, and closes what a failed test left open."""
+    module, opened = loaded(ROOT / "tests" / "terminal.py"), []
+
+    def open_(*args, **size):
+        opened.append(module.Terminal(*args, **size))
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.process.close(force=True)
+
+
+@pytest.fixture
+def written(home):
+    """The profile the wizard wrote."""
+    from accel_cli.profile.layers import file, resolve
+
+    return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile

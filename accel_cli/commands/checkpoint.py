@@ -20,7 +20,6 @@ app = typer.Typer(
 
 _SHOWN = 2
 """So many files of an item are named."""
-_THOUSAND = 1000
 _Dir = Annotated[
     str,
     typer.Argument(
@@ -243,13 +242,9 @@ def _count(number: int) -> str:
 
 
 def _size(size: int) -> str:
-    """A number of bytes for a person."""
-    number = float(size)
-    for unit in ("B", "kB", "MB"):
-        if number < _THOUSAND:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= _THOUSAND
-    return f"{number:.2f} GB"
+    from accel_cli import console
+
+    return console.size(size)
 
 
 def _bytes(text: str | None) -> int | None:

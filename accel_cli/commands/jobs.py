@@ -1,10 +1,14 @@
-"""`accel jobs`: what was submitted to a scheduler, how it is doing, what it printed, and its end."""
+"""`accel jobs`: what was submitted to a service, how it is doing, what it printed, its end, and what it left."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from accel_cli.commands.completion import profile_names
 
 if TYPE_CHECKING:
     from accel_cli.jobs.base import Job, Jobs
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="List, look at, follow and stop jobs of a scheduler.",
+    help="List, look at, follow and stop jobs of Slurm or SageMaker, and bring home what they left.",
     no_args_is_help=True,
     epilog="Example: accel jobs list",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -23,18 +27,30 @@ _Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as accel l
 _Launcher = Annotated[
     str | None,
     typer.Option(
-        "--launcher", metavar="KIND", help="Whose jobs: slurm. Else those of the profile in force, or slurm."
+        "--launcher",
+        metavar="KIND",
+        help="Whose jobs: slurm or sagemaker. Else those of the profile in force, or slurm.",
+    ),
+]
+_Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        help="The named profile whose jobs these are.",
+        autocompletion=profile_names,
     ),
 ]
 
 
 @app.command("list", epilog="Example: accel jobs list")
-def list_(launcher: _Launcher = None) -> None:
-    """List your jobs that the scheduler still knows, the oldest first."""
+def list_(launcher: _Launcher = None, profile: _Profile = None) -> None:
+    """List your jobs that Slurm still knows, or the newest of your AWS account, the oldest first."""
     from accel_cli import console
 
     rows = [
-        (job.id, job.name, job.state, job.elapsed, job.where or job.reason) for job in _jobs(launcher).list()
+        (job.id, job.name, job.state, job.elapsed, job.where or job.reason)
+        for job in _jobs(launcher, profile).list()
     ]
     if not rows:
         console.note("there are no jobs of yours")
@@ -43,11 +59,11 @@ def list_(launcher: _Launcher = None) -> None:
 
 
 @app.command("status", epilog="Example: accel jobs status 12")
-def status(job_id: _Id, launcher: _Launcher = None) -> None:
-    """Show what the scheduler says of a job."""
+def status(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None) -> None:
+    """Show what is known of a job."""
     from accel_cli import console
 
-    job = _jobs(launcher).status(job_id)
+    job = _jobs(launcher, profile).status(job_id)
     console.table(("", ""), [(name, value) for name, value in _facts(job).items() if value])
 
 
@@ -59,12 +75,13 @@ def logs(
         typer.Option("-f", "--follow", help="Go on until the job is done, and end with its exit code."),
     ] = False,
     launcher: _Launcher = None,
+    profile: _Profile = None,
 ) -> None:
     """Print what a job has printed."""
     from accel_cli import console
     from accel_cli.jobs import follow as following
 
-    jobs = _jobs(launcher)
+    jobs = _jobs(launcher, profile)
     job = jobs.status(job_id)
     if follow:
         raise typer.Exit(following.follow(jobs, job))
@@ -76,11 +93,11 @@ def logs(
 
 
 @app.command("stop", epilog="Example: accel jobs stop 12")
-def stop(job_id: _Id, launcher: _Launcher = None) -> None:
+def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None) -> None:
     """End a job; its scripts get SIGTERM, and some time to save."""
     from accel_cli import console
 
-    jobs = _jobs(launcher)
+    jobs = _jobs(launcher, profile)
     job = jobs.status(job_id)
     if job.done:
         console.note(f"job {job.id} is {job.state} already")
@@ -89,7 +106,24 @@ def stop(job_id: _Id, launcher: _Launcher = None) -> None:
     console.note(f"job {job.id} is asked to end")
 
 
-def _jobs(kind: str | None) -> Jobs:
+@app.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
+def download(
+    job_id: _Id,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Where a folder of the job's name is made.")
+    ] = Path(),
+    launcher: _Launcher = None,
+    profile: _Profile = None,
+) -> None:
+    """Bring home the model and the other files that a job left."""
+    from accel_cli import console
+
+    folder = _jobs(launcher, profile).download(job_id, output)
+    console.note(f"what job {job_id} left is in {console.short(str(folder.resolve()))}")
+    console.plain(str(folder))
+
+
+def _jobs(kind: str | None, profile: str | None) -> Jobs:
     from accel_cli.errors import UsageError
     from accel_cli.jobs import SERVICES, service
 
@@ -97,21 +131,34 @@ def _jobs(kind: str | None) -> Jobs:
         raise UsageError(
             f"--launcher takes {' or '.join(SERVICES)}, whose scripts run as jobs; it got {kind!r}"
         )
-    return service(kind or _in_force() or next(iter(SERVICES)))
+    said = _in_force(profile)
+    wanted = kind or said.get("launcher.kind") or next(iter(SERVICES))
+    jobs = service(wanted, said if said.get("launcher.kind") == wanted else {})
+    jobs.options = _again(kind, profile)
+    return jobs
 
 
-def _in_force() -> str | None:
-    """The launcher of the profile in force, if it submits jobs."""
+def _again(kind: str | None, profile: str | None) -> str:
+    """The options that find the same jobs again."""
+    said = {"--launcher": kind, "--profile": profile}
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in said.items() if value)
+
+
+def _in_force(profile: str | None) -> dict[str, Any]:
+    """What the profile in force says of its launcher, by dotted key, if that submits jobs."""
     import os
-    from pathlib import Path
 
     from accel_cli.jobs import SERVICES
     from accel_cli.profile import layers
     from accel_cli.profile.store import Store
 
-    said = layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, None)
-    kinds = [layer.values["launcher.kind"] for layer in said if "launcher.kind" in layer.values]
-    return kinds[-1] if kinds and kinds[-1] in SERVICES else None
+    values: dict[str, Any] = {}
+    for layer in layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, profile):
+        said = {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
+        if said.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
+            values = {}
+        values |= said
+    return values if values.get("launcher.kind") in SERVICES else {}
 
 
 def _facts(job: Job) -> dict[str, str]:
@@ -126,4 +173,5 @@ def _facts(job: Job) -> dict[str, str]:
         "time": job.elapsed,
         "restarts": str(job.restarts or ""),
         "log": job.log,
+        "paid for": job.cost,
     }

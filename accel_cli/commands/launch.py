@@ -259,7 +259,17 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         pods.check_gcloud()
     if not quiet:
         console.note(headline(plan, resolved))
-    raise typer.Exit(planning.run(replace(plan, detach=detach)))
+    raise typer.Exit(planning.run(replace(plan, detach=detach, again=_again(resolved, profile))))
+
+
+def _again(resolved: Resolved, profile: str | None) -> str:
+    """What `accel jobs` has to be told to look for a job where this launch submits it."""
+    import shlex
+
+    if profile:
+        return f" --profile {shlex.quote(profile)}"
+    typed = resolved.source("launcher.kind").startswith("--")
+    return f" --launcher {resolved.profile.launcher.kind}" if typed else ""
 
 
 def _refuse_pod_options(**said: Any) -> None:

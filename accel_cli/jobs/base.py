@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from accel_cli.errors import AccelError
 
-__all__ = ["Job", "Jobs", "Log", "UnreachableError"]
+__all__ = ["Job", "Jobs", "Log", "Pace", "UnreachableError"]
 
 
 class UnreachableError(AccelError):
@@ -37,6 +42,22 @@ class Job:
     """How long it has run."""
     log: str = ""
     """Where its output goes."""
+    hosts: int = 0
+    """How many machines print into its log; 0 before there are any."""
+    cost: str = ""
+    """What is paid for, in words, where the service says."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a service is followed: what suits a file every moment is too often for one that counts its calls."""
+
+    read_s: float
+    """How long after one reading of a log the next is."""
+    ask_s: tuple[float, float]
+    """How long after one question about a job the next is: at the start, and at most; it grows between."""
+    late_s: float
+    """How long the last lines of a log may take to arrive."""
 
 
 class Log(ABC):
@@ -47,12 +68,32 @@ class Log(ABC):
         """What has come since the last call; nothing if there is nothing yet.
 
         Raises:
-            UnreachableError: The service does not answer now.
+            UnreachableError: The service does not answer now; what was not read is read by a later call.
         """
+
+    def whole(self, job: Job) -> bool:  # noqa: ARG002 - for those that can tell
+        """Whether all that a job that is done will ever print has been read, where that can be told."""
+        return False
 
 
 class Jobs(ABC):
     """The jobs of one service, as far as they are yours."""
+
+    pace: ClassVar[Pace]
+    options: str = ""
+    """What `accel jobs ...` has to be told, beside a job's id, to find the same jobs again."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:  # noqa: ARG003 - for those that are told something
+        """The jobs that a profile's launcher submits.
+
+        Args:
+            values: What the profile says, by dotted key; empty where no profile is of this service.
+
+        Raises:
+            UsageError: There is no such service here.
+        """
+        return cls()
 
     @abstractmethod
     def list(self) -> list[Job]:
@@ -87,4 +128,16 @@ class Jobs(ABC):
         Raises:
             UnreachableError: The service does not answer now.
             UsageError: The job is not known, or not yours.
+        """
+
+    @abstractmethod
+    def download(self, job_id: str, into: Path) -> Path:
+        """Bring home what a job has left, into a folder of its name that is not there yet.
+
+        Returns:
+            That folder; it is there as a whole, or not at all.
+
+        Raises:
+            UnreachableError: The service does not answer now.
+            UsageError: The job has left nothing yet, or not here, or the folder is there already.
         """

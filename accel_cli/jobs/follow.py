@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from accel_cli import console
+from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Log, UnreachableError
 
 __all__ = ["follow", "pass_on"]
 
+_T = TypeVar("_T")
+
 _INTERRUPTED = 130
-_READ_EVERY_S = 0.2
-_ASK_EVERY_S = (0.5, 5.0)
-"""How often a service is asked: often at the start, then less and less."""
 _SILENT_S = 600
 """How long a service may not answer before that is the end."""
-_LATE_S = 1.0
-"""How long the last lines of a log may take to arrive on a shared file system."""
+_SILENT_AT_END_S = 60
+"""The same once the job has ended, and only the rest of its log is missing."""
+_SLOWER = 1.2
+"""How much the time between two questions grows."""
 
 
 def follow(jobs: Jobs, job: Job) -> int:
@@ -28,15 +32,19 @@ def follow(jobs: Jobs, job: Job) -> int:
 
     Raises:
         UnreachableError: The service has not answered for a long time.
-        UsageError: The job is not known any more.
+        UsageError: The job is not known any more, or the service refuses to say more.
     """
+    again = f"accel jobs logs {job.id} -f{jobs.options} follows it again"
     try:
-        job = _until_done(jobs, job)
+        job = _Following(jobs, job).until_done()
     except KeyboardInterrupt:
-        console.note(
-            f"job {job.id} goes on; accel jobs logs {job.id} -f follows it again, accel jobs stop {job.id} ends it"
-        )
+        console.note(f"job {job.id} goes on; {again}, accel jobs stop {job.id}{jobs.options} ends it")
         return _INTERRUPTED
+    except (UnreachableError, UsageError) as error:
+        # Credentials expire, for one; the job has others.
+        raise type(error)(
+            f"{error}; job {job.id} is not followed any more, and may go on: {again}"
+        ) from error
     return _end(job)
 
 
@@ -51,55 +59,93 @@ def pass_on(log: Log) -> bool:
     return bool(new)
 
 
-def _until_done(jobs: Jobs, job: Job) -> Job:
-    log, pause, asked = jobs.log(job), _ASK_EVERY_S[0], time.monotonic()
-    answered = asked
-    _say(job)
-    while not job.done:
-        _catch_up(log)
-        time.sleep(_READ_EVERY_S)
-        if time.monotonic() - asked < pause:
-            continue
-        new, asked, pause = (
-            _ask(jobs, job, since=answered),
-            time.monotonic(),
-            min(pause * 1.2, _ASK_EVERY_S[1]),
-        )
-        if new:
-            answered = asked
-            if _changed(job, new):
-                _say(new)
-                pause = _ASK_EVERY_S[0]
-            job = new
-    _drain(log)
-    return job
+class _Following:
+    """One job that is followed."""
+
+    def __init__(self, jobs: Jobs, job: Job) -> None:
+        self._jobs, self._job, self._log = jobs, job, jobs.log(job)
+        self._silence = _Silence(job.id, _SILENT_S)
+        self._asked, self._pause = time.monotonic(), jobs.pace.ask_s[0]
+
+    def until_done(self) -> Job:
+        _say(self._job)
+        while not self._job.done:
+            self._read()
+            time.sleep(self._jobs.pace.read_s)
+            if time.monotonic() - self._asked >= self._pause:
+                self._ask()
+        self._drain()
+        return self._job
+
+    def _ask(self) -> None:
+        new = self._silence.heard(self._status)
+        self._asked, self._pause = time.monotonic(), min(self._pause * _SLOWER, self._jobs.pace.ask_s[1])
+        if new is None:
+            return
+        if _changed(self._job, new):
+            _say(new)
+            self._pause = self._jobs.pace.ask_s[0]
+        self._job = new
+
+    def _read(self) -> bool:
+        """Print what is new; whether there was anything, or may be behind a network that is down."""
+        some, begun = False, time.monotonic()
+        # A job that prints faster than can be read is still asked about.
+        while time.monotonic() - begun < self._pause:
+            new = self._silence.heard(self._pass_on)
+            some = some or new is not False
+            if not new:
+                break
+        return some
+
+    def _status(self) -> Job:
+        return self._jobs.status(self._job.id)
+
+    def _pass_on(self) -> bool:
+        return pass_on(self._log)
+
+    def _drain(self) -> None:
+        """Print what comes after the end."""
+        self._silence.longest = _SILENT_AT_END_S
+        last = time.monotonic()
+        try:
+            while True:
+                if self._read():
+                    last = time.monotonic()
+                if self._log.whole(self._job) or time.monotonic() - last >= self._jobs.pace.late_s:
+                    return
+                time.sleep(self._jobs.pace.read_s)
+        except UnreachableError as error:
+            console.note(f"{error}; the end of the log of job {self._job.id} is not shown")
 
 
-def _ask(jobs: Jobs, job: Job, *, since: float) -> Job | None:
-    """What the service says, or None if it does not answer now."""
-    try:
-        return jobs.status(job.id)
-    except UnreachableError as error:
-        if time.monotonic() - since > _SILENT_S:
-            raise
-        console.note(f"{error}; job {job.id} is asked about again")
-        return None
+class _Silence:
+    """Bears with a service that does not answer, and says so once, and once more when all of it answers again."""
 
+    def __init__(self, job_id: str, longest: float) -> None:
+        self.longest = longest
+        self._job_id = job_id
+        self._since: dict[Callable[[], object], float] = {}
+        """Which questions are not answered, and since when."""
 
-def _catch_up(log: Log) -> bool:
-    """Print all that is new in a log; whether there was anything."""
-    some = False
-    while pass_on(log):
-        some = True
-    return some
+    def heard(self, ask: Callable[[], _T]) -> _T | None:
+        """What a service answers, or None while it does not.
 
-
-def _drain(log: Log) -> None:
-    last = time.monotonic()
-    while time.monotonic() - last < _LATE_S:
-        if _catch_up(log):
-            last = time.monotonic()
-        time.sleep(_READ_EVERY_S)
+        Raises:
+            UnreachableError: It has not answered for the longest time that is borne with.
+        """
+        try:
+            answer = ask()
+        except UnreachableError as error:
+            if not self._since:
+                console.note(f"{error}; job {self._job_id} is asked about again")
+            since = self._since.setdefault(ask, time.monotonic())
+            if time.monotonic() - since >= self.longest:
+                raise
+            return None
+        if self._since.pop(ask, None) is not None and not self._since:
+            console.note(f"there are answers again about job {self._job_id}")
+        return answer
 
 
 def _changed(old: Job, new: Job) -> bool:
@@ -118,10 +164,12 @@ def _say(job: Job) -> None:
 def _end(job: Job) -> int:
     """The last line on the screen, and the exit code."""
     code = job.exit_code or 0
+    cost = f"; {job.cost}" if job.cost else ""
     if code:
+        why = f": {job.reason}" if job.reason else ""
         console.error(
-            f"job {job.id} ended as {job.state} with exit code {code}; its log: {job.log or 'unknown'}"
+            f"job {job.id} ended as {job.state} with exit code {code}{why}; its log: {job.log or 'unknown'}{cost}"
         )
     else:
-        console.note(f"job {job.id} is {job.state} after {job.elapsed}")
+        console.note(f"job {job.id} is {job.state} after {job.elapsed}{cost}")
     return code

@@ -7,11 +7,12 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.jobs.base import Job, Jobs, Log, UnreachableError
+from accel_cli.jobs.base import Job, Jobs, Log, Pace, UnreachableError
 
 __all__ = ["SlurmJobs", "parsed"]
 
@@ -44,6 +45,9 @@ _ACCOUNTED = "JobName,State,ExitCode,Submit,Elapsed,NodeList"
 class SlurmJobs(Jobs):
     """What `scontrol` says of your jobs; Slurm forgets a job a few minutes after its end."""
 
+    # The last lines come late on a shared file system.
+    pace: ClassVar[Pace] = Pace(read_s=0.2, ask_s=(0.5, 5.0), late_s=1.0)
+
     @override
     def list(self) -> list[Job]:
         said = _scontrol("show", "job", "--oneliner")
@@ -71,6 +75,13 @@ class SlurmJobs(Jobs):
     def stop(self, job_id: str) -> None:
         _check(job_id)
         _run("scancel", job_id)
+
+    @override
+    def download(self, job_id: str, into: Path) -> Path:
+        raise UsageError(
+            f"there is nothing to bring home: what Slurm job {job_id} wrote is in the file system that its machines "
+            "and this one share, where its script put it"
+        )
 
 
 class FileLog(Log):
@@ -131,7 +142,8 @@ def _jobs(said: str) -> Iterator[tuple[Job, int]]:
 
 def _word(fields: Mapping[str, str], name: str) -> str:
     value = fields.get(name, "").strip()
-    return "" if value in {"(null)", "None", "N/A", "Unknown"} else value
+    # The exit code says itself that it is not zero.
+    return "" if value in {"(null)", "None", "N/A", "Unknown", "NonZeroExitCode"} else value
 
 
 def _reason(word: str) -> str:

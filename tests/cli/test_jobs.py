@@ -8,7 +8,7 @@ import pytest
 from accel_cli.errors import UsageError
 from accel_cli.jobs import SERVICES, service
 from accel_cli.jobs import follow as following
-from accel_cli.jobs.base import Job, Jobs, Log, UnreachableError
+from accel_cli.jobs.base import Job, Jobs, Log, Pace, UnreachableError
 from accel_cli.jobs.slurm import SlurmJobs, parsed
 from accel_cli.launchers import LAUNCHERS
 
@@ -153,8 +153,10 @@ def test_what_is_no_id_never_reaches_slurm(job_id):
 class Played(Jobs):
     """A service that answers what a test wrote down."""
 
+    pace = Pace(read_s=0.01, ask_s=(0.01, 0.01), late_s=0.05)
+
     def __init__(self, *answers):
-        self.answers, self.lines = list(answers), [b"first\n", b"", b"last\n"]
+        self.answers, self.lines, self.ends = list(answers), [b"first\n", b"", b"last\n"], False
 
     def list(self):
         return []
@@ -166,30 +168,32 @@ class Played(Jobs):
         return answer
 
     def log(self, _):
-        lines = self.lines
+        lines, ends = self.lines, self.ends
 
         class Lines(Log):
             def read(self):
-                return lines.pop(0) if lines else b""
+                line = lines.pop(0) if lines else b""
+                if isinstance(line, BaseException):
+                    raise line
+                return line
+
+            def whole(self, _):
+                return ends and not lines
 
         return Lines()
 
     def stop(self, _):
         raise AssertionError
 
-
-@pytest.fixture
-def fast(monkeypatch):
-    monkeypatch.setattr(following, "_READ_EVERY_S", 0.01)
-    monkeypatch.setattr(following, "_ASK_EVERY_S", (0.01, 0.01))
-    monkeypatch.setattr(following, "_LATE_S", 0.05)
+    def download(self, *_):
+        raise AssertionError
 
 
 def job(state, **said):
     return Job("12", "train.py", state, done=said.get("exit_code") is not None, **said)
 
 
-def test_following_goes_on_while_the_service_does_not_answer(fast, capfdbinary):
+def test_following_goes_on_while_the_service_does_not_answer(capfdbinary):
     silent = UnreachableError("scontrol does not answer: it is restarted")
     played = Played(silent, job("RUNNING", where="n0"), silent, job("FAILED", exit_code=3, log="/l"))
     assert following.follow(played, job("PENDING", reason="Resources")) == 3
@@ -197,15 +201,76 @@ def test_following_goes_on_while_the_service_does_not_answer(fast, capfdbinary):
     assert out == b"first\nlast\n"
     words = err.decode()
     assert re.search(
-        r"is PENDING \(Resources\)\n.*it is restarted; job 12 is asked about again\n.*is RUNNING on n0", words
+        r"is PENDING \(Resources\)\n.*it is restarted; job 12 is asked about again\n.*answers again about job 12\n.*is RUNNING on n0",
+        words,
     )
     assert words.endswith("error: job 12 ended as FAILED with exit code 3; its log: /l\n")
 
 
-def test_a_service_that_is_silent_for_long_is_the_end(fast, monkeypatch):
+def test_a_network_that_drops_while_a_log_is_read_is_said_once_and_again_when_it_is_back(capfdbinary):
+    down = UnreachableError("CloudWatch does not answer")
+    played = Played(down, down, job("RUNNING"), job("COMPLETED", exit_code=0, cost="9 billable seconds"))
+    played.lines = [b"first\n", down, down, down, b"last\n"]
+    assert following.follow(played, job("RUNNING")) == 0
+    out, err = capfdbinary.readouterr()
+    assert out == b"first\nlast\n"
+    words = err.decode()
+    assert words.count("CloudWatch does not answer; job 12 is asked about again") == 1
+    assert words.count("there are answers again about job 12") == 1
+    assert words.endswith("job 12 is COMPLETED after ; 9 billable seconds\n")
+
+
+def test_the_end_of_a_log_that_cannot_be_read_does_not_change_what_the_job_comes_to(monkeypatch, capfd):
+    monkeypatch.setattr(following, "_SILENT_AT_END_S", 0)
+    played = Played()
+    played.lines = [b"first\n", UnreachableError("gone")]
+    assert following.follow(played, job("FAILED", exit_code=1, reason="boom", log="/l")) == 1
+    out, err = capfd.readouterr()
+    assert out == "first\n"
+    assert "gone; the end of the log of job 12 is not shown" in err
+    assert err.endswith("job 12 ended as FAILED with exit code 1: boom; its log: /l\n")
+
+
+def test_a_log_that_is_whole_is_not_waited_for():
+    played = Played()
+    played.ends, played.lines, played.pace = True, [b"all\n"], Pace(0.01, (0.01, 0.01), late_s=3600)
+    assert following.follow(played, job("COMPLETED", exit_code=0)) == 0
+
+
+def test_a_job_that_prints_without_a_pause_is_asked_about_too():
+    played = Played(job("COMPLETED", exit_code=0))
+
+    class Endless(list):
+        def __bool__(self):
+            return bool(played.answers)  # until somebody has asked
+
+        def pop(self, _):
+            return b"more\n"
+
+    played.lines = Endless()
+    assert following.follow(played, job("RUNNING")) == 0
+
+
+def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(capfd):
+    played = Played()
+    played.lines, played.options = [KeyboardInterrupt()], " --profile cloud"
+    assert following.follow(played, job("RUNNING")) == 130
+    assert "accel jobs logs 12 -f --profile cloud follows it again" in capfd.readouterr().err
+
+
+def test_a_service_that_is_silent_for_long_is_the_end(monkeypatch):
     monkeypatch.setattr(following, "_SILENT_S", 0)
-    with pytest.raises(UnreachableError):
+    with pytest.raises(
+        UnreachableError, match="gone; job 12 is not followed any more, and may go on: accel jobs logs 12 -f"
+    ):
         following.follow(Played(UnreachableError("gone")), job("RUNNING"))
+
+
+def test_a_service_that_refuses_to_say_more_ends_the_following_and_not_the_job():
+    with pytest.raises(
+        UsageError, match="have expired; job 12 is not followed any more, and may go on: accel jobs"
+    ):
+        following.follow(Played(UsageError("the credentials have expired")), job("RUNNING"))
 
 
 def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path):
@@ -230,4 +295,4 @@ def test_every_service_is_of_a_launcher_and_can_be_made(kind):
 def test_a_launcher_without_jobs_is_refused(accel):
     done = accel("jobs", "list", "--launcher", "single")
     assert done.returncode == 2
-    assert "--launcher takes slurm, whose scripts run as jobs; it got 'single'" in done.stderr
+    assert "--launcher takes slurm or sagemaker, whose scripts run as jobs; it got 'single'" in done.stderr

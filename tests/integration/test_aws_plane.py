@@ -1,0 +1,282 @@
+"""The plane itself: what it refuses, the states it goes through, how it runs a bundle, and the faults it makes."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from botocore.exceptions import ClientError, ConnectionClosedError
+
+GROUP = "/aws/sagemaker/TrainingJobs"
+KINDS = ("Completed", "Failed", "Stopped")
+
+
+@pytest.fixture
+def account(aws):
+    """An account with a role and a bucket."""
+    aws.role()
+    aws.bucket("sagemaker-out")
+    return aws
+
+
+def create(aws, name, **changes):
+    return aws.client("sagemaker").create_training_job(**aws.request(name, **changes))
+
+
+def refused(aws, name="one", **changes):
+    with pytest.raises(ClientError) as error:
+        create(aws, name, **changes)
+    return f"{error.value.response['Error']['Code']}: {error.value.response['Error']['Message']}"
+
+
+def lines(aws, job):
+    """What every host of a job has printed, by stream."""
+    logs = aws.client("logs")
+    streams = logs.describe_log_streams(logGroupName=GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
+    names = [stream["logStreamName"] for stream in streams]
+    said = [
+        logs.get_log_events(logGroupName=GROUP, logStreamName=name, startFromHead=True)["events"]
+        for name in names
+    ]
+    return {name: [event["message"] for event in events] for name, events in zip(names, said, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"name": "a_b"},
+            ("ValidationException: 1 validation error detected: Value 'a_b' at 'trainingJobName' failed to satisfy constraint: "
+            "Member must satisfy regular expression pattern: [a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"),
+        ),
+        ({"ResourceConfig": {"InstanceType": "ml.nope", "InstanceCount": 1}}, "Member must satisfy enum value set: ["),
+        (
+            {"Environment": {"A": "x" * 513}},
+            "Map value must satisfy constraint: [Member must have length less than or equal to 512]",
+        ),
+        ({"RoleArn": "arn:aws:iam::123456789012:role/nope"}, "ValidationException: Could not assume role arn:aws:iam::"),
+        ({"EnableManagedSpotTraining": True}, "Invalid MaxWaitTimeInSeconds"),
+        (
+            {
+                "EnableManagedSpotTraining": True,
+                "StoppingCondition": {"MaxRuntimeInSeconds": 9, "MaxWaitTimeInSeconds": 9},
+                "ResourceConfig": {"InstanceType": "ml.m5.large", "InstanceCount": 1, "KeepAlivePeriodInSeconds": 60},
+            },
+            "KeepAlivePeriodInSeconds cannot be set",
+        ),
+        (
+            {"InputDataConfig": [{"ChannelName": "x", "DataSource": {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://no/x"}}}]},
+            'ValidationException: No S3 objects found under S3 URL "s3://no/x"',
+        ),
+    ],
+)  # fmt: skip
+def test_what_sagemaker_refuses_is_refused(account, changes, said):
+    assert said in refused(account, **changes)
+
+
+def test_a_role_that_is_not_for_sagemaker_is_refused(account):
+    trust = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}]}  # fmt: skip
+    assert "Could not assume role" in refused(account, RoleArn=account.role("other", trust))
+
+
+def test_a_name_is_taken_once_and_a_quota_is_kept(account):
+    account.settings(hold="Training", quota={"ml.m5.large": 1})
+    create(account, "one")
+    assert refused(account).startswith("ResourceInUse: Training job names must be unique")
+    assert refused(account, "two").startswith(
+        "ResourceLimitExceeded: The account-level service limit 'ml.m5.large for training job usage' is 1 Instances, with "
+        "current utilization of 1 Instances and a request delta of 1 Instances."
+    )
+
+
+def test_a_job_goes_through_its_states_and_its_log_flows(account):
+    account.settings(play={"lines": ["a", "b\rc"], "model": {"m.txt": "weights"}}, time=100)
+    create(account, "one", EnableManagedSpotTraining=True, StoppingCondition={"MaxRuntimeInSeconds": 9, "MaxWaitTimeInSeconds": 9},
+           ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 2, "VolumeSizeInGB": 30})  # fmt: skip
+    told = account.wait("one")
+    states = [step["Status"] for step in told["SecondaryStatusTransitions"]]
+    assert states == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
+    assert (told["TrainingTimeInSeconds"], told["BillableTimeInSeconds"]) == (100, 30)
+    said = lines(account, "one")
+    assert [name.rpartition("-")[0] for name in said] == ["one/algo-1", "one/algo-2"]
+    assert list(said.values())[1] == ["a", "b\rc", "accel: algo-2 ended with exit code 0"]
+    assert told["ModelArtifacts"]["S3ModelArtifacts"] == "s3://sagemaker-out/accel/one/output/model.tar.gz"
+    body = account.client("s3").get_object(Bucket="sagemaker-out", Key="accel/one/output/model.tar.gz")[
+        "Body"
+    ]
+    with tarfile.open(fileobj=io.BytesIO(body.read())) as archive:
+        assert archive.getnames() == ["m.txt"]
+
+
+def test_ends_that_are_no_success_say_which(account):
+    account.settings(play={"exit": 3, "failure": "ValueError: boom"})
+    create(account, "failed")
+    assert account.wait("failed")["FailureReason"] == "AlgorithmError: ValueError: boom, exit code: 3"
+    account.settings(play={"seconds": 60}, hold="Training")
+    create(account, "stopped")
+    account.wait("stopped", "Training")
+    client = account.client("sagemaker")
+    client.stop_training_job(TrainingJobName="stopped")
+    assert account.wait("stopped")["TrainingJobStatus"] == "Stopped"
+    with pytest.raises(ClientError, match="rejected because the training job is in status Stopped"):
+        client.stop_training_job(TrainingJobName="stopped")
+    account.settings(speed=36000)
+    create(account, "long")
+    told = account.wait("long")
+    assert (told["TrainingJobStatus"], told["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
+
+
+def test_faults_come_as_often_as_they_are_asked_for(account):
+    sts = account.client("sts")
+    sts.meta.events.unregister("needs-retry.sts")
+    account.fault("GetCallerIdentity", "expired")
+    with pytest.raises(ClientError, match="ExpiredToken"):
+        sts.get_caller_identity()
+    assert sts.get_caller_identity()["Account"] == "123456789012"
+    client = account.client("sagemaker")
+    account.fault("sagemaker:*", "throttled", times=2)
+    assert client.list_training_jobs()["TrainingJobSummaries"] == []  # boto3 tries again
+    assert account.calls().count("sagemaker:ListTrainingJobs") == 3
+    account.fault("PutObject", "dropped", times=None)
+    with pytest.raises(ConnectionClosedError):
+        account.client("s3").put_object(Bucket="sagemaker-out", Key="x", Body=b"x")
+
+
+ENTRY = """
+import json, os, pathlib, signal, sys, time
+root = pathlib.Path(__file__).resolve().parents[3]
+me = json.loads((root / "input/config/resourceconfig.json").read_text())
+def leave(*_):
+    (root / "checkpoints" / "saved").write_text("yes")
+    print(f"accel: {me['current_host']} ended with exit code 143", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+print(json.dumps([me["current_host"], me["hosts"], sorted(os.environ)]), flush=True)
+print("data", (root / "input/data/train/x.txt").read_text(), flush=True)
+if (root / "input/data/accel/wait").exists() and not (root / "checkpoints/saved").exists():
+    print("waits", flush=True)
+    time.sleep(60)
+if (root / "input/data/accel/fail").exists() and me["current_host"] == "127.0.0.2":
+    (root / "output/failure").write_text("boom")
+    sys.exit(1)
+(root / "model" / me["current_host"]).write_text("weights")
+(root / "output/data" / "seen").write_text("1")
+print(f"accel: {me['current_host']} ended with exit code 0", flush=True)
+"""
+
+
+def bundle(aws, job, **more):
+    """The channels of a job whose bundle is a stand-in for ours."""
+    s3 = aws.client("s3")
+    files = {"entry.py": ENTRY, **more}
+    for name, text in files.items():
+        s3.put_object(Bucket="sagemaker-out", Key=f"accel/{job}/bundle/{name}", Body=text)
+    s3.put_object(Bucket="sagemaker-out", Key="data/x.txt", Body="42")
+    uris = {"accel": f"s3://sagemaker-out/accel/{job}/bundle/", "train": "s3://sagemaker-out/data"}
+    source = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated"}
+    return [
+        {"ChannelName": name, "DataSource": {"S3DataSource": source | {"S3Uri": uri}}}
+        for name, uri in uris.items()
+    ]
+
+
+def run(aws, job, *, spot=False, **more):
+    aws.settings(run=True)
+    create(
+        aws, job, InputDataConfig=bundle(aws, job, **more), Environment={"MINE": "it's"},
+        ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 2, "VolumeSizeInGB": 30},
+        CheckpointConfig={"S3Uri": f"s3://sagemaker-out/accel/{job}/checkpoints"},
+        EnableManagedSpotTraining=spot,
+        StoppingCondition={"MaxRuntimeInSeconds": 600, **({"MaxWaitTimeInSeconds": 600} if spot else {})},
+    )  # fmt: skip
+
+
+def test_a_bundle_runs_on_every_host_and_sees_what_the_platform_gives_only(account):
+    run(account, "real")
+    told = account.wait("real")
+    said = lines(account, "real")
+    assert told["TrainingJobStatus"] == "Completed", (told.get("FailureReason"), said)
+    first, second = said.values()
+    me, hosts, given = json.loads(first[0])
+    assert (me, hosts) == ("127.0.0.1", ["127.0.0.1", "127.0.0.2"])
+    assert set(given) - {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"} == {
+        "TRAINING_JOB_NAME", "TRAINING_JOB_ARN", "AWS_REGION", "MINE", "PATH", "HOME", "AWS_ENDPOINT_URL",
+        "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED",
+    }  # fmt: skip
+    assert second[1:] == ["data 42", "accel: 127.0.0.2 ended with exit code 0"]
+    body = account.client("s3").get_object(Bucket="sagemaker-out", Key="accel/real/output/model.tar.gz")[
+        "Body"
+    ]
+    with tarfile.open(fileobj=io.BytesIO(body.read())) as archive:
+        assert archive.getnames() == ["127.0.0.1", "127.0.0.2"]
+
+
+def test_the_host_that_fails_says_why_and_the_others_are_ended(account):
+    run(account, "real", fail="")
+    assert account.wait("real")["FailureReason"] == "AlgorithmError: boom, exit code: 1"
+
+
+def waiting(aws, job):
+    end = time.monotonic() + 60
+    while sum(said[-1] == "waits" for said in lines_or_none(aws, job).values() if said) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def lines_or_none(aws, job):
+    try:
+        return lines(aws, job)
+    except ClientError:
+        return {}
+
+
+def test_a_spot_interruption_ends_all_hosts_and_starts_them_again_with_their_checkpoints(account):
+    run(account, "real", spot=True, wait="")
+    waiting(account, "real")
+    account.ask("interrupt", job="real")
+    told = account.wait("real")
+    states = [step["Status"] for step in told["SecondaryStatusTransitions"]]
+    assert states[2:6] == ["Training", "Interrupted", "Starting", "Downloading"]
+    assert states[-1] == "Completed"
+    assert len(lines(account, "real")) == 4
+
+
+def test_a_stop_is_a_sigterm_to_every_host(account):
+    run(account, "real", wait="")
+    waiting(account, "real")
+    account.client("sagemaker").stop_training_job(TrainingJobName="real")
+    assert account.wait("real", "Stopped")["TrainingJobStatus"] == "Stopped"
+    assert all(said[-1].endswith("ended with exit code 143") for said in lines(account, "real").values())
+    listed = account.client("s3").list_objects_v2(Bucket="sagemaker-out", Prefix="accel/real/checkpoints/")
+    assert [found["Key"] for found in listed["Contents"]] == ["accel/real/checkpoints/saved"]
+
+
+STARTS = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("client", {client!r})
+client = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(client)
+plane = client.AwsPlane(pathlib.Path({root!r}))
+print(plane._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_plane_ends_with_who_started_it_even_where_that_was_killed(tmp_path):
+    client = str(Path(__file__).parent.parent / "aws" / "client.py")
+    code = STARTS.format(client=client, root=str(tmp_path))
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    plane = Path("/proc") / starter.stdout.readline().strip()
+    assert plane.exists()
+    starter.kill()
+    starter.communicate()
+    end = time.monotonic() + 30
+    while plane.exists() and "Z" not in (plane / "stat").read_text().split()[2]:
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,367 @@
+"""`accel jobs` with SageMaker: the real command in a subprocess, against the plane."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+WAIT_S = 120
+"""A generous bar for a command that hangs."""
+TWO = {"InstanceType": "ml.g5.xlarge", "InstanceCount": 2, "VolumeSizeInGB": 30}
+SPOT = {
+    "EnableManagedSpotTraining": True,
+    "StoppingCondition": {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200},
+}
+
+
+@pytest.fixture
+def account(aws):
+    aws.role()
+    aws.bucket("sagemaker-out")
+    return aws
+
+
+@pytest.fixture
+def jobs(accel):
+    """Runs `accel jobs` for SageMaker."""
+
+    def run(verb, *args, **options):
+        return accel("jobs", verb, *args, "--launcher", "sagemaker", timeout=WAIT_S, **options)
+
+    return run
+
+
+@pytest.fixture
+def following(cwd):
+    """Starts `accel jobs logs NAME -f`."""
+    started = []
+
+    def start(name):
+        command = [sys.executable, "-m", "accel_cli", "jobs", "logs", name, "-f", "--launcher", "sagemaker"]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def create(aws, name, **changes):
+    aws.client("sagemaker").create_training_job(**aws.request(name, **changes))
+
+
+def until(stream, pattern):
+    """Read until a line matches; all that was read."""
+    said = ""
+    while not re.search(pattern, said):
+        line = stream.readline()
+        assert line, said
+        said += line
+    return said
+
+
+# What there is ---------------------------------------------------------------------------
+
+
+def test_the_newest_jobs_are_listed_the_oldest_of_them_first(account, jobs):
+    for number in range(53):
+        create(account, f"job-{number:02}")
+    account.wait("job-52")
+    done = jobs("list")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == [f"job-{number:02}" for number in range(3, 53)]
+    assert rows[0][2] == "Completed"
+    assert account.calls().count("sagemaker:ListTrainingJobs") == 1
+
+
+def test_an_account_without_jobs_says_so(account, jobs):
+    assert "there are no jobs" in jobs("list").stderr
+
+
+def test_a_status_says_where_a_job_runs_and_what_it_is_billed_for(account, jobs):
+    account.settings(time=200)
+    create(account, "one", ResourceConfig=TWO, **SPOT)
+    account.wait("one")
+    said = jobs("status", "one").stdout.splitlines()
+    assert {
+        "id\tone", "state\tCompleted", "exit code\t0", "where\t2 x ml.g5.xlarge, spot", "time\t00:03:20",
+        "log\tCloudWatch Logs, group /aws/sagemaker/TrainingJobs, streams one/",
+    } < set(said)  # fmt: skip
+    assert said[-1] == "paid for\t60 billable seconds on each of 2 instances, spot saved 70 %"
+
+
+def test_a_limit_that_was_reached_is_said_as_such(account, jobs):
+    account.settings(hold="Training", speed=100_000)
+    create(account, "long")
+    account.wait("long")
+    create(account, "late", **SPOT)
+    account.settings(hold="Starting")
+    create(account, "waits", **SPOT)
+    account.wait("waits")
+    said = jobs("status", "long").stdout
+    assert "state\tMaxRuntimeExceeded\nreason\tstopped: max_run of 3600 s was reached\nexit code\t2" in said
+    assert "reason\tstopped: max_wait of 7200 s was reached" in jobs("status", "waits").stdout
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "stop", "download"])
+def test_a_job_that_nobody_knows_is_one_message(account, jobs, verb):
+    done = jobs(verb, "nope")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "accel: error: SageMaker knows no training job nope in us-east-1; accel jobs list --launcher sagemaker shows the "
+        "newest"
+    )
+
+
+def test_what_is_no_name_never_reaches_aws(aws, jobs):
+    done = jobs("status", "a_b")
+    assert (done.returncode, aws.calls()) == (2, [])
+    assert "letters, digits and hyphens, 63 at most; it got 'a_b'" in done.stderr
+
+
+def test_region_and_aws_profile_are_those_of_the_profile_in_force(
+    account, accel, home, tmp_path, monkeypatch
+):
+    account.client("sagemaker", "eu-west-1").list_training_jobs()
+    (home / "profiles").mkdir(parents=True)
+    (home / "profiles" / "cloud.yaml").write_text(
+        "schema_version: 1\nlauncher:\n  kind: sagemaker\n  instance_type: ml.m5.large\n  region: eu-west-1\n  aws_profile: ann\n"
+    )
+    done = accel("jobs", "status", "one", "--profile", "cloud")
+    assert done.returncode == 2
+    assert "profile ann" in done.stderr
+    config = tmp_path / "config"
+    config.write_text("[profile ann]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    done = accel("jobs", "status", "one", "--profile", "cloud")
+    assert "no training job one in eu-west-1; accel jobs list --profile cloud shows" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("expired", 2, "have expired: run aws sso login"),
+        ("denied", 2, "may not do sagemaker:DescribeTrainingJob"),
+        ("invalid", 2, "does not know the credentials"),
+    ],
+)
+def test_what_aws_refuses_is_one_message(account, jobs, kind, code, said):
+    account.fault("sagemaker:*", kind, times=None)
+    done = jobs("status", "one")
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_service_that_throttles_is_asked_again_and_that_is_said(account, jobs):
+    create(account, "one")
+    account.wait("one")
+    account.fault("DescribeTrainingJob", "throttled", times=2)
+    done = jobs("status", "one")
+    assert done.returncode == 0
+    assert "asks to slow down" in done.stderr
+
+
+# What a job prints -------------------------------------------------------------------------
+
+
+def test_logs_of_all_hosts_are_printed(account, jobs):
+    account.settings(play={"lines": {"algo-1": ["10%\r20%", "x" * 200_000], "algo-2": ["é"]}})
+    create(account, "one", ResourceConfig=TWO)
+    account.wait("one")
+    done = jobs("logs", "one", text=False)  # text would have its carriage returns changed
+    said = done.stdout.decode().split("\n")
+    assert done.returncode == 0
+    assert [line for line in said if line.startswith("algo-1")] == [
+        "algo-1 | 10%\r20%", f"algo-1 | {'x' * 200_000}", "algo-1 | accel: algo-1 ended with exit code 0",
+    ]  # fmt: skip
+    assert "algo-2 | é" in said
+
+
+def test_a_job_that_has_printed_nothing_says_so(account, jobs):
+    account.settings(hold="Starting")
+    create(account, "one")
+    done = jobs("logs", "one")
+    assert "job one has printed nothing; it is Starting" in done.stderr
+
+
+def test_following_shows_every_line_of_hosts_that_write_meanwhile_and_ends_with_the_bill(account, following):
+    lines = {f"algo-{host}": [f"{host}#{number}" for number in range(400)] for host in (1, 2, 3)}
+    account.settings(play={"lines": lines, "every": 0.01}, time=100, log_delay=0.3)
+    create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
+    process = following("one")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, err
+    for host, said in lines.items():
+        assert re.findall(rf"^{host} \| (\d#\d+)$", out, re.MULTILINE) == said
+    assert out.count("ended with exit code 0") == 3
+    assert out.count("\n") == 3 * 401
+    assert "is Training" in err
+    assert err.endswith(
+        "job one is Completed after 00:01:40; 30 billable seconds on each of 3 instances, spot saved 70 %\n"
+    )
+
+
+def test_a_job_that_failed_says_why_and_comes_to_1(account, following):
+    account.settings(play={"lines": ["working"], "exit": 3, "failure": "ValueError: boom"})
+    create(account, "one")
+    process = following("one")
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 1
+    assert "algo-1 | working\n" in out
+    assert "job one ended as Failed with exit code 1: AlgorithmError: ValueError: boom, exit code: 3" in err
+
+
+def test_a_job_that_reached_its_limit_comes_to_2(account, following):
+    account.settings(hold="Training", speed=2000)
+    create(account, "one")
+    process = following("one")
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert "ended as MaxRuntimeExceeded with exit code 2: stopped: max_run of 3600 s was reached" in err
+
+
+@pytest.mark.slow
+def test_a_network_that_drops_while_following_goes_on_where_it_was(account, following, monkeypatch):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    account.settings(hold="Training", play={"lines": ["before"], "last": False})
+    create(account, "one")
+    account.wait("one", "Training")
+    process = following("one")
+    until(process.stdout, "before")
+    account.fault("*", "dropped", seconds=6)
+    said = until(process.stderr, "is asked about again")
+    account.ask("log", job="one", lines=["during"])
+    said += until(process.stderr, "there are answers again")
+    account.ask(
+        "log",
+        job="one",
+        lines=["after", "accel: algo-1 ended with exit code 0"],
+    )
+    account.settings(hold=None)
+    out, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert out.splitlines() == [
+        "algo-1 | during",
+        "algo-1 | after",
+        "algo-1 | accel: algo-1 ended with exit code 0",
+    ]
+    assert (said + err).count("is asked about again") == 1
+
+
+def test_ctrl_c_leaves_a_job_running_and_a_stop_ends_it(account, following, jobs):
+    account.settings(hold="Training", play={"lines": ["working"], "seconds": 600})
+    create(account, "one")
+    process = following("one")
+    until(process.stdout, "working")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert "accel jobs logs one -f --launcher sagemaker follows it again" in err
+    assert account.wait("one", "Training")["TrainingJobStatus"] == "InProgress"
+    assert "job one is asked to end" in jobs("stop", "one").stderr
+    account.wait("one", "Stopped")
+    assert "job one is Stopped already" in jobs("stop", "one").stderr
+
+
+# What a job leaves -------------------------------------------------------------------------
+
+
+def test_what_a_job_left_is_brought_home(account, jobs, cwd):
+    play = {
+        "model": {"weights.bin": "w" * 100, "sub/config.json": "{}", "output": "mine"},
+        "output/data": {"seen": "1"},
+    }
+    account.settings(play=play)
+    create(account, "one")
+    account.wait("one")
+    account.fault("GetObject", "cut", size=40)
+    done = jobs("download", "one", "-o", "models")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "models/one\n"
+    home = cwd / "models"
+    assert [path.name for path in home.iterdir()] == ["one"]
+    assert (home / "one" / "weights.bin").read_text() == "w" * 100
+    assert (home / "one" / "sub" / "config.json").read_text() == "{}"
+    assert (home / "one" / "output").read_text() == "mine"
+    assert (home / "one" / "output_" / "seen").read_text() == "1"
+    again = jobs("download", "one", "-o", "models")
+    assert again.returncode == 2
+    assert "models/one is there already; move it away" in again.stderr
+
+
+def test_a_job_that_runs_or_left_nothing_has_nothing_to_bring_home(account, jobs, cwd):
+    account.settings(hold="Training")
+    create(account, "one")
+    account.wait("one", "Training")
+    done = jobs("download", "one")
+    assert done.returncode == 2
+    assert "job one is Training: what it leaves is there once it has ended" in done.stderr
+    account.settings(hold=None)
+    account.wait("one")
+    done = jobs("download", "one")
+    assert done.returncode == 2
+    assert "job one has left nothing in s3://sagemaker-out/accel/one/output/" in done.stderr
+    assert [path.name for path in cwd.iterdir()] == [".git"]
+
+
+def _packed(*entries):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for entry in entries:
+            archive.addfile(entry, io.BytesIO(b"x" * entry.size))
+    return content.getvalue()
+
+
+def _file(name):
+    entry = tarfile.TarInfo(name)
+    entry.size = 1
+    return entry
+
+
+def _link(name, target):
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (_packed(_file("good"), _file("../../evil")), "holds what may not be unpacked"),
+        (_packed(_link("a", "/etc"), _file("a/evil")), "holds what may not be unpacked"),
+        (_packed(_file("good"))[:-12], "is no archive that can be read"),
+        (b"nonsense", "is no archive that can be read"),
+    ],
+    ids=["outside", "through a link", "cut off", "nonsense"],
+)
+def test_an_archive_that_is_broken_or_reaches_outside_leaves_nothing(account, jobs, cwd, body, said):
+    account.settings(play={"model": {"x": "y"}})
+    create(account, "one")
+    account.wait("one")
+    account.client("s3").put_object(Bucket="sagemaker-out", Key="accel/one/output/model.tar.gz", Body=body)
+    done = jobs("download", "one", "-o", "models")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert list((cwd / "models").iterdir()) == []
+    assert not (cwd / "evil").exists()
+
+
+def test_a_slurm_job_has_its_files_where_it_ran(accel):
+    done = accel("jobs", "download", "12", "--launcher", "slurm")
+    assert done.returncode == 2
+    assert "the file system that its machines and this one share" in done.stderr

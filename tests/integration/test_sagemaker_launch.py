@@ -1,0 +1,274 @@
+"""`accel launch` of a SageMaker job, as a person runs it: the real command, over HTTP, to a SageMaker on loopback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+BUCKET = "sagemaker-us-east-1-123456789012"
+PROFILE = """
+schema_version: 1
+launcher:
+  kind: sagemaker
+  instance_type: ml.m5.large
+  pytorch_version: "2.9"
+"""
+TRAIN = """
+import os, sys, pathlib
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step * world + rank))
+    loss = ((model(x) - x.sum(1, keepdim=True)) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"rank {rank} of {world} says {sys.argv[1:]} on {os.environ['SM_CURRENT_HOST']}, loss {loss.item():.3f}", flush=True)
+if rank == 0:
+    folder = pathlib.Path("out")
+    folder.mkdir(exist_ok=True)
+    torch.save(model.module.state_dict(), folder / "model.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def here(aws, cwd, script, monkeypatch, tmp_path):
+    """A folder with a profile and a script, an account with a role, and folders of its own for what comes and goes."""
+    script("pass")
+    (cwd / "accel.yaml").write_text(PROFILE)
+    aws.role()
+    for name in ("scratch", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    return cwd
+
+
+def world(aws):
+    """All there is at AWS."""
+    s3 = aws.client("s3")
+    buckets = [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]
+    keys = [item["Key"] for name in buckets for item in s3.list_objects_v2(Bucket=name).get("Contents", [])]
+    begun = [item for name in buckets for item in s3.list_multipart_uploads(Bucket=name).get("Uploads", [])]
+    return buckets, keys, begun, jobs(aws)
+
+
+def jobs(aws):
+    return [
+        job["TrainingJobName"] for job in aws.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    ]
+
+
+def refused(done):
+    """The one message of a command that ended with an error."""
+    assert "Traceback" not in done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("accel: error: ")]
+    return message
+
+
+@pytest.fixture
+def launched(here, accel, tmp_path):
+    """Runs the real `accel launch`, and looks that nothing temporary is left of it."""
+
+    def run(*args, **options):
+        done = accel("launch", *args, **options)
+        assert list((tmp_path / "scratch").iterdir()) == []
+        return done
+
+    return run
+
+
+@pytest.fixture
+def started(here):
+    """Starts the real `accel launch` in the background; what is left of it is ended."""
+    running = []
+
+    def start(*args):
+        command = [sys.executable, "-m", "accel_cli", "launch", *args]
+        running.append(
+            subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def test_a_job_is_submitted_and_its_name_is_all_there_is_on_stdout(aws, here, launched):
+    done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4")
+    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
+    assert jobs(aws) == ["mine"]
+    assert "accel jobs logs mine -f follows it, accel jobs stop mine ends it" in done.stderr
+
+
+def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, launched):
+    (here / "accel.yaml").unlink()
+    options = [
+        "launcher.kind=sagemaker",
+        "launcher.pytorch_version='2.9'",
+        "launcher.instance_type=ml.m5.large",
+    ]
+    told = [word for option in options for word in ("--set", option)]
+    done = launched("--detach", *told, "--job-name", "mine", "train.py")
+    assert "accel jobs logs mine -f --launcher sagemaker follows it" in done.stderr
+
+
+def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launched):
+    before = world(aws)
+    done = launched("--dry-run", "--job-name", "mine", "train.py", "--lr", "1e-4")
+    assert done.returncode == 0, done.stderr
+    assert f"sent to: s3://{BUCKET}/accel/mine/bundle/" in done.stdout
+    assert "nothing was sent or changed" in done.stdout
+    assert world(aws) == before
+
+
+def test_offline_stdout_is_the_request(aws, launched, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    done = launched("--offline", "--set", "launcher.region=eu-west-1", "--job-name", "mine", "train.py")
+    request = json.loads(done.stdout)
+    assert request["TrainingJobName"] == "mine"
+    assert (
+        request["OutputDataConfig"]["S3OutputPath"] == "s3://sagemaker-eu-west-1-<account>/accel/mine/output"
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "environ", "words"),
+    [
+        ("kind=sagemaker", {"AWS_DEFAULT_REGION": ""}, "no AWS region is known"),
+        (
+            "kind=sagemaker",
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            "there are no AWS credentials: run aws",
+        ),
+        ("role=trainr", {}, "the account has no role trainr; did you mean trainer?"),
+    ],
+)
+def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, environ, words):
+    before = world(aws)
+    done = launched("--set", f"launcher.{said}", "train.py", env={**os.environ, **environ})
+    assert done.returncode == 2, done.stderr
+    assert words in refused(done)
+    assert world(aws) == before
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault", "words"),
+    [
+        ("s3:PutObject", {"kind": "denied", "after": 1}, "nothing of it is left there"),
+        ("CreateTrainingJob", {"kind": "broken", "times": None}, "an error of its own, 500 InternalFailure"),
+    ],
+)
+def test_what_breaks_is_one_message_and_leaves_nothing(aws, launched, operation, fault, words):
+    before = world(aws)
+    aws.fault(operation, **fault)
+    done = launched("train.py")
+    aws.ask("clear")
+    assert done.returncode in {1, 2}
+    assert words in refused(done)
+    assert world(aws) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, number):
+    before = world(aws)
+    aws.fault("s3:PutObject", "slow", times=None, seconds=1)
+    launch = started("train.py")
+    until(lambda: "s3:PutObject" in aws.calls())
+    launch.send_signal(number)
+    _, err = launch.communicate(timeout=60)
+    aws.ask("clear")
+    assert launch.returncode == 128 + number
+    assert "the upload is broken off; nothing of it is left there" in err
+    assert "Traceback" not in err
+    assert world(aws) == before
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_job_is_followed_to_its_end_and_the_model_comes_home(aws, here, launched):
+    lines = {"algo-1": ["one", "two"], "algo-2": ["three"]}
+    aws.settings(play={"lines": lines, "model": {"weights.txt": "w"}}, time=100)
+    done = launched("--set", "launcher.instance_count=2", "--job-name", "mine", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert {"algo-1 | one", "algo-1 | two", "algo-2 | three"} < set(done.stdout.splitlines())
+    assert (here / "mine/weights.txt").read_text() == "w"
+    assert "what it left is in " in done.stderr
+    assert "100 billable seconds on each of 2 instances" in done.stderr
+
+
+def test_a_job_that_fails_is_exit_code_1_with_its_reason(aws, here, launched):
+    aws.settings(play={"exit": 1, "failure": "ValueError: boom on rank 1"})
+    done = launched("--job-name", "mine", "train.py")
+    assert done.returncode == 1
+    assert "boom on rank 1" in done.stderr
+    assert not (here / "mine").exists()
+
+
+def test_a_job_that_leaves_no_model_is_no_failure(aws, here, launched):
+    done = launched("--job-name", "mine", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "accel: job mine has left nothing in " in done.stderr
+
+
+def test_ctrl_c_leaves_a_followed_job_running(aws, started):
+    aws.settings(hold="Training")
+    launch = started("--job-name", "mine", "train.py")
+    until(lambda: jobs(aws))
+    until(lambda: aws.calls().count("sagemaker:DescribeTrainingJob") > 2)
+    launch.send_signal(signal.SIGINT)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 130
+    assert "accel jobs logs mine -f" in err.splitlines()[-1]
+    assert (
+        aws.client("sagemaker").describe_training_job(TrainingJobName="mine")["TrainingJobStatus"]
+        == "InProgress"
+    )
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_processes_train_and_the_model_comes_home(aws, launched, script, here):
+    """The whole way: packed, sent, unpacked and run by the container's own entry, followed, and brought home."""
+    aws.settings(run=True)
+    script(TRAIN)
+    told = ("instance_count=2", "nproc_per_node=2", "model_dir=out", "ranks=all")
+    options = [word for one in told for word in ("--set", f"launcher.{one}")]
+    odd = ["--note", 'it\'s a "test" $HOME; rm -rf x', "--", "-1e-4"]
+    done = launched(*options, "--job-name", "mine", "train.py", *odd, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    said = [line for line in done.stdout.splitlines() if " says " in line]
+    for rank in range(4):
+        (line,) = [line for line in said if f"rank {rank} of 4 says {odd}" in line]
+        # Without namespaces of their own, the hosts are addresses of the loopback.
+        host = f"127.0.0.{rank // 2 + 1}"
+        assert line.startswith(f"{host} | [{rank}] ")
+        assert f"on {host}, loss" in line
+    import torch
+
+    assert torch.load(here / "mine/model.pt", weights_only=True)["weight"].shape == (1, 4)
