@@ -339,6 +339,17 @@ def interrupting(monkeypatch, event):
     monkeypatch.setattr(submit.Account, "client", made)
 
 
+def test_ctrl_c_before_anything_is_sent_is_answered(aws, plan, monkeypatch, capfd):
+    def broken_off(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wheels, "fetch", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert capfd.readouterr().err.endswith("accel: broken off; nothing was sent\n")
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
 def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
     interrupting(monkeypatch, "before-call")
     with pytest.raises(KeyboardInterrupt):
