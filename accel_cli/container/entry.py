@@ -76,8 +76,10 @@ class _First:
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.told.append(number)
-        if self._child:
-            os.kill(self._child, number)
+        # It may have been reaped just now, before `run` knows.
+        with contextlib.suppress(ProcessLookupError):
+            if self._child:
+                os.kill(self._child, number)
 
 
 def _problem(root: Path) -> str:

@@ -36,10 +36,16 @@ _STYLE = Style([("qmark", "fg:ansicyan bold"), ("question", "bold"), ("pointer",
 class _Asked:
     """The state of a conversation: what was answered, in the order it was asked."""
 
-    answers: dict[str, Any]
+    answers: dict[str, Any] = field(default_factory=dict)
+    taken_back: dict[str, Any] = field(default_factory=dict)
+    """Answers that are asked for once more: they are what is suggested then."""
 
     def back(self) -> _Asked:
-        return _Asked(dict(list(self.answers.items())[:-1]))
+        *kept, (key, value) = self.answers.items()
+        return _Asked(dict(kept), {**self.taken_back, key: value})
+
+    def with_(self, key: str, answer: Any) -> _Asked:
+        return _Asked({**self.answers, key: answer}, self.taken_back)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def ask_all(
     Raises:
         KeyboardInterrupt: The person pressed Ctrl-C.
     """
-    asked, said = _Asked({}), set[str]()
+    asked, said = _Asked(), set[str]()
     while True:
         step = next_step(asked.answers)
         if step is None:
@@ -83,9 +89,9 @@ def ask_all(
                 return profile if agreed else None
             asked = asked.back()
             continue
-        answer = _ask(_turn(step, machine, asked.answers, before, said))
+        answer = _ask(_turn(step, machine, asked, before, said))
         if answer is not _AGAIN:
-            asked = asked.back() if answer is BACK else _Asked({**asked.answers, step.key: answer})
+            asked = asked.back() if answer is BACK else asked.with_(step.key, answer)
 
 
 def confirm(question: str) -> bool | None:
@@ -109,10 +115,9 @@ def _profile(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profile |
         return None
 
 
-def _turn(
-    step: Step, machine: Machine, answers: Mapping[str, Any], before: Mapping[str, Any], said: set[str]
-) -> _Turn:
-    suggestion = step.suggestion(machine, answers, before)
+def _turn(step: Step, machine: Machine, asked: _Asked, before: Mapping[str, Any], said: set[str]) -> _Turn:
+    answers = asked.answers
+    suggestion = step.suggestion(machine, answers, {**before, **asked.taken_back})
     if not step.question.offers:
         return _Turn(step, answers, suggestion, step.choices(machine, answers))
     known = told(answers, before)
@@ -122,7 +127,7 @@ def _turn(
         said.add(offers.note)
         console.note(offers.note)
     choices = list(offers.choices)
-    if choices and step.key in before and suggestion not in [choice.value for choice in choices]:
+    if choices and suggestion is not None and suggestion not in [choice.value for choice in choices]:
         choices.insert(0, fields.Choice(suggestion, f"{typed.show(suggestion)}, as before"))
     return _Turn(step, answers, suggestion, choices, typing=True, said=known)
 

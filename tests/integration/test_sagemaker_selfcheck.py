@@ -19,7 +19,7 @@ def profile(aws, accel):
 
 
 @pytest.mark.slow
-def test_the_self_check_runs_on_every_instance_and_sends_and_leaves_nothing(profile, accel, cwd, script):
+def test_the_self_check_runs_on_every_instance_and_leaves_nothing(profile, one_meeting, accel, cwd, script):
     script("raise SystemExit('nobody runs this')")
     done = accel("test")
     assert done.returncode == 0, done.stderr

@@ -40,10 +40,11 @@ def test_a_person_goes_back_from_every_question(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "<" + ENTER)
-    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(KIND, ENTER)  # what was answered is what Enter keeps
     screen.answer(NNODES, ENTER)
     screen.answer(NPROC, "4" + ENTER)
     screen.answer(PRECISION, DOWN * 3 + ENTER)  # Back
+    screen.see("4")
     screen.answer(NPROC, "2" + ENTER)
     screen.answer(PRECISION, ENTER)
     screen.answer(WRITE, DOWN + ENTER)  # Back

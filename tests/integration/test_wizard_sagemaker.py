@@ -124,13 +124,13 @@ def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, wr
     configured.role()
     screen = terminal(columns=120, lines=60)
     screen.answer(KIND, SAGEMAKER)
-    enter(screen, PROFILE, REGION, ROLE)
+    screen.answer(PROFILE, DOWN * 2 + ENTER)
+    enter(screen, REGION, ROLE)
     screen.answer(TYPE, "<" + ENTER)
     screen.answer(ROLE, "<")
     screen.answer(REGION, "<")
     screen.answer(PROFILE, "<")
-    screen.answer(KIND, SAGEMAKER)
-    enter(screen, PROFILE, REGION)
+    enter(screen, KIND, PROFILE, REGION)  # what was answered is what Enter keeps
     screen.answer(ROLE, DOWN * 2 + ENTER)  # another one, which I type
     time.sleep(0.2)
     screen.answer("a name or an ARN", "<" + ENTER)
@@ -138,11 +138,10 @@ def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, wr
     screen.answer(ROLE, DOWN * 2 + ENTER)
     screen.answer("a name or an ARN", "My-Role" + ENTER)
     screen.answer(TYPE, "<" + ENTER)
-    screen.answer(ROLE, DOWN * 2 + ENTER)
-    screen.answer("a name or an ARN", "MyRole" + ENTER)
-    enter(screen, *REST)
+    screen.see("My-Role, as before")
+    enter(screen, ROLE, *REST)
     assert screen.end() == 0
-    assert written().launcher.role == "MyRole"
+    assert (written().launcher.role, written().launcher.aws_profile) == ("My-Role", "team")
 
 
 @pytest.mark.parametrize("at", [PROFILE, ROLE, MORE])

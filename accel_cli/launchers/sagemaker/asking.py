@@ -1,4 +1,4 @@
-"""What the wizard offers for SageMaker: what this machine's AWS configuration and the account itself say."""
+"""How the wizard asks about SageMaker, and what it offers: what the AWS configuration and the account itself say."""
 
 from __future__ import annotations
 
@@ -9,13 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli import console
 from accel_cli.errors import AccelError
-from accel_cli.fields import Agree, Answers, Choice, Offers
+from accel_cli.fields import Agree, Answers, Choice, Offers, Question
 from accel_cli.machine import Machine
 
 if TYPE_CHECKING:
     from accel_cli.launchers.sagemaker.aws import Account
 
-__all__ = ["instances", "missing", "misspelt", "profiles", "regions", "roles", "versions"]
+__all__ = [
+    "further",
+    "in_vpc",
+    "instances",
+    "missing",
+    "misspelt",
+    "nothing",
+    "on_demand",
+    "on_spot",
+    "profiles",
+    "regions",
+    "roles",
+    "versions",
+    "without_image",
+]
 
 _ROLE = "accel-training"
 _ATTEMPTS = 2
@@ -23,6 +37,35 @@ _ATTEMPTS = 2
 _UNKNOWN = "the installed boto3 knows no such type; a newer one may: pip install -U boto3"
 _USUAL = "us-east-1"
 """The region that comes first where nothing says another one."""
+
+
+def nothing(*_: object) -> None:
+    """Suggest to leave a key unset."""
+
+
+def on_demand(answers: Answers) -> bool:
+    """Whether the instances are not spot ones."""
+    return not answers.get("spot")
+
+
+def on_spot(answers: Answers) -> bool:
+    """Whether the instances are spot ones."""
+    return bool(answers.get("spot"))
+
+
+def in_vpc(answers: Answers) -> bool:
+    """Whether a subnet was named."""
+    return bool(answers.get("subnets"))
+
+
+def without_image(answers: Answers) -> bool:
+    """Whether the image is AWS's."""
+    return not answers.get("image_uri")
+
+
+def further(text: str, hint: str, **how: Any) -> Question:
+    """A question for those who want to be asked more; Enter leaves its key unset."""
+    return Question(text, suggest=nothing, hint=hint, further=True, **how)
 
 
 def missing() -> str:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.fields import Answers, Choice, Question
+from accel_cli.fields import Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.launchers.sagemaker import asking, keys, running
@@ -20,32 +20,7 @@ __all__ = ["SageMaker"]
 
 _DAY_S = 86400
 _TIMES = "seconds, or like 90m, 2h, 1d"
-_Seconds = BeforeValidator(keys.seconds, json_schema_input_type=int | str)
-
-
-def _nothing(*_: object) -> None:
-    return None
-
-
-def _on_demand(answers: Answers) -> bool:
-    return not answers.get("spot")
-
-
-def _on_spot(answers: Answers) -> bool:
-    return bool(answers.get("spot"))
-
-
-def _in_vpc(answers: Answers) -> bool:
-    return bool(answers.get("subnets"))
-
-
-def _on_an_image_of_aws(answers: Answers) -> bool:
-    return not answers.get("image_uri")
-
-
-def _further(text: str, hint: str, **how: Any) -> Question:
-    """A question for those who want to be asked more; Enter leaves its key unset."""
-    return Question(text, suggest=_nothing, hint=hint, further=True, **how)
+_Seconds = BeforeValidator(keys.seconds, json_schema_input_type=Annotated[int, Field(ge=1)] | str)
 
 
 class SageMaker(Launcher):
@@ -69,7 +44,7 @@ class SageMaker(Launcher):
         ),
         Question(
             "Which AWS profile?",
-            suggest=_nothing,
+            suggest=asking.nothing,
             offers=asking.profiles,
             hint="Enter for the one AWS tools take",
         ),
@@ -82,7 +57,7 @@ class SageMaker(Launcher):
         ),
         Question(
             "Which region?",
-            suggest=_nothing,
+            suggest=asking.nothing,
             offers=asking.regions,
             hint="Enter for that of the AWS configuration",
         ),
@@ -95,7 +70,7 @@ class SageMaker(Launcher):
         ),
         Question(
             "Which role does the job run as?",
-            suggest=_nothing,
+            suggest=asking.nothing,
             offers=asking.roles,
             hint="a name or an ARN; Enter for the only one SageMaker may assume",
         ),
@@ -157,8 +132,10 @@ class SageMaker(Launcher):
             description="With `spot`, seconds for waiting and running together; unset is `max_run` and a day.",
         ),
         _Seconds,
-        _further(
-            "How long may it wait and run together?", f"{_TIMES}; Enter for a day of waiting", when=_on_spot
+        asking.further(
+            "How long may it wait and run together?",
+            f"{_TIMES}; Enter for a day of waiting",
+            when=asking.on_spot,
         ),
     ] = None
     keep_alive: Annotated[
@@ -171,20 +148,22 @@ class SageMaker(Launcher):
         _Seconds,
         Question(
             "How long do instances wait for a next job?",
-            suggest=_nothing,
-            when=_on_demand,
+            suggest=asking.nothing,
+            when=asking.on_demand,
             hint=f"{_TIMES}, at full price; Enter for not at all",
         ),
     ] = None
     image_uri: Annotated[
         str | None,
         Field(min_length=1, description="Container image; unset is AWS's own for `pytorch_version`."),
-        _further("Which image?", "Enter for AWS's own, with the torch that comes next"),
+        asking.further("Which image?", "Enter for AWS's own, with the torch that comes next"),
     ] = None
     pytorch_version: Annotated[
         str | None,
         Field(pattern=r"^\d+\.\d+", description="torch of the image, like `2.9`; unset is this machine's."),
-        _further("Which torch in AWS's image?", "like 2.9", when=_on_an_image_of_aws, offers=asking.versions),
+        asking.further(
+            "Which torch in AWS's image?", "like 2.9", when=asking.without_image, offers=asking.versions
+        ),
     ] = None
     requirements: Annotated[
         str | None,
@@ -204,7 +183,7 @@ class SageMaker(Launcher):
             description="Data the job reads, by channel: `train: s3://bucket/folder` is `/opt/ml/input/data/train` in "
             "the job; or `{uri: ..., input_mode: FastFile, distribution: ShardedByS3Key}`."
         ),
-        _further("Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter for none"),
+        asking.further("Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter for none"),
     ] = Field(default_factory=dict)
     inputs_file: str | None = Field(
         None,
@@ -214,7 +193,7 @@ class SageMaker(Launcher):
     metrics: Annotated[
         dict[str, str],
         Field(description="Numbers that SageMaker reads from the log, by name: `loss: 'loss ([0-9.]+)'`."),
-        _further(
+        asking.further(
             "Which numbers does SageMaker read from the log?", "loss=loss ([0-9.]+), ...; Enter for none"
         ),
     ] = Field(default_factory=dict)
@@ -230,7 +209,7 @@ class SageMaker(Launcher):
             description="Variables of the processes whose values are in Secrets Manager, read in the job: "
             "`WANDB_API_KEY: name-or-arn`."
         ),
-        _further(
+        asking.further(
             "Which variables are in Secrets Manager?",
             "NAME=secret, the name or ARN and never the value; Enter for none",
         ),
@@ -251,7 +230,7 @@ class SageMaker(Launcher):
         Field(
             description="Folder of the script's that comes home when it ends; unset is `/opt/ml/model` only."
         ),
-        _further("Into which folder does the script write its model?", "Enter for /opt/ml/model"),
+        asking.further("Into which folder does the script write its model?", "Enter for /opt/ml/model"),
     ] = None
     checkpoint_dir: Annotated[
         str | None,
@@ -260,7 +239,7 @@ class SageMaker(Launcher):
             description="Folder of the script's that is kept in S3 while it runs, and there again after a spot "
             "interruption; unset is `/opt/ml/checkpoints` only."
         ),
-        _further("Into which folder does it write checkpoints?", "Enter for /opt/ml/checkpoints"),
+        asking.further("Into which folder does it write checkpoints?", "Enter for /opt/ml/checkpoints"),
     ] = None
     checkpoint_uri: Annotated[
         str | None,
@@ -282,7 +261,7 @@ class SageMaker(Launcher):
     tags: Annotated[
         dict[str, str],
         Field(description="Tags of the job: `team: vision`."),
-        _further("Which tags?", "team=vision, ...; Enter for none"),
+        asking.further("Which tags?", "team=vision, ...; Enter for none"),
     ] = Field(default_factory=dict)
     volume_size: Annotated[
         int,
@@ -292,12 +271,12 @@ class SageMaker(Launcher):
     subnets: Annotated[
         list[str],
         Field(description="Subnets of a VPC, for what is not public."),
-        _further("Which subnets of a VPC?", "subnet-1a2b, subnet-3c4d; Enter for no VPC"),
+        asking.further("Which subnets of a VPC?", "subnet-1a2b, subnet-3c4d; Enter for no VPC"),
     ] = Field(default_factory=list)
     security_group_ids: Annotated[
         list[str],
         Field(description="Security groups in that VPC."),
-        _further("Which security groups?", "sg-1a2b, ...", when=_in_vpc),
+        asking.further("Which security groups?", "sg-1a2b, ...", when=asking.in_vpc),
     ] = Field(default_factory=list)
     network_isolation: bool = Field(
         False, description="Whether the container has no network but that to its peers."
@@ -308,12 +287,12 @@ class SageMaker(Launcher):
     volume_kms_key: Annotated[
         str | None,
         Field(min_length=1, description="KMS key for the disks."),
-        _further("Which KMS key for the disks?", "Enter for none of yours"),
+        asking.further("Which KMS key for the disks?", "Enter for none of yours"),
     ] = None
     output_kms_key: Annotated[
         str | None,
         Field(min_length=1, description="KMS key for what the job leaves in S3."),
-        _further("Which KMS key for what it leaves in S3?", "Enter for none of yours"),
+        asking.further("Which KMS key for what it leaves in S3?", "Enter for none of yours"),
     ] = None
     bucket: Annotated[
         str | None,

@@ -1,0 +1,184 @@
+"""Jobs that are launched, run for real on two hosts of the plane, and looked after with `accel jobs`, all by the real command."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+WAIT_S = 180
+"""A generous bar for a job that hangs."""
+PROFILE = """
+schema_version: 1
+launcher:
+  kind: sagemaker
+  instance_type: ml.m5.large
+  instance_count: 2
+  pytorch_version: "2.9"
+  nproc_per_node: 1
+  ranks: all
+  shutdown_timeout: 20
+"""
+SECRET = "a-secret-of-42"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def here(aws, cwd, monkeypatch, tmp_path):
+    """A folder with a profile, and an account whose jobs are run for real."""
+    (cwd / "accel.yaml").write_text(PROFILE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    aws.role()
+    aws.settings(run=True, grace=30)
+    return cwd
+
+
+@pytest.fixture
+def launch(here):
+    """Starts `accel launch` of a job and follows what it says."""
+    started = []
+
+    def start(*args):
+        command = [sys.executable, "-m", "accel_cli", "launch", "--job-name", "mine", *args]
+        started.append(Launch(command, here))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+class Launch:
+    """An `accel launch` under way."""
+
+    def __init__(self, command, cwd):
+        self.said, self._changed = "", threading.Condition()
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd
+        )
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def until(self, pattern):
+        """Wait for what it says."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: re.search(pattern, self.said), WAIT_S), self.said
+
+    def end(self):
+        """Its exit code."""
+        self._reading.join(WAIT_S)
+        return self.process.wait(WAIT_S)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self._reading.join()
+        self.process.stdout.close()
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._changed:
+                self.said += line.decode(errors="replace")
+                self._changed.notify_all()
+
+
+def told(aws):
+    return aws.client("sagemaker").describe_training_job(TrainingJobName="mine")
+
+
+def test_a_spot_job_that_is_taken_away_goes_on_from_its_checkpoint(aws, here, launch):
+    for name in ("checkpointing.py", "digits.py"):
+        shutil.copy(EXAMPLES / name, here)
+    # One host: on the platform all have their files in /opt/ml, and here each in a folder of its own.
+    aws.settings(time=100)
+    words = ("spot=true", "checkpoint_dir=checkpointing", "instance_count=1", "nproc_per_node=2")
+    sets = [word for one in words for word in ("--set", f"launcher.{one}")]
+    job = launch(*sets, "checkpointing.py", "--every", "10", "--epochs", "8")
+    job.until(r"step 20: loss")
+    aws.ask("interrupt", job="mine")
+    job.until(r"saved, and leaving")
+    assert job.end() == 0, job.said
+    assert re.search(r"accel: .*goes on from .*checkpoint_\d+", job.said), job.said
+    assert re.search(r"127\.0\.0\.1 \| .*\d+ steps, weights [0-9a-f]{16}", job.said)
+    assert "restart 1" in job.said
+    assert "30 billable seconds, spot saved 70 %" in job.said
+    assert [step["Status"] for step in told(aws)["SecondaryStatusTransitions"]].count("Interrupted") == 1
+
+
+FAIL = """
+import os, sys, time
+print("rank", os.environ["RANK"], "runs", flush=True)
+if os.environ["RANK"] == "1":
+    raise ValueError("boom on rank 1")
+time.sleep(300)
+"""
+
+
+def test_the_reason_of_a_failure_is_the_scripts_own_and_of_the_host_where_it_happened(aws, here, launch):
+    (here / "train.py").write_text(FAIL)
+    job = launch("train.py")
+    assert job.end() == 1, job.said
+    last = "accel: error: job mine ended as Failed with exit code 1: AlgorithmError: .*ValueError: boom on rank 1"
+    assert re.search(last, job.said), job.said
+    assert "127.0.0.2" in told(aws)["FailureReason"]
+    assert len(re.findall(r"accel: 127\.0\.0\.[12] ended with exit code \d+", job.said)) == 2
+
+
+STAY = """
+import os, pathlib, signal, sys, time
+def leave(*_):
+    pathlib.Path(os.environ["SM_MODEL_DIR"], f"rank{os.environ['RANK']}").write_text("saved")
+    print("rank", os.environ["RANK"], "saves", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("rank", os.environ["RANK"], "runs", "with a secret" if os.environ["TOKEN"] == "a-secret-of-42" else "", flush=True)
+time.sleep(300)
+"""
+
+
+def test_a_job_that_is_stopped_has_time_to_save_and_what_it_saved_comes_home(aws, here, launch, accel):
+    (here / "train.py").write_text(STAY)
+    aws.client("secretsmanager").create_secret(Name="token", SecretString=SECRET)
+    job = launch("--set", "launcher.secrets={TOKEN: token}", "train.py")
+    for rank in (0, 1):
+        job.until(rf"rank {rank} runs with a secret")
+    assert accel("jobs", "stop", "mine").returncode == 0
+    assert job.end() == 2, job.said
+    assert "job mine ended as Stopped with exit code 2" in job.said
+    for rank in (0, 1):
+        assert f"rank {rank} saves" in job.said
+    done = accel("jobs", "download", "mine", "-o", "home")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (here / "home" / "mine").iterdir()) == ["rank0", "rank1"]
+    sent = json.dumps(told(aws), default=str)
+    assert SECRET not in sent + job.said + done.stderr
+
+
+def test_requirements_that_cannot_be_installed_are_the_reason(aws, here, launch):
+    (here / "train.py").write_text("raise SystemExit(9)")
+    (here / "needs.txt").write_text("a-package-that-nobody-has==1.2.3\n")
+    sets = (
+        "--set",
+        "launcher.requirements=needs.txt",
+        "--set",
+        "env.PIP_NO_INDEX=1",
+        "--set",
+        "launcher.instance_count=1",
+    )
+    job = launch(*sets, "train.py")
+    assert job.end() == 1, job.said
+    assert "a-package-that-nobody-has" in told(aws)["FailureReason"], told(aws)["FailureReason"]
+
+
+def test_a_job_that_runs_longer_than_it_may_is_stopped_and_that_is_said_as_such(aws, here, launch):
+    (here / "train.py").write_text(STAY.replace('os.environ["TOKEN"]', "''"))
+    aws.settings(speed=5)
+    job = launch("--set", "launcher.max_run=60", "train.py")
+    assert job.end() == 2, job.said
+    assert "ended as MaxRuntimeExceeded with exit code 2: stopped: max_run of 60 s was reached" in job.said
