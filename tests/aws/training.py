@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import io
 import math
 import re
 import signal
+import socket
 import tarfile
 import threading
 import time
@@ -306,6 +308,8 @@ class TrainingJob:
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": self.arn,
             "AWS_REGION": self.platform.region,
+            # The platform has a network for each job; here all meet on one loopback.
+            "SM_MASTER_PORT": str(_free_port()),
             **self.platform.env,
         }
         for index, host in enumerate(self.hosts):
@@ -362,6 +366,11 @@ class TrainingJob:
         self.ask("kill")
         self.thread.join()
         self.writer.whole()
+
+
+def _free_port():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
 
 
 def _failure(host):
