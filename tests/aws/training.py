@@ -7,6 +7,7 @@ import io
 import math
 import re
 import signal
+import socket
 import tarfile
 import threading
 import time
@@ -306,6 +307,8 @@ class TrainingJob:
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": self.arn,
             "AWS_REGION": self.platform.region,
+            # Containers have a network each; here all jobs are on one loopback interface.
+            "SM_MASTER_PORT": _free_port(),
             **self.platform.env,
         }
         for index, host in enumerate(self.hosts):
@@ -380,3 +383,8 @@ def _tar(files):
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return content.getvalue()
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
