@@ -12,6 +12,8 @@ __all__ = ["default", "is_there", "make", "unmake"]
 
 _NO_CONSTRAINT = "us-east-1"
 """The region whose buckets must not be told where they are."""
+_OLD = {"EU": "eu-west-1"}
+"""What the oldest buckets say of where they are."""
 _PRIVATE = {
     "BlockPublicAcls": True,
     "IgnorePublicAcls": True,
@@ -87,7 +89,8 @@ def unmake(account: Account, bucket: str) -> None:
 
 def _location(s3: Any, bucket: str) -> str:
     """Where a bucket is, as services answer that do not say it by the way."""
-    return str(s3.get_bucket_location(Bucket=bucket)["LocationConstraint"] or _NO_CONSTRAINT)
+    found = str(s3.get_bucket_location(Bucket=bucket)["LocationConstraint"] or _NO_CONSTRAINT)
+    return _OLD.get(found, found)
 
 
 def _foreign(bucket: str, number: str = "") -> UsageError:

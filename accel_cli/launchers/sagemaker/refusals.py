@@ -148,9 +148,11 @@ def _unfit(answer: _Answer, around: Around) -> AccelError:
         return UsageError(
             f"AWS refuses the time of this machine; set its clock. AWS says: {_cut(answer.text)}"
         )
+    # A region that has to be enabled first knows nobody until then.
+    region = f", or the account has not enabled region {around.region}" if around.region else ""
     return UsageError(
-        f"AWS does not know the credentials{_of(around)} ({answer.code}): the access key is wrong, or is deleted; run "
-        f"aws configure{around.option}"
+        f"AWS does not know the credentials{_of(around)} ({answer.code}): the access key is wrong or deleted{region}; "
+        f"run aws configure{around.option}"
     )
 
 

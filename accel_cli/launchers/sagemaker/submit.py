@@ -88,17 +88,29 @@ def submit(plan: Plan) -> int:
 
 def _submitted(plan: Plan) -> Facts:
     account = _account(plan)
-    found = facts.gather(account, plan, datetime.now(timezone.utc))
-    request = _request(plan, found.facts)
-    _check(plan, request)
-    _check_home(plan, found.facts.name)
-    chosen = _chosen(plan)
+    with _before_sending():
+        found = facts.gather(account, plan, datetime.now(timezone.utc))
+        request = _request(plan, found.facts)
+        _check(plan, request)
+        _check_home(plan, found.facts.name)
+        chosen = _chosen(plan)
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
-        packed = _packed(plan, found.facts, chosen, Path(scratch))
+        with _before_sending():
+            packed = _packed(plan, found.facts, chosen, Path(scratch))
         with _bucket(account, found):
             _send(account, found.facts, packed)
             starting.start(account, request, found.facts, plan.again)
     return found.facts
+
+
+@contextmanager
+def _before_sending() -> Iterator[None]:
+    """Ctrl-C is answered; later steps have more to say of it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.note("broken off; nothing was sent")
+        raise
 
 
 def _followed(plan: Plan, jobs: Jobs, name: str) -> int:

@@ -152,6 +152,11 @@ def test_a_client_is_made_once(somebody):
     assert account.client("sts").meta.config.retries["mode"] == "standard"
 
 
+def test_who_asks_only_for_an_answer_that_would_be_nice_to_have_tries_less_often(somebody):
+    retries = Account("us-east-1", attempts=2).client("sts").meta.config.retries
+    assert retries["total_max_attempts"] == 2
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -231,8 +236,8 @@ ENUM = (
     [
         (refused("ExpiredTokenException"), UsageError, "have expired: run aws sso login"),
         (refused("ExpiredToken"), UsageError, "have expired: run aws sso login"),
-        (refused("InvalidClientTokenId", status=403), UsageError, "the access key is wrong, or is deleted"),
-        (refused("SignatureDoesNotMatch", status=403), UsageError, "the access key is wrong, or is deleted"),
+        (refused("InvalidClientTokenId", status=403), UsageError, "the access key is wrong or deleted, or the account has not enabled region eu-west-1"),
+        (refused("SignatureDoesNotMatch", status=403), UsageError, "the access key is wrong or deleted, or the account has not enabled region eu-west-1"),
         (refused("SignatureDoesNotMatch", "Signature expired: x is now"), UsageError, "set its clock"),
         (refused("AccessDeniedException", PASS_ROLE), UsageError, "user/bob may not hand the role to SageMaker"),
         (

@@ -6,7 +6,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from botocore.loaders import Loader
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
@@ -18,17 +17,10 @@ from accel_cli.machine import Machine
 from accel_runtime.env import Settings
 
 NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)
-LOADER = Loader()
 READS = {
     "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
     "sts:GetCallerIdentity",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """The descriptions of AWS's services, which are large, are read once for all tests."""
-    monkeypatch.setattr("botocore.session.create_loader", lambda _: LOADER)
 
 
 @pytest.fixture
@@ -122,6 +114,17 @@ def test_a_bucket_of_another_region_is_refused_with_both_ways_out(aws, gather):
         match=r"my-bucket is in us-east-1, and the job would run in eu-west-1.*launcher\.region to us-e",
     ):
         gather(region="eu-west-1", bucket="my-bucket")
+
+
+@pytest.mark.parametrize(
+    ("said", "region"), [(None, "us-east-1"), ("EU", "eu-west-1"), ("eu-west-2", "eu-west-2")]
+)
+def test_where_a_bucket_is_is_asked_where_it_is_not_said_by_the_way(said, region):
+    class Old:
+        def get_bucket_location(self, **_):
+            return {"LocationConstraint": said}
+
+    assert buckets._location(Old(), "mine") == region
 
 
 @pytest.mark.parametrize("region", ["us-east-1", "eu-west-1"])

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from botocore.loaders import Loader
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
@@ -17,17 +16,10 @@ from accel_cli.machine import Machine
 from accel_runtime.env import Settings
 
 BUCKET = "sagemaker-us-east-1-123456789012"
-LOADER = Loader()
 READS = {
     "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
     "sts:GetCallerIdentity",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """The descriptions of AWS's services, which are large, are read once for all tests."""
-    monkeypatch.setattr("botocore.session.create_loader", lambda _: LOADER)
 
 
 @pytest.fixture
@@ -345,6 +337,17 @@ def interrupting(monkeypatch, event):
         return found
 
     monkeypatch.setattr(submit.Account, "client", made)
+
+
+def test_ctrl_c_before_anything_is_sent_is_answered(aws, plan, monkeypatch, capfd):
+    def broken_off(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wheels, "fetch", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert capfd.readouterr().err.endswith("accel: broken off; nothing was sent\n")
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 
 
 def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
