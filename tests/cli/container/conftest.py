@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -28,12 +29,29 @@ sys.meta_path.insert(0, Lacking())
 """
 
 
+OPT = Path("/opt/ml")
+# As in the request: ContainerEntrypoint, and then ContainerArguments.
+ENTRYPOINT = (
+    "/bin/sh",
+    "-c",
+    "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py",
+)
+# torch tells machines apart by their address, which these two share, and their process ids: those begin elsewhere.
+INSIDE = """
+mount --bind "$1" /opt/ml && mount --bind "$2" /etc/hosts && hostname aws || exit
+[ "$3" = algo-1 ] || /bin/true
+shift 3
+exec "$@"
+"""
+UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
 class Host:
     """One host: its root, and the process that is the first of its container."""
 
     def __init__(self, root, name):
         self.root, self.name = root, name
-        self.process = None
+        self.process = self.first = None
 
     @property
     def failure(self):
@@ -56,6 +74,24 @@ class Host:
             text=True,
             cwd="/",
         )
+        return self
+
+    def contain(self, table, port):
+        """Start it as the platform does, in namespaces: the first process of a container, whose `/opt/ml` is the root."""
+        command = [*UNSHARE, "sh", "-c", INSIDE, "sh", str(self.root), str(table), self.name, *ENTRYPOINT]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.process = subprocess.Popen(
+            command,
+            env={"PATH": path, "TRAINING_JOB_NAME": "job", "AWS_REGION": "us-east-1", "SM_MASTER_PORT": port},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        while not children.read_text():
+            time.sleep(0.01)
+        self.first = int(children.read_text())
         return self
 
     def until(self, word, seconds=60):
@@ -226,3 +262,25 @@ def manager(address, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     return KEPT
+
+
+def permitted(folder):
+    """Whether this machine lets us make containers of this kind."""
+    if sys.platform != "linux" or not shutil.which("unshare"):
+        return False
+    probe = ["sh", "-c", 'mount --bind "$1" /opt && hostname aws', "sh", str(folder)]
+    return subprocess.run([*UNSHARE, *probe], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def opt(tmp_path):
+    """The names of hosts in containers, whose folder is made here; skipped by name where there can be no containers."""
+    if not permitted(tmp_path):
+        pytest.skip("namespaces need root and unshare")
+    made = not OPT.exists()
+    OPT.mkdir(parents=True, exist_ok=True)
+    table = tmp_path / "table"
+    table.write_text("127.0.0.1 localhost algo-1 algo-2\n")
+    yield table
+    if made:
+        OPT.rmdir()

@@ -4,30 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-OPT = Path("/opt/ml")
-# As in the request: ContainerEntrypoint, and then ContainerArguments.
-ENTRYPOINT = (
-    "/bin/sh",
-    "-c",
-    "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py",
-)
-# torch tells machines apart by their address, which these two share, and their process ids: those begin elsewhere.
-INSIDE = """
-mount --bind "$1" /opt/ml && mount --bind "$2" /etc/hosts && hostname aws || exit
-[ "$3" = algo-1 ] || /bin/true
-shift 3
-exec "$@"
-"""
-UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 SCRIPT = """
 import os, signal, socket, sys, time
 from pathlib import Path
@@ -57,53 +38,13 @@ time.sleep(100)
 """
 
 
-def permitted(folder):
-    """Whether this machine lets us make containers of this kind."""
-    if sys.platform != "linux" or not shutil.which("unshare"):
-        return False
-    probe = ["sh", "-c", 'mount --bind "$1" /opt && hostname aws', "sh", str(folder)]
-    return subprocess.run([*UNSHARE, *probe], capture_output=True, check=False).returncode == 0
-
-
-@pytest.fixture
-def opt(tmp_path):
-    """The place of the platform's folder, empty outside of a container; skipped by name where there can be none."""
-    if not permitted(tmp_path):
-        pytest.skip("namespaces need root and unshare")
-    made = not OPT.exists()
-    OPT.mkdir(parents=True, exist_ok=True)
-    yield
-    if made:
-        OPT.rmdir()
-
-
-def contained(host, table, port):
-    """Start a host's first process, as the platform does; its id out here."""
-    command = [*UNSHARE, "sh", "-c", INSIDE, "sh", str(host.root), str(table), host.name, *ENTRYPOINT]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    host.process = subprocess.Popen(
-        command,
-        env={"PATH": path, "TRAINING_JOB_NAME": "job", "AWS_REGION": "us-east-1", "SM_MASTER_PORT": port},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    children = Path(f"/proc/{host.process.pid}/task/{host.process.pid}/children")
-    while not children.read_text():
-        time.sleep(0.01)
-    return int(children.read_text())
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("opt")
 def test_the_first_process_of_a_container_reaps_passes_signals_on_and_meets_hosts_that_share_a_name(
-    containers, tmp_path, port
+    containers, opt, port
 ):
-    table = tmp_path / "hosts"
-    table.write_text("127.0.0.1 localhost algo-1 algo-2\n")
     hosts = containers.hosts("algo-1", "algo-2", source={"train.py": SCRIPT})
-    first = [contained(host, table, port) for host in hosts]
+    for host in hosts:
+        host.contain(opt, port)
     said = [host.until("ready") for host in hosts]
     for text in said:
         assert re.search(rf"2 machines met at algo-1:{port}: algo-1 .*with 1, algo-2 .*with 1", text)
@@ -111,8 +52,8 @@ def test_the_first_process_of_a_container_reaps_passes_signals_on_and_meets_host
         assert "name aws first /opt/ml/input/data/accel/entry.py" in text
         assert "ready 2.0" in text
     begun = time.monotonic()
-    for pid in first:
-        os.kill(pid, signal.SIGTERM)
+    for host in hosts:
+        os.kill(host.first, signal.SIGTERM)
     ended = [host.end(30) for host in hosts]
     assert time.monotonic() - begun < 15
     assert [code for code, _ in ended] == [143, 143]
