@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -119,14 +117,6 @@ def aws(aws_plane, monkeypatch):
     aws_plane.use(monkeypatch)
     yield aws_plane
     aws_plane.reset()
-
-
-@pytest.fixture
-def one_meeting():
-    """For tests whose hosts meet at SageMaker's port, of which a machine has one: one of them at a time, whoever runs it."""
-    with (Path(tempfile.gettempdir()) / "accel-tests-7777.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ class Launcher(Section):
 
     @classmethod
     def lacks(cls) -> str:
-        """What has to be installed before it can be used here, with the command; empty if nothing has."""
+        """What has to be installed before it can be used here, as pip calls it; empty if nothing has."""
         return ""
 
     @classmethod

@@ -38,7 +38,7 @@ def docs():
 
 
 @pytest.mark.slow
-def test_the_page_on_sagemaker_is_what_happens(docs, aws, one_meeting, tmp_path, monkeypatch):
+def test_the_page_on_sagemaker_is_what_happens(docs, aws, tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     elsewhere = {command: why for command, why in docs.ELSEWHERE.items() if why.covered != here}
     aws.role()

@@ -70,7 +70,7 @@ def further(text: str, hint: str, **how: Any) -> Question:
 
 def missing() -> str:
     """What has to be installed before AWS can be asked anything; empty if nothing has."""
-    return "" if find_spec("boto3") else 'boto3: pip install "accel[sagemaker]"'
+    return "" if find_spec("boto3") else "accel[sagemaker]"
 
 
 def profiles(_: Machine, answers: Answers) -> Offers:  # noqa: ARG001 - what is offered does not hang on them
@@ -199,4 +199,9 @@ def _partition(session: Any, region: str | None) -> str:
 
 
 def _none(error: AccelError, what: str = "choices") -> Offers:
+    if missing():
+        # The same for every question, and so said once.
+        return Offers(
+            note='boto3 is not installed, so AWS is not asked, and you type: pip install "accel[sagemaker]"'
+        )
     return Offers(note=f"no {what} can be offered here, so you type: {error}")

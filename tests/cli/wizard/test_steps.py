@@ -236,7 +236,7 @@ def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeyp
     assert title == "A training job on Amazon SageMaker"
     monkeypatch.setattr("accel_cli.launchers.sagemaker.asking.find_spec", lambda _: None)
     title = next_step({}).choices(MACHINES[0], {})[-1].title
-    assert title == 'A training job on Amazon SageMaker (needs boto3: pip install "accel[sagemaker]")'
+    assert title == "A training job on Amazon SageMaker (needs accel[sagemaker])"
 
 
 def test_a_profile_that_is_shown_leaves_out_what_is_empty():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -84,11 +85,13 @@ def test_what_cannot_be_looked_up_is_said_and_then_typed(config, ask, text, said
     assert wrong in offers.note
 
 
-def test_without_boto3_the_note_names_what_to_install(config, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    monkeypatch.setitem(__import__("sys").modules, "boto3.session", None)
-    assert 'pip install "accel[sagemaker]"' in asking.profiles(MACHINE, {}).note
-    monkeypatch.setattr(asking, "find_spec", lambda _: None)
+def test_without_boto3_one_note_names_what_to_install(config, monkeypatch):
+    for module in ("boto3", "boto3.session"):
+        monkeypatch.setitem(sys.modules, module, None)
+    notes = {ask(MACHINE, {}).note for ask in (asking.profiles, asking.regions, asking.roles)}
+    assert notes == {
+        'boto3 is not installed, so AWS is not asked, and you type: pip install "accel[sagemaker]"'
+    }
     assert asking.instances() == []
     assert asking.misspelt("ml.nonsense.xlarge") is None
 
