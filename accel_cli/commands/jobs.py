@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +31,10 @@ _Launcher = Annotated[
         help="Whose jobs: slurm or sagemaker. Else those of the profile in force, or slurm.",
     ),
 ]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value of the profile; can be repeated."),
+]
 _Profile = Annotated[
     str | None,
     typer.Option(
@@ -44,13 +47,13 @@ _Profile = Annotated[
 
 
 @app.command("list", epilog="Example: accel jobs list")
-def list_(launcher: _Launcher = None, profile: _Profile = None) -> None:
+def list_(launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
     """List your jobs that Slurm still knows, or the newest of your AWS account, the oldest first."""
     from accel_cli import console
 
     rows = [
         (job.id, job.name, job.state, job.elapsed, job.where or job.reason)
-        for job in _jobs(launcher, profile).list()
+        for job in _jobs(launcher, profile, assignments).list()
     ]
     if not rows:
         console.note("there are no jobs of yours")
@@ -59,11 +62,13 @@ def list_(launcher: _Launcher = None, profile: _Profile = None) -> None:
 
 
 @app.command("status", epilog="Example: accel jobs status 12")
-def status(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None) -> None:
+def status(
+    job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None
+) -> None:
     """Show what is known of a job."""
     from accel_cli import console
 
-    job = _jobs(launcher, profile).status(job_id)
+    job = _jobs(launcher, profile, assignments).status(job_id)
     console.table(("", ""), [(name, value) for name, value in _facts(job).items() if value])
 
 
@@ -76,12 +81,13 @@ def logs(
     ] = False,
     launcher: _Launcher = None,
     profile: _Profile = None,
+    assignments: _Set = None,
 ) -> None:
     """Print what a job has printed."""
     from accel_cli import console
     from accel_cli.jobs import follow as following
 
-    jobs = _jobs(launcher, profile)
+    jobs = _jobs(launcher, profile, assignments)
     job = jobs.status(job_id)
     if follow:
         raise typer.Exit(following.follow(jobs, job))
@@ -93,11 +99,11 @@ def logs(
 
 
 @app.command("stop", epilog="Example: accel jobs stop 12")
-def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None) -> None:
+def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
     """End a job; its scripts get SIGTERM, and some time to save."""
     from accel_cli import console
 
-    jobs = _jobs(launcher, profile)
+    jobs = _jobs(launcher, profile, assignments)
     job = jobs.status(job_id)
     if job.done:
         console.note(f"job {job.id} is {job.state} already")
@@ -114,37 +120,32 @@ def download(
     ] = Path(),
     launcher: _Launcher = None,
     profile: _Profile = None,
+    assignments: _Set = None,
 ) -> None:
     """Bring home the model and the other files that a job left."""
     from accel_cli import console
 
-    folder = _jobs(launcher, profile).download(job_id, output)
+    folder = _jobs(launcher, profile, assignments).download(job_id, output)
     console.note(f"what job {job_id} left is in {console.short(str(folder.resolve()))}")
     console.plain(str(folder))
 
 
-def _jobs(kind: str | None, profile: str | None) -> Jobs:
+def _jobs(kind: str | None, profile: str | None, assignments: list[str] | None) -> Jobs:
     from accel_cli.errors import UsageError
-    from accel_cli.jobs import SERVICES, service
+    from accel_cli.jobs import SERVICES, again, service
 
     if kind is not None and kind not in SERVICES:
         raise UsageError(
             f"--launcher takes {' or '.join(SERVICES)}, whose scripts run as jobs; it got {kind!r}"
         )
-    said = _in_force(profile)
-    wanted = kind or said.get("launcher.kind") or next(iter(SERVICES))
-    jobs = service(wanted, said if said.get("launcher.kind") == wanted else {})
-    jobs.options = _again(kind, profile)
+    typed = [*([f"launcher.kind={kind}"] if kind else []), *(assignments or ())]
+    said = _in_force(profile, typed)
+    jobs = service(said.get("launcher.kind") or next(iter(SERVICES)), said)
+    jobs.options = again(profile, typed)
     return jobs
 
 
-def _again(kind: str | None, profile: str | None) -> str:
-    """The options that find the same jobs again."""
-    said = {"--launcher": kind, "--profile": profile}
-    return "".join(f" {option} {shlex.quote(value)}" for option, value in said.items() if value)
-
-
-def _in_force(profile: str | None) -> dict[str, Any]:
+def _in_force(profile: str | None, assignments: list[str]) -> dict[str, Any]:
     """What the profile in force says of its launcher, by dotted key, if that submits jobs."""
     import os
 
@@ -153,7 +154,8 @@ def _in_force(profile: str | None) -> dict[str, Any]:
     from accel_cli.profile.store import Store
 
     values: dict[str, Any] = {}
-    for layer in layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, profile):
+    options = [layers.assigned(assignments)]
+    for layer in layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, profile, options):
         said = {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
         if said.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}

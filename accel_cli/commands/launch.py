@@ -9,7 +9,9 @@ import typer
 from accel_cli.commands.completion import profile_names
 
 if TYPE_CHECKING:
+    from accel_cli.launchers.base import Launcher
     from accel_cli.plan import Plan
+    from accel_cli.planning import Request
     from accel_cli.profile.layers import Resolved
 
 __all__ = ["SETTINGS", "launch"]
@@ -259,17 +261,17 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         pods.check_gcloud()
     if not quiet:
         console.note(headline(plan, resolved))
-    raise typer.Exit(planning.run(replace(plan, detach=detach, again=_again(resolved, profile))))
+    raise typer.Exit(
+        planning.run(replace(plan, detach=detach, again=_again(request, resolved.profile.start)))
+    )
 
 
-def _again(resolved: Resolved, profile: str | None) -> str:
+def _again(request: Request, launcher: Launcher) -> str:
     """What `accel jobs` has to be told to look for a job where this launch submits it."""
-    import shlex
+    from accel_cli.jobs import again
 
-    if profile:
-        return f" --profile {shlex.quote(profile)}"
-    typed = resolved.source("launcher.kind").startswith("--")
-    return f" --launcher {resolved.profile.launcher.kind}" if typed else ""
+    keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.found_by)}
+    return again(request.profile, [text for text in request.assignments if text.partition("=")[0] in keys])
 
 
 def _refuse_pod_options(**said: Any) -> None:

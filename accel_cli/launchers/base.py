@@ -51,6 +51,8 @@ class Launcher(Section):
     """Where its processes run: on this machine; on the hosts of a TPU, of which this is one; where a service puts them."""
     alone: ClassVar[bool] = False
     """Whether it is one process, with no launcher beside it."""
+    found_by: ClassVar[tuple[str, ...]] = ()
+    """Its keys that say where its jobs are, where a service runs them."""
     words: ClassVar[Mapping[str, str]] = {}
     """Its own word for a key that an option of `accel launch` names by another's."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))

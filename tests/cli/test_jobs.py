@@ -6,7 +6,7 @@ import re
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.jobs import SERVICES, service
+from accel_cli.jobs import SERVICES, again, service
 from accel_cli.jobs import follow as following
 from accel_cli.jobs.base import Job, Jobs, Log, Pace, UnreachableError
 from accel_cli.jobs.slurm import SlurmJobs, parsed
@@ -296,3 +296,10 @@ def test_a_launcher_without_jobs_is_refused(accel):
     done = accel("jobs", "list", "--launcher", "single")
     assert done.returncode == 2
     assert "--launcher takes slurm or sagemaker, whose scripts run as jobs; it got 'single'" in done.stderr
+
+
+def test_what_finds_a_job_again_is_what_was_typed_to_find_it():
+    assert again(None, []) == ""
+    assert again("my aws", ["launcher.kind=sagemaker", "launcher.region=eu-west-1"]) == (
+        " --profile 'my aws' --launcher sagemaker --set launcher.region=eu-west-1"
+    )

@@ -132,10 +132,14 @@ def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, launched)
         "launcher.kind=sagemaker",
         "launcher.pytorch_version='2.9'",
         "launcher.instance_type=ml.m5.large",
+        "launcher.region=eu-west-1",
     ]
     told = [word for option in options for word in ("--set", option)]
     done = launched("--detach", *told, "--job-name", "mine", "train.py")
-    assert "accel jobs logs mine -f --launcher sagemaker follows it" in done.stderr
+    again = "--launcher sagemaker --set launcher.region=eu-west-1"
+    assert f"accel jobs logs mine -f {again} follows it" in done.stderr, done.stderr
+    asked = [sys.executable, "-m", "accel_cli", "jobs", "status", "mine", *again.split()]
+    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.startswith("id\tmine\n")
 
 
 def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launched):

@@ -13,6 +13,7 @@ from accel_cli.launchers.sagemaker.patterns import parsed
 
 __all__ = [
     "Channel", "Uri", "bucket", "channels", "inside", "instance", "name", "patterns", "processes", "s3", "seconds", "variables",
+    "version",
 ]  # fmt: skip
 
 _NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
@@ -85,6 +86,15 @@ def patterns(value: list[str]) -> list[str]:
     """Patterns of files, as in a .gitignore."""
     for text in value:
         parsed(text)
+    return value
+
+
+def version(value: Any) -> Any:
+    """Text that YAML takes for a number where it has no quotes."""
+    if isinstance(value, float):
+        raise ValueError(  # noqa: TRY004 - pydantic makes a finding of no other
+            "expected text in quotes, as '2.9': without them 2.10 is the number 2.1"
+        )
     return value
 
 

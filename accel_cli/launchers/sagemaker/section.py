@@ -12,7 +12,7 @@ from accel_cli.errors import UsageError
 from accel_cli.fields import Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
-from accel_cli.launchers.sagemaker import asking, keys, running
+from accel_cli.launchers.sagemaker import asking, instances, keys, running
 from accel_cli.machine import Machine
 from accel_runtime.env import ProcessGroupBackend
 
@@ -28,6 +28,7 @@ class SageMaker(Launcher):
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
     runs = "job"
+    found_by = ("region", "aws_profile")
     carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset(get_args(ProcessGroupBackend))
     words: ClassVar[dict[str, str]] = {"launcher.nnodes": "launcher.instance_count"}
     further: ClassVar[str] = "image, inputs, metrics, tags, VPC, volume, KMS, secrets"
@@ -160,7 +161,8 @@ class SageMaker(Launcher):
     ] = None
     pytorch_version: Annotated[
         str | None,
-        Field(pattern=r"^\d+\.\d+", description="torch of the image, like `2.9`; unset is this machine's."),
+        Field(pattern=r"^\d+\.\d+", description="torch of the image, like `'2.9'`; unset is this machine's."),
+        BeforeValidator(keys.version),
         asking.further(
             "Which torch in AWS's image?", "like 2.9", when=asking.without_image, offers=asking.versions
         ),
@@ -357,6 +359,10 @@ class SageMaker(Launcher):
         """Seconds for waiting and running together; None where nothing waits."""
         return (self.max_wait or self.max_run + _DAY_S) if self.spot else None
 
+    @property
+    def _may_have_gpus(self) -> bool:
+        return self.allow_unknown_instance or instances.has_gpu(self.instance_type)
+
     @override
     def plan(self, job: Job) -> Plan:
         if job.settings.device not in {"auto", "cpu", "cuda"}:
@@ -374,7 +380,7 @@ class SageMaker(Launcher):
             target=job.target,
             nnodes=self.instance_count,
             nproc_per_node=1 if self.nproc_per_node == "auto" else self.nproc_per_node,
-            counted="a process for each GPU" if self.nproc_per_node == "auto" else "",
+            counted="a process for each GPU" if self.nproc_per_node == "auto" and self._may_have_gpus else "",
             request={
                 "profile": {**self.model_dump(), "max_wait": self.longest},
                 "run": run,
