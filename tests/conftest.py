@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,3 +119,33 @@ def aws(aws_plane, monkeypatch):
     aws_plane.use(monkeypatch)
     yield aws_plane
     aws_plane.reset()
+
+
+@pytest.fixture
+def one_meeting():
+    """For tests whose hosts meet at SageMaker's port, of which a machine has one: one of them at a time, whoever runs it."""
+    with (Path(tempfile.gettempdir()) / "accel-tests-7777.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def terminal(cwd):
+    """Opens terminals with `accel config` in them, and closes what a failed test left open."""
+    module, opened = loaded(ROOT / "tests" / "terminal.py"), []
+
+    def open_(*args, **size):
+        opened.append(module.Terminal(*args, **size))
+        return opened[-1]
+
+    yield open_
+    for one in opened:
+        one.process.close(force=True)
+
+
+@pytest.fixture
+def written(home):
+    """The profile the wizard wrote."""
+    from accel_cli.profile.layers import file, resolve
+
+    return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile

@@ -162,6 +162,29 @@ def test_torch_is_not_imported_for(code, tmp_path):
     assert done.stderr.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import accel_cli.launchers",
+        "from accel_cli.main import main; main(['--help'])",
+        "from accel_cli.main import main; main(['config', 'default'])",
+        "from accel_cli.main import main; main(['launch', '--dry-run', '--nproc-per-node', '2', 'x.py'])",
+        "from accel_cli.main import main; main(['launch', '--explain', '--set', 'launcher.kind=sagemaker', 'x.py'])",
+    ],
+)
+def test_boto3_is_imported_only_by_who_asks_aws(code, tmp_path):
+    (tmp_path / "x.py").write_text("")
+    check = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print({'boto3', 'botocore', 'sagemaker'} & set(sys.modules), file=sys.stderr))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check + code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "set()"
+
+
 def test_help_imports_neither_pydantic_nor_yaml():
     code = (
         "import sys, atexit\n"

@@ -45,6 +45,7 @@ SLOW = {
             "index",
             "install",
             "profile",
+            "sagemaker",
             "tracking",
             "when-it-fails",
         )
@@ -85,6 +86,20 @@ ELSEWHERE = {
             "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
         ),
         Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
+    ),
+    'python -m pip install -e ".[sagemaker]"': Elsewhere(
+        "changes the environment that runs this test", "pyproject.toml"
+    ),
+    **dict.fromkeys(
+        (
+            "accel launch --profile aws --dry-run train.py --epochs 3",
+            "accel launch --profile aws --job-name first-try train.py --epochs 3",
+            "accel jobs status first-try --profile aws",
+            "accel jobs logs first-try --profile aws",
+            "accel jobs download first-try --profile aws -o models",
+            "accel test --profile aws",
+        ),
+        Elsewhere("needs an AWS", "tests/integration/test_sagemaker_docs.py"),
     ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel launch --tpu-pod my-pod --zone us-central2-b --run-pod train.py --epochs 3": Elsewhere(

@@ -86,7 +86,7 @@ class Meeting:
             accel="" if self.alone else version("accel"),
         )
         if not self.alone:
-            self._introduce()
+            self._come_in()
 
     @property
     def left(self) -> int:
@@ -178,6 +178,15 @@ class Meeting:
             f"waiting: nobody at the meeting place {self.endpoint} yet ({self._reason}){hint}, {low - 1 or high - 1} "
             f"missing; {self.left} s left"
         )
+
+    def _come_in(self) -> None:
+        try:
+            self._introduce()
+        except DistError:
+            raise AccelError(
+                f"the meeting place {self.endpoint} answered, but not as that of this run: its launcher has just ended, or "
+                f"another run is there, and no machine of {self._said['run_id']!r}. Is `accel launch` running on that machine?"
+            ) from None
 
     def _introduce(self) -> None:
         """Say who this is, once it is clear that this machine and the meeting place can work together."""

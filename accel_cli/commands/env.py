@@ -23,6 +23,7 @@ _PACKAGES = (
     "typer",
     "rich",
     "questionary",
+    "boto3",
 )
 _RELEVANT = (
     "ACCEL_", "CPU_NUM_DEVICES", "CUDA_", "GLOO_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
@@ -69,6 +70,7 @@ def _facts() -> dict[str, Any]:
         "packages": _versions(),
         "devices": found.problem or {str(index): name for index, name in enumerate(found.devices)} or "none",
         "tpu": _tpu(found),
+        "aws": _aws(),
         "profile": _profile(found),
         "variables": {
             name: masked(name, value)
@@ -89,6 +91,18 @@ def _tpu(found: Machine) -> dict[str, str]:
         "torch_xla": found.xla_problem or f"{found.packages.torch_xla}, beside torch {found.packages.torch}",
         "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "not set"),
     }
+
+
+def _aws() -> dict[str, str] | str:
+    """What AWS's own tools would take here; no key of anybody's."""
+    from accel_cli.errors import AccelError
+    from accel_cli.launchers.sagemaker.aws import Account
+
+    try:
+        session = Account().session
+    except AccelError as error:
+        return f"cannot be used: {error}"
+    return {"profile": session.profile_name, "region": session.region_name or "none"}
 
 
 def _versions() -> dict[str, str]:

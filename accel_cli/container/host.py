@@ -17,9 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # This folder: the modules in it have names of their own only within it.
-    sys.path[0] = str(Path(__file__).parents[2])
+if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        # This folder, whose modules have names of their own only within it.
+        del sys.path[0]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accel_cli import reason
 from accel_cli.container import gpus, packages, source, told, vault, work

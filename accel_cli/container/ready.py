@@ -77,7 +77,8 @@ class Ready:
             "rdzv_timeout": _MEET_S,
             "last_call_timeout": 5,
             "ranks": 0,
-            "log_dir": str(self.root / "accel-runs"),
+            # What is in there comes home: the logs of the ranks that are not shown.
+            "log_dir": str(self.root / "output" / "data" / "accel-runs"),
             "shutdown_timeout": 110,
             "stall_timeout": None,
             reason.FILE: str(self.root / "output" / "failure"),

@@ -71,8 +71,15 @@ def bring(account: Account, told: Mapping[str, Any], into: Path) -> Path:
     with _beside(into, name) as fresh:
         for archive in archives:
             _fetch(account, archive, fresh)
+        _keep_out_of_git(fresh / "files")
         (fresh / "files").rename(folder)
     return folder
+
+
+def _keep_out_of_git(folder: Path) -> None:
+    """A model is no source: neither is it committed by accident, nor sent along with the next job."""
+    if not (folder / ".gitignore").exists():
+        (folder / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def _found(account: Account, told: Mapping[str, Any]) -> Iterator[_Archive]:

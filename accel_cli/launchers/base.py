@@ -57,6 +57,13 @@ class Launcher(Section):
     """The number formats of the forward pass that its processes know."""
     carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
     """What may carry collectives between its processes."""
+    further: ClassVar[str] = ""
+    """What its further questions are about; empty where it has none."""
+
+    @classmethod
+    def lacks(cls) -> str:
+        """What has to be installed before it can be used here, with the command; empty if nothing has."""
+        return ""
 
     @classmethod
     def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere

@@ -116,7 +116,9 @@ class Profile(Section):
 
     def data(self) -> dict[str, Any]:
         """Plain data that says everything; what is unset or empty is left out."""
-        return self.model_dump(exclude_none=True, exclude={"env"} if not self.env else None)
+        data = self.model_dump(exclude_none=True)
+        data["launcher"] = {name: value for name, value in data["launcher"].items() if value not in ({}, [])}
+        return {name: value for name, value in data.items() if value != {}}
 
 
 def json_schema() -> dict[str, Any]:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import questionary
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from questionary import Choice, Style
+from rich.console import Console
 
-from accel_cli import fields
-from accel_cli.errors import ProfileError
+from accel_cli import console, fields
+from accel_cli.errors import AccelError
 from accel_cli.machine import Machine
-from accel_cli.profile import document
 from accel_cli.profile.schema import Profile
-from accel_cli.wizard.steps import Step, next_step, profile_from
+from accel_cli.wizard import typed
+from accel_cli.wizard.steps import Step, next_step, profile_from, told
 
-__all__ = ["BACK", "ask_all", "confirm"]
+__all__ = ["BACK", "agree", "ask_all", "confirm"]
 
 BACK = object()
 """What a person answers to see the question before."""
+_AGAIN = object()
+"""What a person answers to see the same question once more."""
 _BACK_KEY = "<"
+_MANY = 12
+"""Choices from which on typing narrows them."""
 _STYLE = Style([("qmark", "fg:ansicyan bold"), ("question", "bold"), ("pointer", "fg:ansicyan bold"),
                 ("answer", "fg:ansicyan"), ("highlighted", "fg:ansicyan")])  # fmt: skip
 
@@ -29,10 +36,31 @@ _STYLE = Style([("qmark", "fg:ansicyan bold"), ("question", "bold"), ("pointer",
 class _Asked:
     """The state of a conversation: what was answered, in the order it was asked."""
 
-    answers: dict[str, Any]
+    answers: dict[str, Any] = field(default_factory=dict)
+    taken_back: dict[str, Any] = field(default_factory=dict)
+    """Answers that are asked for once more: they are what is suggested then."""
 
     def back(self) -> _Asked:
-        return _Asked(dict(list(self.answers.items())[:-1]))
+        *kept, (key, value) = self.answers.items()
+        return _Asked(dict(kept), {**self.taken_back, key: value})
+
+    def with_(self, key: str, answer: Any) -> _Asked:
+        return _Asked({**self.answers, key: answer}, self.taken_back)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A question in hand, with what Enter answers."""
+
+    step: Step
+    answers: Mapping[str, Any]
+    suggestion: Any
+    choices: Sequence[fields.Choice]
+    """What can be picked; none lets the person type."""
+    typing: bool = False
+    """Whether something that is not among the choices can be typed."""
+    said: fields.Answers = field(default_factory=dict)
+    """What is said so far, for choices that make something."""
 
 
 def ask_all(
@@ -51,72 +79,143 @@ def ask_all(
     Raises:
         KeyboardInterrupt: The person pressed Ctrl-C.
     """
-    asked = _Asked({})
+    asked, said = _Asked(), set[str]()
     while True:
         step = next_step(asked.answers)
         if step is None:
-            profile = profile_from(asked.answers, before)
-            agreed = show(profile)
+            profile = _profile(asked.answers, before)
+            agreed = show(profile) if profile else None
             if agreed is not None:
                 return profile if agreed else None
             asked = asked.back()
             continue
-        choices = step.choices(machine, asked.answers)
-        answer = _ask(step, step.suggestion(machine, asked.answers, before), asked.answers, choices)
-        asked = asked.back() if answer is BACK else _Asked({**asked.answers, step.key: answer})
+        answer = _ask(_turn(step, machine, asked, before, said))
+        if answer is not _AGAIN:
+            asked = asked.back() if answer is BACK else asked.with_(step.key, answer)
 
 
 def confirm(question: str) -> bool | None:
     """Ask whether to write; None goes back."""
-    choices = [
-        Choice("Yes", value=True),
-        Choice("Back", value=BACK),  # a value of None would become the title
-        Choice("No, leave all as it is", value=False),
-    ]
-    picked = questionary.select(question, choices=choices, style=_STYLE, instruction=" ").unsafe_ask()
-    return None if picked is BACK else bool(picked)
+    titles = ("Yes", "Back", "No, leave all as it is")
+    return (True, None, False)[_select(question, titles, back=1, help_=" ")]
 
 
-def _ask(step: Step, suggestion: Any, answers: Mapping[str, Any], offered: Sequence[fields.Choice]) -> Any:
-    if offered:
-        return _pick(
-            step.question.text,
-            suggestion,
-            [Choice(each.title, value=each.value) for each in offered],
-            answers,
-        )
-    return _type(step, suggestion, answers)
+def agree(text: str, question: str) -> bool:
+    """Show a text, and ask a question about it."""
+    console.plain(text)
+    return _select(question, ("Yes", "No"), back=1) == 0
 
 
-def _pick(text: str, suggestion: Any, choices: list[Choice], answers: Mapping[str, Any]) -> Any:
-    if answers:
-        choices.append(Choice("Back", value=BACK))
-    return questionary.select(
-        text, choices=choices, default=suggestion, style=_STYLE, instruction="(arrows, Enter)"
-    ).unsafe_ask()
+def _profile(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profile | None:
+    """The profile, or None once it was said what does not fit together."""
+    try:
+        return profile_from(answers, before)
+    except AccelError as error:
+        console.note(f"this does not fit together, so the last question comes again: {error}")
+        return None
 
 
-def _type(step: Step, suggestion: Any, answers: Mapping[str, Any]) -> Any:
-    hint = step.question.hint + "; " if step.question.hint else ""
+def _turn(step: Step, machine: Machine, asked: _Asked, before: Mapping[str, Any], said: set[str]) -> _Turn:
+    answers = asked.answers
+    suggestion = step.suggestion(machine, answers, {**before, **asked.taken_back})
+    if not step.question.offers:
+        return _Turn(step, answers, suggestion, step.choices(machine, answers))
+    known = told(answers, before)
+    with Console().status("Looking for what there is"):
+        offers = step.offers(machine, known)
+    if offers.note and offers.note not in said:
+        said.add(offers.note)
+        console.note(offers.note)
+    choices = list(offers.choices)
+    if choices and suggestion is not None and suggestion not in [choice.value for choice in choices]:
+        choices.insert(0, fields.Choice(suggestion, f"{typed.show(suggestion)}, as before"))
+    return _Turn(step, answers, suggestion, choices, typing=True, said=known)
+
+
+def _ask(turn: _Turn) -> Any:
+    if not turn.choices:
+        return _type(turn)
+    titles = [choice.title for choice in turn.choices]
+    own = ["another one, which I type"] if turn.typing else []
+    back = ["Back"] if turn.answers else []
+    values = [choice.value if not choice.make else _AGAIN for choice in turn.choices]
+    default = values.index(turn.suggestion) if turn.suggestion in values else 0
+    picked = _select(
+        turn.step.question.text,
+        [*titles, *own, *back],
+        default=default,
+        back=len(titles) + len(own) if back else None,
+    )
+    if picked < len(titles):
+        return _value(turn.choices[picked], turn.said)
+    if picked == len(titles) and own:
+        answer = _type(turn)
+        return _AGAIN if answer is BACK else answer
+    return BACK
+
+
+def _value(choice: fields.Choice, said: fields.Answers) -> Any:
+    """What a choice stands for, once it is there."""
+    if not choice.make:
+        return choice.value
+    try:
+        made = choice.make(said, agree)
+    except AccelError as error:
+        console.note(str(error))
+        return _AGAIN
+    return _AGAIN if made is None else made
+
+
+def _select(
+    text: str, titles: Sequence[str], *, default: int = 0, back: int | None = None, help_: str = ""
+) -> int:
+    """The number of the line that was picked; `back` is the one that the key for going back picks."""
+    many = len(titles) > _MANY
+    # By number: questionary takes a value of None for none at all, and shows the title in its place.
+    choices = [Choice(title, value=index) for index, title in enumerate(titles)]
+    question = questionary.select(
+        text,
+        choices=choices,
+        default=choices[default],
+        style=_STYLE,
+        instruction=help_ or ("(type to narrow, arrows, Enter)" if many else "(arrows, Enter)"),
+        use_search_filter=many,
+        use_jk_keys=not many,
+    )
+    if back is not None:
+        keys = KeyBindings()
+        keys.add(_BACK_KEY, eager=True)(lambda event: event.app.exit(result=back))
+        own = question.application.key_bindings or KeyBindings()
+        question.application.key_bindings = merge_key_bindings([own, keys])
+    return int(question.unsafe_ask())
+
+
+def _type(turn: _Turn) -> Any:
+    step, suggestion = turn.step, turn.suggestion
+    clears = [f"{typed.NONE} for none"] if step.may_be_none and typed.show(suggestion) else []
+    help_ = "; ".join([*filter(None, [step.question.hint]), *clears, f"{_BACK_KEY} goes back"])
 
     def check(text: str) -> bool | str:
-        if text.strip() in {"", _BACK_KEY}:
+        if text.strip() == _BACK_KEY:
             return True
         try:
-            return step.problem(_read(text), answers) or True
-        except ProfileError:
-            return "this cannot be read as a value"
+            return step.problem(step.read(text) if text.strip() else suggestion, turn.answers) or True
+        except ValueError as error:
+            return str(error)
 
     text: str = questionary.text(
         step.question.text,
-        instruction=f"({hint}{_BACK_KEY} goes back) ",
+        instruction=f"({help_}) ",
         validate=check,
+        validate_while_typing=False,
         style=_STYLE,
+        completer=_completer(step),
         # Shown until something is typed, so that nobody has to erase a suggestion first.
-        placeholder=[("class:text", "" if suggestion is None else str(suggestion))],
+        placeholder=[("class:text", typed.show(suggestion))],
     ).unsafe_ask()
-    return BACK if text.strip() == _BACK_KEY else _read(text) if text.strip() else suggestion
+    return BACK if text.strip() == _BACK_KEY else step.read(text) if text.strip() else suggestion
 
 
-def _read(text: str) -> Any:
-    return document.scalar(text.strip(), "answer")
+def _completer(step: Step) -> WordCompleter | None:
+    words = step.question.complete() if step.question.complete else ()
+    return WordCompleter(list(words), sentence=True, match_middle=True) if words else None

@@ -52,8 +52,11 @@ def _before(target: Path, found: Machine) -> dict[str, Any]:
         return {}
     try:
         profile = layers.resolve([layers.file(target, "file")]).profile
-        # A plan that is never run: it tells whether Enter on every question would launch.
-        profile.start.plan(Job("train.py", (), "script", profile.settings, {}, {}, found, python="python"))
+        if profile.start.runs != "job":
+            # A plan that is never run: it tells whether Enter on every question would launch.
+            profile.start.plan(
+                Job("train.py", (), "script", profile.settings, {}, {}, found, python="python")
+            )
     except UsageError as error:
         console.note(f"{target} cannot be used here, so the questions start anew: {error}")
         return {}

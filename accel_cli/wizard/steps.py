@@ -9,17 +9,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from accel_cli.fields import Answers, Choice, Question, question_of
+from accel_cli.errors import ProfileError
+from accel_cli.fields import Answers, Choice, Offers, Question, question_of
 from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Launcher
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import nested
 from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile
+from accel_cli.wizard import typed
 
-__all__ = ["Step", "next_step", "profile_from", "suggested"]
+__all__ = ["Step", "next_step", "profile_from", "suggested", "told"]
 
 _KIND = "launcher.kind"
+_MORE = "more"
+"""Where the answer to whether to ask on is kept; it is no key of a profile."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Step:
     key: str
     """The dotted key that the answer fills."""
     question: Question
+    annotation: Any = str
+    """The type of the field."""
 
     def suggestion(self, machine: Machine, answers: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
         """What Enter answers: what the profile said before, else what suits the machine.
@@ -39,8 +45,9 @@ class Step:
             before: What the profile said, by dotted key.
         """
         picked = [choice.value for choice in self.choices(machine, answers)]
-        if self.key in before and (not picked or before[self.key] in picked):
-            return before[self.key]
+        said = before.get(self.key)
+        if self.key in before and (not picked or said in picked) and not self._misfits(said, answers):
+            return said
         return self.question.suggest(machine, _local(answers))
 
     def choices(self, machine: Machine, answers: Mapping[str, Any]) -> list[Choice]:
@@ -48,12 +55,50 @@ class Step:
         local = _local(answers)
         return [choice for choice in self.question.choices if choice.offered(machine, local)]
 
+    def offers(self, machine: Machine, said: Answers) -> Offers:
+        """What others say can be picked; it may ask a service.
+
+        Args:
+            machine: What was found.
+            said: What `told` gives.
+        """
+        return self.question.offers(machine, said) if self.question.offers else Offers()
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether nothing is an answer."""
+        return typed.may_be_none(self.annotation)
+
+    def read(self, text: str) -> Any:
+        """The value of what was typed.
+
+        Raises:
+            ValueError: It cannot be read as a value.
+        """
+        try:
+            return typed.read(text, self.annotation)
+        except ProfileError:
+            raise ValueError("this cannot be read as a value") from None
+
     def problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         """What is wrong with an answer, given those before it; None if nothing is."""
+        doubt = self.question.doubt(value) if self.question.doubt else None
+        return doubt or self._misfits(value, answers)
+
+    def _misfits(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         try:
-            Profile.model_validate(nested({**answers, self.key: value}))
+            Profile.model_validate(_profile({**answers, self.key: value}))
         except ValidationError as error:
-            return next((found.expected for found in explain(error, {}) if found.key == self.key), None)
+            # What does not fit together names the field first that came last.
+            own = f"{self.key.rpartition('.')[2]}: "
+            return next(
+                (
+                    found.expected.removeprefix(own)
+                    for found in explain(error, {})
+                    if found.key == self.key or found.expected.startswith(own)
+                ),
+                None,
+            )
         return None
 
 
@@ -62,8 +107,14 @@ def next_step(answers: Mapping[str, Any]) -> Step | None:
     return next((step for step in _steps(answers) if step.key not in answers), None)
 
 
+def told(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Answers:
+    """What is said of the launcher so far: the answers, and what the profile said of it that was not asked yet."""
+    same = before.get(_KIND) == answers.get(_KIND)
+    return _local({**(before if same else {}), **answers})
+
+
 def suggested(machine: Machine, before: Mapping[str, Any] | None = None) -> Profile:
-    """The profile that Enter on every question gives."""
+    """The profile that Enter on every question gives, where nobody else is asked what there is."""
     answers: dict[str, Any] = {}
     while step := next_step(answers):
         answers[step.key] = step.suggestion(machine, answers, before or {})
@@ -76,32 +127,58 @@ def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profi
     Args:
         answers: The answers, by dotted key.
         before: What the profile said, by dotted key.
+
+    Raises:
+        ProfileError: An answer does not fit what stays.
     """
     kept = {
         key: value
         for key, value in before.items()
         if not key.startswith("launcher.") or before.get(_KIND) == answers[_KIND]
     }
-    unasked = {key: None for key in kept if key in _questions(answers) and key not in answers}
-    values = {key: value for key, value in {**kept, **unasked, **answers}.items() if value is not None}
-    return Profile.model_validate(nested(values))
+    open_ = {step.key for step in _all(answers) if step.key not in answers and not _stays(step, answers)}
+    values = {**{key: value for key, value in kept.items() if key not in open_}, **answers}
+    try:
+        return Profile.model_validate(_profile(values))
+    except ValidationError as error:
+        raise ProfileError(explain(error, {"": "these answers"})) from None
+
+
+def _profile(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested data of dotted keys, without what is no value of a profile."""
+    return nested({key: value for key, value in values.items() if value is not None and key != _MORE})
+
+
+def _stays(step: Step, answers: Mapping[str, Any]) -> bool:
+    """Whether what the profile says stays, since nobody wanted to be asked."""
+    return step.question.further and not answers.get(_MORE) and step.question.when(_local(answers))
 
 
 def _steps(answers: Mapping[str, Any]) -> Iterator[Step]:
-    yield Step(_KIND, _KIND_QUESTION)
+    """The questions in order: how to run, what every one is asked, what only those are who want to, and the profile's."""
+    yield Step(_KIND, _kind())
     if _KIND not in answers:
         return
-    for key, question in _questions(answers).items():
-        if question.when(_local(answers)):
-            yield Step(key, question)
-
-
-def _questions(answers: Mapping[str, Any]) -> dict[str, Question]:
-    """Every question of the chosen launcher and of the profile itself, by dotted key."""
     launcher = LAUNCHERS[answers[_KIND]]
-    asked = {f"launcher.{name}": question_of(launcher, name) for name in launcher.model_fields}
-    asked |= {name: question_of(Profile, name) for name in Profile.model_fields}
-    return {key: question for key, question in asked.items() if question}
+    own = [step for step in _of(launcher, "launcher.") if step.question.when(_local(answers))]
+    yield from (step for step in own if not step.question.further)
+    if launcher.further:
+        yield Step(_MORE, _more(launcher.further))
+    if answers.get(_MORE):
+        yield from (step for step in own if step.question.further)
+    yield from (step for step in _of(Profile, "") if step.question.when(_local(answers)))
+
+
+def _all(answers: Mapping[str, Any]) -> list[Step]:
+    """Every question of the chosen launcher and of the profile itself."""
+    return [*_of(LAUNCHERS[answers[_KIND]], "launcher."), *_of(Profile, "")]
+
+
+def _of(section: type[Launcher | Profile], prefix: str) -> Iterator[Step]:
+    for name, field in section.model_fields.items():
+        question = question_of(section, name)
+        if question:
+            yield Step(f"{prefix}{name}", question, field.annotation)
 
 
 def _local(answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,10 +189,24 @@ def _offered(launcher: type[Launcher], machine: Machine, _: Answers) -> bool:
     return launcher.offered(machine)
 
 
-_KIND_QUESTION = Question(
-    "How should scripts run?",
-    suggest=lambda machine, _: suggest(machine),
-    choices=tuple(
-        Choice(kind, launcher.title, partial(_offered, launcher)) for kind, launcher in LAUNCHERS.items()
-    ),
-)
+def _more(what: str) -> Question:
+    return Question(
+        f"More? {what}",
+        suggest=lambda *_: False,
+        choices=(Choice(False, "no, that is enough"), Choice(True, "yes, ask on")),
+    )
+
+
+def _kind() -> Question:
+    return Question(
+        "How should scripts run?",
+        suggest=lambda machine, _: suggest(machine),
+        choices=tuple(
+            Choice(kind, _title(launcher), partial(_offered, launcher))
+            for kind, launcher in LAUNCHERS.items()
+        ),
+    )
+
+
+def _title(launcher: type[Launcher]) -> str:
+    return f"{launcher.title} (needs {launcher.lacks()})" if launcher.lacks() else launcher.title

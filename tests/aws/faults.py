@@ -87,7 +87,7 @@ class Fault:
     operation: str
     """`DescribeTrainingJob`, `logs:*` for all of a service, `*` for all."""
     kind: str
-    """A key of `_KINDS`; `error` with code, status and message; `dropped`; `cut` after `size` bytes; `slow`."""
+    """A key of `_KINDS`; `error` with code, status and message; `dropped`; `lost`, the answer only; `cut` after `size` bytes; `slow`."""
     times: int | None = 1
     """How many calls; None for all, until the faults are cleared or `seconds` have passed."""
     after: int = 0
@@ -162,6 +162,11 @@ class Gate:
         if fault.kind == "slow":
             time.sleep(fault.seconds)
             return self._app(environ, start_response)
+        if fault.kind == "lost":
+            # The call does what it does, and nobody hears of it.
+            list(self._app(environ, lambda *_: None))
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionError
         if fault.kind == "dropped":
             _hang_up(environ)
         if fault.kind == "cut":

@@ -17,6 +17,8 @@ EXPECTED = {
     "cpu": ("single", 1, 1, "cpu", "no"),
     "cpu-two-processes": ("torchrun", 1, 2, "cpu", "no"),
     "one-gpu": ("single", 1, 1, "cuda", "no"),
+    "sagemaker": ("sagemaker", 1, 1, "ml.g5.2xlarge", "bf16"),
+    "sagemaker-spot": ("sagemaker", 2, 1, "ml.g5.12xlarge", "bf16"),
     "slurm": ("slurm", 2, 8, "cuda", "bf16"),
     "several-gpus": ("torchrun", 1, 4, "cuda", "no"),
     "several-machines": ("torchrun", 2, 4, "cuda", "no"),
@@ -31,7 +33,8 @@ def test_every_ready_profile_is_expected_here():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_ready_profile_plans_what_its_name_says(path):
+def test_a_ready_profile_plans_what_its_name_says(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     profile = resolve([file(path, "file")]).profile
     machine = TPU if "tpu" in path.stem else GPUS
     plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))

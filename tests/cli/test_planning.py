@@ -265,3 +265,12 @@ def test_the_library_of_sagemakers_images_is_for_sagemaker(cwd, kind):
         UsageError, match=r"smddp is a library of SageMaker's own images, and only launcher\.kind: sagemaker"
     ):
         planning.make(request, found, os.environ, GPUS)
+
+
+def test_sagemaker_takes_the_library_with_an_image_that_has_it(cwd):
+    (cwd / "x.py").touch()
+    said = ("launcher.kind=sagemaker", "process_group_backend=smddp", "launcher.image_uri=mine")
+    request = Request("x.py", assignments=said)
+    found = planning.resolve(request, os.environ, CPU)
+    settings = planning.make(request, found, os.environ, CPU).request["run"]["settings"]
+    assert settings["ACCEL_PROCESS_GROUP_BACKEND"] == "smddp"

@@ -233,7 +233,7 @@ def test_a_home_that_cannot_be_written_is_named(accel, tmp_path):
 def test_env_says_what_a_bug_report_needs_and_no_secret(accel):
     environ = {**os.environ, "TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN"}
     facts = json.loads(accel("env", "--json", env=environ).stdout)
-    assert set(facts) == {"system", "packages", "devices", "tpu", "profile", "variables"}
+    assert set(facts) == {"system", "packages", "devices", "tpu", "aws", "profile", "variables"}
     assert facts["variables"]["NCCL_DEBUG"] == "WARN"
     assert facts["variables"]["TORCH_API_TOKEN"] == "***"
     assert facts["profile"]["launcher.kind"] == "single  [detected]"
@@ -252,6 +252,21 @@ def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel
     assert facts["variables"]["TPU_WORKER_ID"] == "1"
     without = json.loads(accel("env", "--json").stdout)["tpu"]
     assert (without["chips"], without["PJRT_DEVICE"]) == ("none", "not set")
+
+
+def test_env_says_which_aws_would_be_used_and_no_key(accel, tmp_path):
+    (tmp_path / "config").write_text("[profile team]\nregion = eu-central-1\n")
+    (tmp_path / "keys").write_text(
+        "[team]\naws_access_key_id = AKIAHUNTER\naws_secret_access_key = hunter2\n"
+    )
+    environ = {**{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
+               "AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "keys"),
+               "AWS_SESSION_TOKEN": "hunter2"}  # fmt: skip
+    said = accel("env", "--json", env={**environ, "AWS_PROFILE": "team"})
+    assert json.loads(said.stdout)["aws"] == {"profile": "team", "region": "eu-central-1"}
+    assert "hunter" not in said.stdout.lower()
+    wrong = json.loads(accel("env", "--json", env={**environ, "AWS_PROFILE": "taem"}).stdout)["aws"]
+    assert "did you mean team?" in wrong
 
 
 def test_env_also_answers_when_the_profile_is_broken(accel, home):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ _EXCLUDED = "named in launcher.exclude"
 _PRIVATE = "may hold secrets"
 _GONE = "tracked by git, and not there"
 _SPECIAL = "no file: a pipe, a socket or a device"
+_UNREADABLE = "cannot be read"
+_LOST = "links out of the folder, or to nothing"
 _MB = 10**6
 _FEW = 5
 
@@ -84,10 +86,9 @@ def chosen(source: Path, include: Sequence[str] = (), exclude: Sequence[str] = (
         return True
 
     found = listed(source, passes)
-    found.names |= _included(source, wanted, passes, found.names)
-    _leave_out(source, [pattern for pattern in wanted if pattern.names_a_secret], passes, found)
-    _check_links(source, found.names)
-    files = sorted((_file(source, name) for name in found.names), key=lambda file: os.fsencode(file.name))
+    names = found.names | _included(source, wanted, passes, found.names)
+    named = [pattern for pattern in wanted if pattern.names_a_secret]
+    files = _taken(source, filter(passes, sorted(names, key=os.fsencode)), named, found)
     if excluded:
         found.left_out[_EXCLUDED] = excluded
     left_out = {reason: tuple(sorted(names)) for reason, names in found.left_out.items()}
@@ -178,57 +179,53 @@ def _included(source: Path, wanted: Sequence[Pattern], passes: Passes, known: se
     return found
 
 
-def _leave_out(source: Path, named: Sequence[Pattern], passes: Passes, found: Listing) -> None:
-    """Take away the names of what is not sent, each with its reason.
+def _taken(source: Path, names: Iterable[str], named: Sequence[Pattern], found: Listing) -> list[File]:
+    """Those of the files that can be sent; the others are left out, each with its reason.
 
     Raises:
-        UsageError: A file cannot be read.
+        UsageError: A person has to decide about one.
     """
+    files = []
     known: dict[str, bool] = {}
-    unreadable = []
-    for name in sorted(found.names):
-        if passes(name):
-            reason = _reason(source, name, named, known)
-            if not reason and not _readable(source / name):
-                unreadable.append(name)
-            if not reason:
-                continue
-            found.leave_out(reason, name)
-        found.names.remove(name)
-    if unreadable:
-        raise UsageError(
-            f"cannot be read in {source}: {_several(unreadable)}. Make it readable, or name it in launcher.exclude"
-        )
+    for name in names:
+        secret = patterns.may_be_secret(name) and not any(pattern.matches(name) for pattern in named)
+        taken = _PRIVATE if secret else _looked_at(source, name, known)
+        if isinstance(taken, File):
+            files.append(taken)
+        else:
+            found.leave_out(taken, name)
+    _refuse(source, found.left_out)
+    return files
 
 
-def _readable(path: Path) -> bool:
+def _looked_at(source: Path, name: str, known: dict[str, bool]) -> File | str:
+    """A file, or why it is not sent."""
+    path = source / name
     try:
-        is_link = path.is_symlink()
-    except PermissionError:  # of the folder, which may be listed but not searched
-        return False
-    return is_link or os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
-
-
-def _reason(source: Path, name: str, named: Sequence[Pattern], known: dict[str, bool]) -> str:
-    """Why a file is not sent; empty if it is."""
-    if patterns.may_be_secret(name) and not any(pattern.matches(name) for pattern in named):
-        return _PRIVATE
-    try:
-        mode = (source / name).lstat().st_mode
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return _GONE
-    except PermissionError:
-        return ""
+    except PermissionError:  # of the folder, which may be listed but not entered
+        return _UNREADABLE
     if links.is_below_link(source, name, known):
         return _GONE
-    return "" if stat.S_ISREG(mode) or stat.S_ISLNK(mode) else _SPECIAL
+    if stat.S_ISLNK(status.st_mode):
+        return File(name, link=links.kept(source, name)) if links.meant(source, name) else _LOST
+    if not stat.S_ISREG(status.st_mode):
+        return _SPECIAL
+    readable = os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids)
+    return File(name, status.st_size) if readable else _UNREADABLE
 
 
-def _check_links(source: Path, names: set[str]) -> None:
-    lost = sorted(
-        name for name in names if (source / name).is_symlink() and links.meant(source, name) is None
-    )
-    if lost:
+def _refuse(source: Path, left_out: Mapping[str, set[str]]) -> None:
+    """What is not left out in silence."""
+    if _UNREADABLE in left_out:
+        raise UsageError(
+            f"cannot be read in {source}: {_several(sorted(left_out[_UNREADABLE]))}. Make it readable, or name it in "
+            "launcher.exclude"
+        )
+    if _LOST in left_out:
+        lost = sorted(left_out[_LOST])
         pointing = ", ".join(
             f"{shown(name)} -> {shown(str((source / name).readlink()))}" for name in lost[:_FEW]
         )
@@ -236,12 +233,6 @@ def _check_links(source: Path, names: set[str]) -> None:
             f"{len(lost)} link(s) in {source} lead out of it or to nothing, and would be broken in the job: {pointing}. "
             "Name them in launcher.exclude, and give the job large data as an input channel (launcher.inputs)"
         )
-
-
-def _file(source: Path, name: str) -> File:
-    if (source / name).is_symlink():
-        return File(name, link=links.kept(source, name))
-    return File(name, (source / name).stat().st_size)
 
 
 def _notes(source: Path, files: Sequence[File], left_out: Mapping[str, tuple[str, ...]]) -> list[str]:

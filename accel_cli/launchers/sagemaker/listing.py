@@ -19,6 +19,11 @@ CLUTTER = "caches, environments and the like"
 IGNORED = "ignored by git"
 _MOST = 500_000
 """More files than this are no project, but a home or a disk."""
+_ELSEWHERE = tuple(
+    f"-u{name}" for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
+)
+"""What git's own hooks set, and means their repository and not the one of a folder."""
+_NOT_FOUND = 127
 _VENV_MARKS = frozenset({"pyvenv.cfg", "conda-meta"})
 
 Passes = Callable[[str], bool]
@@ -110,7 +115,15 @@ def _inside(source: Path, folder: str) -> Iterator[tuple[str, bool]]:
 
 
 def _is_venv(folder: Path) -> bool:
-    return any(os.path.lexists(folder / mark) for mark in _VENV_MARKS)
+    return any(os.path.lexists(folder / mark) for mark in _VENV_MARKS) or _ignores_itself(folder)
+
+
+def _ignores_itself(folder: Path) -> bool:
+    """As the folder does in which a job's model came home; without git, too."""
+    try:
+        return (folder / ".gitignore").read_bytes().strip() == b"*"
+    except OSError:
+        return False
 
 
 class _GitError(Exception):
@@ -134,12 +147,19 @@ def _ask_git(source: Path, below: str, found: Listing) -> None:
         path = source / name
         if path.is_symlink() or not path.is_dir():
             found.names.add(name)
-        elif (path / ".git").exists():
+        elif os.path.lexists(path / ".git"):
             _ask_git(source, name, found)
-        elif not any(path.iterdir()):
+        elif _is_empty(path):
             found.notes.append(
                 f"the submodule {name} is not checked out, and is not sent; git submodule update --init checks it out"
             )
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not any(folder.iterdir())
+    except OSError:
+        return False
 
 
 def _ignored(folder: Path) -> list[str]:
@@ -173,16 +193,16 @@ def _git(folder: Path, found: Listing | None, *which: str) -> list[str]:
     """
     try:
         done = subprocess.run(
-            ["git", "ls-files", "-z", *which],
+            ["env", *_ELSEWHERE, "git", "ls-files", "-z", *which],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
         )
-    except FileNotFoundError:
-        raise _GitError("there is no git here") from None
     except OSError as error:
         raise _GitError(f"it cannot be run ({error.strerror})") from None
+    if done.returncode == _NOT_FOUND:
+        raise _GitError("there is no git here")
     said = done.stderr.decode(errors="replace").splitlines()
     if done.returncode:
         raise _GitError(said[0] if said else f"exit code {done.returncode}")

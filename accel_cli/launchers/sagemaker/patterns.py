@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 
 __all__ = ["SECRETS", "Pattern", "is_clutter", "may_be_secret", "parsed"]
 
@@ -21,6 +20,7 @@ SECRETS = (
 )  # fmt: skip
 """Names of files and folders that are not sent unless a pattern of `include` names them."""
 _PIECE = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
+_SECRET = re.compile("|".join(map(translate, SECRETS)))
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -81,11 +81,7 @@ def is_clutter(name: str) -> bool:
 
 def may_be_secret(path: str) -> bool:
     """Whether a file, or a folder it is in, has a name under which secrets are kept."""
-    return any(_any(part.lower(), SECRETS) for part in path.split("/"))
-
-
-def _any(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return any(_SECRET.match(part) for part in path.lower().split("/"))
 
 
 def _regex(parts: list[str]) -> str:

@@ -232,7 +232,7 @@ def _of(around: Around) -> str:
 
 def _cut(text: str) -> str:
     """One line, and not a long one."""
-    line = " ".join(text.split())
+    line = " ".join(text.split()).rstrip(".")
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 

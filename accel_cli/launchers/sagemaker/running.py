@@ -29,6 +29,7 @@ def described(said: SageMaker, job: Job) -> dict[str, Any]:
     Raises:
         UsageError: The script is outside what is sent, or something cannot travel.
     """
+    _check_libraries(said, job)
     _check_env(job.env, said.secrets)
     _check_lengths(job)
     return {
@@ -92,6 +93,22 @@ def _below(path: Path, source: Path, what: str) -> str:
         f"{what} is not in {source}, the folder that is sent; launch from the folder that has it, or set "
         "launcher.source_dir"
     )
+
+
+def _check_libraries(said: SageMaker, job: Job) -> None:
+    """Refuse SageMaker's own libraries where nothing says which image has them: AWS's newer ones do not."""
+    if said.image_uri:
+        return
+    if job.settings.process_group_backend == "smddp":
+        raise UsageError(
+            "process_group_backend: smddp needs an image that has SageMaker's data parallel library, and AWS's images "
+            "for torch 2.9 and newer have not: name yours in launcher.image_uri, or use auto"
+        )
+    if said.model_parallel:
+        raise UsageError(
+            "launcher.model_parallel needs an image that has SageMaker's model parallel library, and AWS's images for "
+            "torch 2.9 and newer have not: name yours in launcher.image_uri"
+        )
 
 
 def _check_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from accel_cli.launchers.sagemaker.files import Chosen
 from accel_cli.plan import Plan
 
 __all__ = ["described"]
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def described(plan: Plan, found: Found, chosen: Chosen) -> Iterator[str]:
@@ -33,7 +34,7 @@ def described(plan: Plan, found: Found, chosen: Chosen) -> Iterator[str]:
         yield from (f"  {line}" for line in files.summary(chosen))
     yield f"checkpoints: {said['checkpoint_uri'] or f'{of.home}/checkpoints'}"
     home = console.short(str(Path(plan.output_dir, of.name)))
-    yield f"output: {of.home}/output{f', and the model then in {home}' if said['download'] else ''}"
+    yield f"output: {of.home}/output{f', and what it leaves then in {home}' if said['download'] else ''}"
     yield (
         "looked at: the role, the bucket and the name at AWS; the request against what SageMaker is known to take. Quotas "
         "and the rights to submit show only when a job is submitted"
@@ -42,10 +43,18 @@ def described(plan: Plan, found: Found, chosen: Chosen) -> Iterator[str]:
 
 
 def _instances(said: Mapping[str, Any]) -> str:
-    longest = f"for at most {timedelta(seconds=said['max_run'])}"
-    spot = f", spot: with waiting at most {timedelta(seconds=said['max_wait'])}" if said["spot"] else ""
-    kept = f", kept for {timedelta(seconds=said['keep_alive'])} after it" if said["keep_alive"] else ""
-    return f"{said['instance_count']} x {said['instance_type']}, {longest}{spot}{kept}"
+    spot = f", spot: with waiting at most {_time(said['max_wait'])}" if said["spot"] else ""
+    kept = f", kept for {_time(said['keep_alive'])} after it" if said["keep_alive"] else ""
+    return f"{said['instance_count']} x {said['instance_type']}, for at most {_time(said['max_run'])}{spot}{kept}"
+
+
+def _time(seconds: int) -> str:
+    """`90000` as `1d 1h`."""
+    words = []
+    for unit, size in _UNITS.items():
+        whole, seconds = divmod(seconds, size)
+        words += [f"{whole}{unit}"] if whole else []
+    return " ".join(words)
 
 
 def _place(where: Any) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from accel_cli import console
@@ -16,15 +16,18 @@ from accel_cli.launchers.sagemaker.request import CHANNEL, Facts
 __all__ = ["start"]
 
 _TAKEN = frozenset({"ResourceInUse", "ResourceInUseException"})
+_PAUSES_S = (5.0, 10.0, 15.0)
+"""How long a role is waited for that was made a moment ago: what IAM knows reaches SageMaker late."""
 
 
-def start(account: Account, request: Mapping[str, Any], facts: Facts) -> None:
+def start(account: Account, request: Mapping[str, Any], facts: Facts, again: str = "") -> None:
     """Start a job.
 
     Args:
         account: Whose job it is.
         request: The arguments of CreateTrainingJob.
         facts: Where its files are, which are deleted if it does not start.
+        again: Options with which `accel jobs` finds it.
 
     Raises:
         UsageError: AWS refuses it.
@@ -32,14 +35,29 @@ def start(account: Account, request: Mapping[str, Any], facts: Facts) -> None:
         KeyboardInterrupt: The person broke it off; a note says what there is.
     """
     try:
-        with account.speaking(f"start job {facts.name}"):
-            account.client("sagemaker").create_training_job(**request)
+        _create(account, request)
     except AccelError as error:
         if not _started_all_the_same(account, request, error):
             raise type(error)(f"{error}; {_left(account, facts)}") from error
     except BaseException:
-        _say_what_there_is(account, request, facts)
+        _say_what_there_is(account, request, facts, again)
         raise
+
+
+def _create(account: Account, request: Mapping[str, Any]) -> None:
+    """Ask for the job, and again where only the role may be too new."""
+    for pause in (*_PAUSES_S, None):
+        try:
+            with account.speaking(f"start job {request['TrainingJobName']}"):
+                account.client("sagemaker").create_training_job(**request)
+        except UsageError as error:
+            if pause is None or "assume role" not in str(error.__cause__):
+                raise
+            if pause == _PAUSES_S[0]:
+                console.note("SageMaker cannot assume the role yet, as happens with a new one; trying again")
+            time.sleep(pause)
+        else:
+            return
 
 
 def _started_all_the_same(account: Account, request: Mapping[str, Any], error: AccelError) -> bool:
@@ -97,17 +115,18 @@ def _left(account: Account, facts: Facts) -> str:
         with account.speaking("delete them"):
             upload.remove(account.client("s3"), facts.bucket, f"{facts.prefix}/bundle", account=facts.account)
     except AccelError as error:
-        return f"its files stay in {facts.home}/bundle/: {error}"
+        return (
+            f"what was sent is still there ({error}): aws s3 rm --recursive {facts.home}/bundle/ deletes it"
+        )
     return "what was sent is deleted"
 
 
-def _say_what_there_is(account: Account, request: Mapping[str, Any], facts: Facts) -> None:
+def _say_what_there_is(account: Account, request: Mapping[str, Any], facts: Facts, again: str) -> None:
     """After the person broke it off."""
-    with suppress(UsageError):
-        try:
-            if _is_mine(account, request, "broken off; whether the job started is not known"):
-                console.note(f"job {facts.name} has started already; accel jobs stop {facts.name} ends it")
-            else:
-                console.note(f"no job was started; {_left(account, facts)}")
-        except AccelError as error:
-            console.note(str(error))
+    try:
+        if _is_mine(account, request, "broken off; whether the job started is not known"):
+            console.note(f"job {facts.name} has started already; accel jobs stop {facts.name}{again} ends it")
+        else:
+            console.note(f"no job was started; {_left(account, facts)}")
+    except AccelError as error:
+        console.note(str(error))

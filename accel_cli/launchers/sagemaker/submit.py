@@ -97,13 +97,14 @@ def _submitted(plan: Plan) -> Facts:
         packed = _packed(plan, found.facts, chosen, Path(scratch))
         with _bucket(account, found):
             _send(account, found.facts, packed)
-            starting.start(account, request, found.facts)
+            starting.start(account, request, found.facts, plan.again)
     return found.facts
 
 
 def _followed(plan: Plan, jobs: Jobs, name: str) -> int:
     ended = follow(jobs, jobs.status(name))
-    if ended == 0 and plan.request["profile"]["download"]:
+    # What accel runs of its own, `accel test`, has no model.
+    if ended == 0 and plan.request["profile"]["download"] and plan.request["source"] is not None:
         _bring_home(jobs, name, Path(plan.output_dir))
     return ended
 
@@ -167,6 +168,8 @@ def _chosen(plan: Plan) -> Chosen:
         console.note(note)
     if run["kind"] == "script":
         files.check_holds(chosen, Path(run["cwd"], run["target"]))
+    elif run["cwd"] != ".":
+        files.check_holds(chosen, run["cwd"])
     if run["requirements"]:
         files.check_holds(chosen, run["requirements"])
     files.check_size(chosen, said["max_upload_size"])
@@ -191,6 +194,10 @@ def _packed(plan: Plan, of: Facts, chosen: Chosen, scratch: Path) -> bundle.Bund
     run = {**plan.request["run"], "region": of.region}
     packed = bundle.make(run, chosen, scratch, images.python_of(of.image_uri), machine=machine)
     for note in packed.notes:
+        if plan.request["profile"]["network_isolation"]:
+            raise UsageError(
+                f"{note}; with launcher.network_isolation a container has no network to fetch them by"
+            )
         console.note(note)
     return packed
 

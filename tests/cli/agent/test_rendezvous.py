@@ -156,3 +156,11 @@ def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkey
         told = said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(AccelError, match=r"something answers at .* that is no meeting place of torch"):
             Meeting(told, 1, derived=False)
+
+
+def test_a_meeting_place_of_another_run_is_named_and_no_traceback(monkeypatch):
+    monkeypatch.setattr(meetings, "_STORE_S", 1)
+    told = pair()
+    come({**told, "run_id": "other"})
+    with pytest.raises(AccelError, match=r"answered, but not as that of this run"):
+        Meeting({**told, "run_id": "mine"}, 1, derived=False)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_program_that_fails_leaves_its_last_words(containers):
         kind="program",
         target="sh",
         args=["run.sh"],
-    ).start()
+    ).start(PYTHONSAFEPATH="1")
     code, said = host.end()
     assert code == 3, said
     assert host.failure == "exit code 3 on algo-1, rank 0: exited with code 3\nno such sample: 12"
@@ -138,6 +139,27 @@ def test_pips_own_words_are_the_reason_where_a_requirement_is_not_to_be_had(cont
     assert "the packages of requirements.txt could not be installed: ERROR: " in host.failure
     assert "no-such-package-of-accel==9" in host.failure
     assert said.splitlines()[-1] == "accel: algo-1 ended with exit code 1"
+
+
+def test_a_host_that_is_stopped_while_pip_waits_for_the_network_leaves_no_reason_and_no_pip(containers):
+    source = {"train.py": "", "needs-of-nobody.txt": "no-such-package-of-accel\n"}
+    host = containers.hosts("algo-1", source=source, requirements="needs-of-nobody.txt")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        host.start(PIP_INDEX_URL=f"http://127.0.0.1:{silent.getsockname()[1]}/", PIP_CONFIG_FILE="/dev/null")
+        with silent.accept()[0]:
+            host.process.send_signal(signal.SIGTERM)
+            code, said = host.end(20)
+    assert (code, host.failure) == (143, None), said
+    mine = b"-m\0pip\0install\0-r\0needs-of-nobody.txt"
+    assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if mine in read(file)]
+
+
+def read(file):
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_a_launcher_that_is_killed_is_said_by_the_first_process(containers):

@@ -1,4 +1,4 @@
-"""Packages of a host, in a Python of its own that lacks all of them."""
+"""Packages of a host, in a Python that finds none but pip."""
 
 import ast
 import os
@@ -28,15 +28,6 @@ print(sorted(packages.missing(packages.NEEDED)), __import__("xxhash").__file__)
 """
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """A Python that has pip, and nothing else but a stand-in for torch."""
-    folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    (next(folder.glob("lib/python*/site-packages")) / "torch.py").touch()
-    return folder / "bin" / "python"
-
-
 def wheel(folder, package, module):
     """A package with one empty module, as a wheel."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,25 +39,33 @@ def wheel(folder, package, module):
         file.writestr(f"{about}/RECORD", "")
 
 
-def provided(python, tmp_path, **env):
-    command = [python, "-c", PROVIDE, tmp_path / "wheels", tmp_path / "packages"]
-    told = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PIP_CONFIG_FILE": "/dev/null", **env}
+def provided(tmp_path, *, torch="2.13.0", **env):
+    """`provide` in a Python without its site-packages, for which a torch stands in."""
+    image = tmp_path / "image"
+    if torch:
+        about = image / f"torch-{torch}.dist-info"
+        about.mkdir(parents=True)
+        (image / "torch.py").touch()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+    command = [sys.executable, "-S", "-c", PROVIDE, tmp_path / "wheels", tmp_path / "packages"]
+    path = os.pathsep.join((str(ROOT), str(image)))
+    told = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "PIP_CONFIG_FILE": "/dev/null", **env}
     return subprocess.run(command, env=told, capture_output=True, text=True, check=False)
 
 
 def test_what_an_image_lacks_comes_from_the_bundle_without_a_network_and_leaves_the_image_as_it_is(
-    bare, tmp_path
+    tmp_path,
 ):
     for module, package in packages.NEEDED.items():
         wheel(tmp_path / "wheels", package, module)
-    done = provided(bare, tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/")
+    done = provided(tmp_path, PIP_INDEX_URL="http://127.0.0.1:9/")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["[]", str(tmp_path / "packages" / "xxhash.py")]
     assert "typing-extensions, safetensors, xxhash" in done.stderr
 
 
-def test_what_neither_the_bundle_nor_the_network_has_is_said_with_pips_own_words(bare, tmp_path):
-    done = provided(bare, tmp_path, PIP_NO_INDEX="1")
+def test_what_neither_the_bundle_nor_the_network_has_is_said_with_pips_own_words(tmp_path):
+    done = provided(tmp_path, PIP_NO_INDEX="1")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
@@ -76,27 +75,12 @@ def test_what_neither_the_bundle_nor_the_network_has_is_said_with_pips_own_words
     assert "Traceback" not in done.stderr
 
 
-def test_an_image_without_torch_is_refused(bare, tmp_path):
-    folder = next(bare.parents[1].glob("lib/python*/site-packages"))
-    (folder / "torch.py").rename(folder / "away.py")
-    try:
-        done = provided(bare, tmp_path)
-    finally:
-        (folder / "away.py").rename(folder / "torch.py")
-    assert done.returncode == 1
-    assert done.stderr.startswith("this image has no torch for")
-
-
-def test_an_image_with_an_old_torch_is_refused(bare, tmp_path):
-    about = next(bare.parents[1].glob("lib/python*/site-packages")) / "torch-2.4.1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1+cu121\n")
-    try:
-        done = provided(bare, tmp_path)
-    finally:
-        (about / "METADATA").unlink()
-        about.rmdir()
-    assert done.stderr.startswith("this image has torch 2.4.1+cu121, and accel needs 2.9 or newer")
+def test_an_image_without_torch_or_with_an_old_one_is_refused(tmp_path):
+    without = provided(tmp_path, torch=None)
+    assert without.returncode == 1
+    assert without.stderr.startswith("this image has no torch for")
+    old = provided(tmp_path, torch="2.4.1+cu121")
+    assert old.stderr.startswith("this image has torch 2.4.1+cu121, and accel needs 2.9 or newer")
 
 
 def test_requirements_may_name_files_beside_them_and_go_where_pip_is_told(tmp_path):

@@ -1,10 +1,11 @@
 import pytest
 
+from accel_cli.errors import ProfileError
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import flat
 from accel_cli.tpu import Packages, Tpu
-from accel_cli.wizard.steps import next_step, profile_from, suggested
+from accel_cli.wizard.steps import next_step, profile_from, suggested, told
 
 MACHINES = [
     Machine(1),
@@ -25,8 +26,9 @@ def asked(answers):
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.summary)
-@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", None])
-def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind):
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker", None])
+def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     profile = suggested(machine, {"launcher.kind": kind} if kind else None)
     plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
     assert plan.nnodes * plan.nproc_per_node >= 1
@@ -125,7 +127,7 @@ def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
 )
 def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, there):
     kinds = [choice.value for choice in next_step({}).choices(machine, {})]
-    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else [])]
+    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else []), "sagemaker"]
 
 
 def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
@@ -136,3 +138,108 @@ def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
     assert step.suggestion(TPU, answers, {"mixed_precision": "no"}) == "no"
     others = next_step({"launcher.kind": "single"})
     assert "fp16" in [choice.value for choice in others.choices(TPU, {"launcher.kind": "single"})]
+
+
+SAGEMAKER = [
+    f"launcher.{key}"
+    for key in ("kind", "aws_profile", "region", "role", "instance_type", "instance_count", "spot", "max_run")
+]
+MORE = [
+    f"launcher.{key}"
+    for key in (
+        "image_uri", "pytorch_version", "inputs", "metrics", "secrets", "model_dir", "checkpoint_dir", "tags",
+        "volume_size", "subnets", "volume_kms_key", "output_kms_key",
+    )
+]  # fmt: skip
+
+
+def test_sagemaker_asks_for_more_only_those_who_want_it():
+    first = [*SAGEMAKER, "launcher.keep_alive", "launcher.requirements", "more"]
+    assert asked({"launcher.kind": "sagemaker"}) == [*first, "mixed_precision"]
+    assert asked({"launcher.kind": "sagemaker", "more": True}) == [*first, *MORE, "mixed_precision"]
+
+
+def test_what_hangs_on_an_answer_is_asked_after_it():
+    on_spot = asked({"launcher.kind": "sagemaker", "launcher.spot": True, "more": True})
+    assert "launcher.max_wait" in on_spot
+    assert "launcher.keep_alive" not in on_spot
+    in_vpc = asked({"launcher.kind": "sagemaker", "more": True, "launcher.subnets": ["subnet-1"]})
+    assert in_vpc[in_vpc.index("launcher.subnets") + 1] == "launcher.security_group_ids"
+    own = asked({"launcher.kind": "sagemaker", "more": True, "launcher.image_uri": "mine:1"})
+    assert "launcher.pytorch_version" not in own
+
+
+def step_of(key, answers):
+    given = {"launcher.kind": "sagemaker", **answers}
+    while (step := next_step(given)).key != key:
+        given[step.key] = step.suggestion(MACHINES[0], given, {})
+    return step, given
+
+
+@pytest.mark.parametrize(
+    ("key", "answers", "value", "wrong"),
+    [
+        ("launcher.max_run", {}, "2 hours", "expected seconds, or text like 90m, 2h or 1d"),
+        ("launcher.max_run", {}, 0, "at least 1"),
+        ("launcher.max_run", {}, "1d", None),
+        ("launcher.keep_alive", {}, "7h", "at most 21600"),
+        ("launcher.max_wait", {"launcher.spot": True, "launcher.max_run": "2h", "more": True}, 60, "at least max_run, 7200"),
+        ("launcher.inputs", {"more": True}, {"accel": "s3://b/x"}, "'accel' is no name for a channel"),
+        ("launcher.inputs", {"more": True}, {"a": "https://b/x"}, "s3://bucket/folder"),
+        ("launcher.subnets", {"more": True}, ["subnet-1"], None),
+        ("launcher.security_group_ids", {"more": True, "launcher.subnets": ["s"]}, None, "expected both, or none"),
+        ("launcher.security_group_ids", {"more": True, "launcher.subnets": ["s"]}, ["sg-1"], None),
+        ("launcher.instance_type", {}, "ml.g5.xlrge", "did you mean ml.g5.xlarge"),
+        ("launcher.instance_type", {}, "g5xlarge", "did you mean ml.g5.xlarge"),
+        ("launcher.instance_type", {}, "ml.trn1.2xlarge", "Neuron"),
+        ("launcher.instance_type", {}, "ml.g5.xlarge", None),
+    ],
+)  # fmt: skip
+def test_what_sagemaker_would_refuse_is_said_at_the_question(key, answers, value, wrong):
+    step, given = step_of(key, answers)
+    problem = step.problem(value, given)
+    assert (wrong in problem) if wrong else problem is None
+
+
+def test_who_wants_no_more_questions_keeps_what_the_profile_said():
+    before = {"launcher.kind": "sagemaker", "launcher.tags": {"team": "007"}, "launcher.spot": True,
+              "launcher.max_wait": 90000, "launcher.bucket": "mine-of-me"}  # fmt: skip
+    kept = suggested(MACHINES[0], before).launcher
+    assert (kept.tags, kept.max_wait, kept.bucket) == ({"team": "007"}, 90000, "mine-of-me")
+
+
+def test_what_an_answer_rules_out_is_not_kept():
+    before = {"launcher.kind": "sagemaker", "launcher.spot": True, "launcher.max_wait": 90000}
+    answers = {}
+    while step := next_step(answers):
+        spot = step.key == "launcher.spot"
+        answers[step.key] = False if spot else step.suggestion(MACHINES[0], answers, before)
+    assert profile_from(answers, before).launcher.max_wait is None
+
+
+def test_answers_that_do_not_fit_what_stays_are_said():
+    before = {"launcher.kind": "sagemaker", "launcher.network_isolation": True}
+    answers = {"launcher.kind": "sagemaker", "launcher.requirements": "more.txt", "mixed_precision": "no"}
+    with pytest.raises(ProfileError, match="network_isolation: requirements are fetched"):
+        profile_from(answers, before)
+
+
+def test_a_choice_is_told_what_the_profile_said_of_the_same_launcher():
+    before = {"launcher.kind": "sagemaker", "launcher.bucket": "mine", "launcher.region": "eu-west-1"}
+    said = told({"launcher.kind": "sagemaker", "launcher.region": "us-east-1"}, before)
+    assert (said["bucket"], said["region"]) == ("mine", "us-east-1")
+    assert "bucket" not in told({"launcher.kind": "slurm"}, before)
+
+
+def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeypatch):
+    title = next_step({}).choices(MACHINES[0], {})[-1].title
+    assert title == "A training job on Amazon SageMaker"
+    monkeypatch.setattr("accel_cli.launchers.sagemaker.asking.find_spec", lambda _: None)
+    title = next_step({}).choices(MACHINES[0], {})[-1].title
+    assert title == 'A training job on Amazon SageMaker (needs boto3: pip install "accel[sagemaker]")'
+
+
+def test_a_profile_that_is_shown_leaves_out_what_is_empty():
+    data = suggested(MACHINES[0], {"launcher.kind": "sagemaker"}).data()
+    assert {"tags", "inputs", "subnets", "role"}.isdisjoint(data["launcher"])
+    assert "env" not in data

@@ -63,6 +63,7 @@ def test_the_same_files_make_the_same_bytes_wherever_and_whenever(tmp_path):
             (tree / f"{number}.py").chmod(0o644 if made else 0o600)
         made.append(archive.write(chosen(tree), tmp_path / f"{folder}.tar.gz"))
     one, other = made
+    assert one.path.read_bytes()[4:8] == bytes(4)  # the time in a head of gzip
     assert one.path.read_bytes() == other.path.read_bytes()
     assert one.sha256 == other.sha256
 

@@ -115,6 +115,14 @@ def test_a_file_that_is_gone_stops_it(made, tree):
         made(files=files)
 
 
+def test_caches_and_what_is_hidden_are_no_part_of_accel(write, tree, monkeypatch):
+    write("accel_cli/__init__.py", "accel_cli/container/entry.py", "accel_runtime/a.json", "other/x.py")
+    write("accel_cli/__pycache__/a.pyc", "accel_runtime/b.pyc", "accel_cli/.swp", "accel_runtime/.cache/x")
+    monkeypatch.setattr(accel_cli, "__file__", str(tree / "accel_cli" / "__init__.py"))
+    found = [file.name for file in bundle.accel_files().files]
+    assert found == ["accel_cli/__init__.py", "accel_cli/container/entry.py", "accel_runtime/a.json"]
+
+
 def test_an_accel_that_is_not_whole_is_said(made, tmp_path, monkeypatch):
     (tmp_path / "accel_cli").mkdir()
     monkeypatch.setattr(accel_cli, "__file__", str(tmp_path / "accel_cli" / "__init__.py"))

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from botocore.loaders import Loader
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
@@ -17,10 +18,17 @@ from accel_cli.machine import Machine
 from accel_runtime.env import Settings
 
 NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)
+LOADER = Loader()
 READS = {
     "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
     "sts:GetCallerIdentity",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The descriptions of AWS's services, which are large, are read once for all tests."""
+    monkeypatch.setattr("botocore.session.create_loader", lambda _: LOADER)
 
 
 @pytest.fixture
@@ -161,10 +169,10 @@ def test_credentials_that_are_none_are_found_out_first(aws, gather, kind, words)
         ({}, {"instance_type": "ml.g5.xlage"}, r"no ml\.g5\.xlage for training.*did you mean ml\.g5\.xlarge"),
         ({"process_group_backend": "nccl"}, {}, r"nccl needs GPUs, and launcher\.instance_type: ml\.m5\.large has none"),
         ({"process_group_backend": "nccl", "device": "cpu"}, {"instance_type": "ml.g5.xlarge"}, "device: cpu uses none"),
-        ({"process_group_backend": "smddp"}, {"instance_type": "ml.g5.xlarge"}, r"smddp needs launcher\.instance_type"),
+        ({"process_group_backend": "smddp"}, {"instance_type": "ml.g5.xlarge", "image_uri": "x/y:1"}, r"smddp needs launcher\.instance_type"),
         ({"mixed_precision": "fp16"}, {}, "fp16 needs GPUs"),
         ({"device": "cuda"}, {}, "device: cuda needs GPUs"),
-        ({}, {"model_parallel": {"hybrid_shard_degree": 2}}, r"launcher\.model_parallel needs"),
+        ({}, {"model_parallel": {"hybrid_shard_degree": 2}, "image_uri": "x/y:1"}, r"launcher\.model_parallel needs"),
         ({}, {"pytorch_version": "1.13"}, "accel needs torch 2.9 or newer"),
         ({}, {"inputs_file": "none.tsv"}, "none.tsv: cannot be read"),
         ({}, {"inputs_file": "in.tsv", "inputs": {"train": "s3://bucket/x"}}, "inputs_file both have train; say it once"),

@@ -6,9 +6,11 @@ import socket
 import subprocess
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.sagemaker import files, listing
+from accel_cli.launchers.sagemaker import files, listing, patterns
 from accel_cli.launchers.sagemaker.files import chosen
 
 NOBODY = 65534
@@ -33,6 +35,33 @@ def test_git_says_what_is_sent_and_what_is_not(tree, write, git):
         "tracked by git, and not there": ("deleted.py",),
     }
     assert found.notes == ()
+
+
+PARTS = st.binary(min_size=1, max_size=12).filter(lambda part: not {0, 47} & set(part)).map(os.fsdecode)
+NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1, max_size=3).map("/".join)
+
+
+def is_ordinary(name):
+    unwanted = any(patterns.is_clutter(part) or part == ".gitignore" for part in name.lower().split("/"))
+    return not unwanted and not patterns.may_be_secret(name)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.sets(NAMES.filter(is_ordinary), max_size=6))
+def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(tmp_path_factory, git, said):
+    tree = tmp_path_factory.mktemp("tree")
+    there = set()
+    for name in said:
+        try:
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes(b"")
+        except OSError:  # a file where another needs a folder
+            continue
+        there.add(name)
+    without = chosen(tree)
+    git("init", below=tree)
+    assert set(names(without)) == there
+    assert names(chosen(tree)) == names(without)
 
 
 def test_of_a_folder_in_a_repository_only_that_folder_is_sent(tree, write, git):
@@ -135,10 +164,24 @@ def test_without_git_all_is_sent_but_clutter_and_that_is_said(tree, write, git, 
     write("train.py", "x.bin")
     write(".gitignore", text="*.bin\n")
     git("init")
+    (tmp_path / "env").symlink_to(shutil.which("env"))
     monkeypatch.setenv("PATH", str(tmp_path))
     found = chosen(tree)
     assert names(found) == [".gitignore", "train.py", "x.bin"]
     assert "there is no git here; so all but" in found.notes[0]
+
+
+def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git, monkeypatch, tmp_path):
+    write("train.py", "x.bin", "job/a.py")
+    write(".gitignore", text="*.bin\n")
+    git("init")
+    git("add", "train.py")
+    (tmp_path / "other").mkdir()
+    git("init", below=tmp_path / "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "nowhere"))
+    assert names(chosen(tree)) == [".gitignore", "job/a.py", "train.py"]
+    assert names(chosen(tree / "job")) == ["a.py"]
 
 
 def test_a_repository_that_git_does_not_trust_is_walked_and_that_is_said(tree, write, git):
@@ -190,14 +233,14 @@ def test_include_of_a_name_holds_at_any_depth(tree, write, git):
     assert names(chosen(tree, ["*.csv"])) == [".gitignore", "a.csv", "data/b.csv", "train.py"]
 
 
-@pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*"])
+@pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
 def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern):
     write("train.py")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "a").write_text("")
     (tree / "link").symlink_to(tmp_path / "there")
     with pytest.raises(UsageError, match=r"launcher.include: \S+ means no file in"):
-        chosen(tree, [pattern], ["link"])
+        chosen(tree, [pattern])
 
 
 def test_a_pattern_that_is_none_is_refused(tree):

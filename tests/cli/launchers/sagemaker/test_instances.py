@@ -17,7 +17,7 @@ def test_the_known_types_are_those_of_botocore():
     assert {"ml.g5.2xlarge", "ml.p5.48xlarge", "ml.m5.large"} <= set(instances.known())
 
 
-@pytest.mark.parametrize("kind", instances.SMDDP + instances.MODEL_PARALLEL + tuple(instances._EFA))
+@pytest.mark.parametrize("kind", sorted({*instances.SMDDP, *instances.MODEL_PARALLEL, *instances._EFA}))
 def test_every_type_that_is_spelled_here_exists(kind):
     assert kind in instances.known()
 

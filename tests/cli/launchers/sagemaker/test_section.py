@@ -51,6 +51,8 @@ def job(*args, target="train.py", kind="script", env=None, **told):
         ({"checkpoint_dir": "."}, "a folder below"),
         ({"secrets": {"A B": "x"}}, "'A B' is no name of an environment variable"),
         ({"region": "Frankfurt"}, "pattern"),
+        ({"exclude": ["../x"]}, "expected a pattern of files"),
+        ({"include": ["a", "!b"]}, "expected a pattern of files"),
         ({"keep_alive": 21601}, "21600"),
     ],
 )  # fmt: skip
@@ -74,6 +76,7 @@ def test_the_plan_says_instances_and_what_a_host_runs(tree):
     )
     plan = said.plan(job("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
     assert (plan.nnodes, plan.device, plan.counted) == (2, "ml.p4d.24xlarge", "a process for each GPU")
+    assert SageMaker(nproc_per_node=4).plan(job()).nproc_per_node == 4
     run = plan.request["run"]
     assert (run["kind"], run["target"], run["args"]) == ("script", "train.py", ["--lr", "1e-4"])
     assert (run["cwd"], run["requirements"], run["checkpoint_dir"]) == (".", "requirements.txt", "runs")

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from botocore.loaders import Loader
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
@@ -16,10 +17,17 @@ from accel_cli.machine import Machine
 from accel_runtime.env import Settings
 
 BUCKET = "sagemaker-us-east-1-123456789012"
+LOADER = Loader()
 READS = {
     "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
     "sts:GetCallerIdentity",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The descriptions of AWS's services, which are large, are read once for all tests."""
+    monkeypatch.setattr("botocore.session.create_loader", lambda _: LOADER)
 
 
 @pytest.fixture
@@ -140,15 +148,15 @@ def test_looking_changes_nothing_at_aws(aws, plan):
     assert world(aws) == before
     assert scratch() == []
     for words in (
-        "in us-east-1, account 123456789012, asked for by arn:aws:sts::123456789012:",
-        "1 x ml.m5.large, for at most 1 day, 0:00:00, spot: with waiting at most 1 day, 1:00:00",
+        "where: us-east-1, account 123456789012, asked for by arn:aws:sts::123456789012:",
+        "1 x ml.m5.large, for at most 1d, spot: with waiting at most 1d 1h",
         "role: arn:aws:iam::123456789012:role/trainer",
         "  train: s3://bucket/x",
         "(the bucket is not there, and would be made)",
         "train.py",
         "nothing was sent or changed",
     ):
-        assert words.removeprefix("in us-east-1, ") in said, words
+        assert words in said
 
 
 def test_offline_the_request_is_all_there_is_and_nobody_is_asked(aws, plan, monkeypatch, capfd):
@@ -235,11 +243,54 @@ def test_a_bucket_that_was_there_stays(aws, plan, here):
     assert objects(aws) == {BUCKET: ["theirs"]}
 
 
+def test_what_cannot_be_deleted_any_more_is_named_with_the_command_that_does(aws, plan):
+    aws.fault("CreateTrainingJob", "expired")
+    aws.fault("s3:*", "expired", times=None, after=8)
+    with pytest.raises(UsageError) as caught:
+        submit.submit(plan(job_name="mine"))
+    aws.ask("clear")
+    assert f"aws s3 rm --recursive s3://{BUCKET}/accel/mine/bundle/ deletes it" in str(caught.value)
+    assert len(objects(aws)[BUCKET]) == 4
+
+
 def test_a_quota_of_nothing_is_said_with_the_link(aws, plan):
     aws.settings(quota={"ml.m5.large": 0})
     with pytest.raises(UsageError, match=r"for training job usage is 0\. Ask for more at https://console"):
         submit.submit(plan())
     assert objects(aws) == {}
+
+
+def test_what_only_aws_can_refuse_is_mapped_to_the_key_and_leaves_nothing(aws, plan):
+    words = r"an input of launcher\.inputs is not accepted.*; what was sent is deleted$"
+    with pytest.raises(UsageError, match=words):
+        submit.submit(plan(inputs={"train": "s3://not-there/x"}))
+    assert (objects(aws), jobs(aws)) == ({}, [])
+
+
+def assumable_after(aws, monkeypatch, times):
+    """Let SageMaker see the role only after some tries."""
+    said = "Could not assume role arn:aws:iam::123456789012:role/trainer."
+    aws.fault("CreateTrainingJob", "error", code="ValidationException", message=said, times=times)
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    return slept
+
+
+def test_a_role_that_is_new_is_waited_for(aws, plan, monkeypatch, capfd):
+    slept = assumable_after(aws, monkeypatch, 2)
+    _, said = submitted(aws, plan(), capfd)
+    assert said.count("SageMaker cannot assume the role yet, as happens with a new one; trying again") == 1
+    assert slept == [5.0, 10.0]
+
+
+def test_a_role_that_stays_unassumable_is_refused_with_what_it_lacks(aws, plan, monkeypatch):
+    assumable_after(aws, monkeypatch, None)
+    with pytest.raises(
+        UsageError, match=r"may not assume the role launcher\.role; its trust policy has to let"
+    ):
+        submit.submit(plan())
+    aws.ask("clear")
+    assert (objects(aws), jobs(aws)) == ({}, [])
 
 
 def test_a_busy_service_is_tried_again_and_that_is_said(aws, plan, capfd):
@@ -251,7 +302,7 @@ def test_a_busy_service_is_tried_again_and_that_is_said(aws, plan, capfd):
 @pytest.mark.parametrize("attempts", ["1", "3"])
 def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
-    aws.fault("CreateTrainingJob", "cut", size=0)
+    aws.fault("CreateTrainingJob", "lost")
     told, _ = submitted(aws, plan(), capfd)
     assert jobs(aws) == [told["TrainingJobName"]]
     assert len(objects(aws)[BUCKET]) == 4
@@ -269,9 +320,9 @@ def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_le
 def test_another_launch_that_was_faster_keeps_its_files(aws, plan, monkeypatch):
     start = starting.start
 
-    def late(account, request, facts):
+    def late(account, request, *more):
         aws.client("sagemaker").create_training_job(**request)
-        start(account, request, facts)
+        start(account, request, *more)
 
     monkeypatch.setattr(starting, "start", late)
     with pytest.raises(UsageError, match="a training job of this name already"):

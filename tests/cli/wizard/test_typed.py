@@ -1,0 +1,72 @@
+"""How answers are typed: text stays text, and what is shown can be typed again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.wizard.typed import may_be_none, read, show
+
+Texts = dict[str, str]
+NAMES = st.text("abcXYZ019_.-/", min_size=1, max_size=8)
+VALUES = st.text("ab =:0[]()+.{}*", min_size=1, max_size=12).map(str.strip).filter(bool)
+
+
+@pytest.mark.parametrize("text", ["007", "1e-4", "no", "true", "~", "null", "s3://Bucket/PATH", "a: b", "[x"])
+@pytest.mark.parametrize("annotation", [str, str | None])
+def test_text_is_kept_as_it_is_typed(text, annotation):
+    assert read(f" {text} ", annotation) == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("auto", "auto"), ("2h", "2h"), ("a100:4", "a100:4")])
+def test_what_may_be_a_number_is_read_as_yaml_would(text, value):
+    assert read(text, int | str) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("train=s3://Bucket/a", {"train": "s3://Bucket/a"}),
+        ("a=1, b=no,c=007", {"a": "1", "b": "no", "c": "007"}),
+        (
+            "loss=loss=([0-9.]{1,3}), acc = acc ([01.]+)",
+            {"loss": "loss=([0-9.]{1,3})", "acc": "acc ([01.]+)"},
+        ),
+        ("team=vision,", {"team": "vision"}),
+    ],
+)
+def test_names_with_values_are_read_out_of_one_line(text, value):
+    assert read(text, Texts) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [("a", "'a' is none"), ("a=", "'a=' is none"), ("=b", "is none"), ("a=1, a=2", "a comes twice")],
+)
+def test_what_is_no_name_with_a_value_is_said(text, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        read(text, Texts)
+
+
+def test_a_list_is_read_with_commas_or_spaces():
+    assert read("subnet-1, subnet-2 subnet-3", list[str]) == ["subnet-1", "subnet-2", "subnet-3"]
+
+
+@pytest.mark.parametrize("annotation", [str | None, Texts, list[str], int | None])
+def test_a_hyphen_is_nothing_where_nothing_may_be(annotation):
+    assert may_be_none(annotation)
+    assert read("-", annotation) is None
+
+
+def test_a_hyphen_is_text_where_there_must_be_some():
+    assert not may_be_none(str)
+    assert read("-", str) == "-"
+
+
+@given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
+def test_what_is_shown_can_be_typed(value):
+    assert read(show(value), Texts) == value
+
+
+def test_channels_with_more_than_a_place_are_shown_too():
+    value = {"train": {"uri": "s3://b/x", "input_mode": "FastFile"}, "test": "s3://b/y"}
+    assert show(value) == "train={uri: s3://b/x, input_mode: FastFile}, test=s3://b/y"

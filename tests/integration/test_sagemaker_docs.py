@@ -1,0 +1,65 @@
+"""What the page on SageMaker shows happens, with an AWS on loopback behind it, and needs no rights that it does not name."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "sagemaker.md"
+ACTIONS = {
+    "s3:HeadBucket": "s3:ListBucket",
+    "s3:HeadObject": "s3:GetObject",
+    "s3:ListObjectsV2": "s3:ListBucket",
+    "s3:CreateMultipartUpload": "s3:PutObject",
+    "s3:UploadPart": "s3:PutObject",
+    "s3:CompleteMultipartUpload": "s3:PutObject",
+    "s3:DeleteObjects": "s3:DeleteObject",
+    "s3:PutPublicAccessBlock": "s3:PutBucketPublicAccessBlock",
+    "s3:PutBucketEncryption": "s3:PutEncryptionConfiguration",
+}
+"""The right that a call needs, where it is called otherwise."""
+FREE = {"sts:GetCallerIdentity"}
+"""What everybody may do."""
+
+
+@pytest.fixture(scope="module")
+def docs():
+    """The test of the docs, with the reader that does what a page says."""
+    spec = importlib.util.spec_from_file_location("docs_for_sagemaker", ROOT / "tests" / "test_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_the_page_on_sagemaker_is_what_happens(docs, aws, one_meeting, tmp_path, monkeypatch):
+    here = Path(__file__).relative_to(ROOT).as_posix()
+    elsewhere = {command: why for command, why in docs.ELSEWHERE.items() if why.covered != here}
+    aws.role()
+    aws.settings(run=True)
+
+    class Reader(docs.Reader):
+        @staticmethod
+        def _compare(shown, output, said):
+            # On loopback the hosts have addresses for names.
+            plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in output]
+            docs.Reader._compare(tuple(line.replace("algo-1", "127.0.0.1") for line in shown), plain, said)
+
+    reader = Reader(tmp_path, elsewhere, aws.env)
+    monkeypatch.chdir(reader.folder)
+    for block in docs.blocks(PAGE):
+        if block.title:
+            reader.file(block)
+        elif block.language == "console":
+            reader.console(block)
+    assert (reader.folder / "first-try" / "model.pt").is_file()
+    called = {ACTIONS.get(call, call) for call in aws.calls()} - FREE
+    named = set(re.findall(r"`(\w+:\w+)`", PAGE.read_text(encoding="utf-8")))
+    assert len(called) > 10
+    assert called <= named

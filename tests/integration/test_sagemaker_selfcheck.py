@@ -1,0 +1,42 @@
+"""`accel test` as a job of SageMaker, the one command that tells whether all of it works in an account."""
+
+import pytest
+
+
+@pytest.fixture
+def profile(aws, accel):
+    """A profile of SageMaker, and an AWS on loopback that runs what is sent."""
+    aws.role()
+    aws.settings(run=True)
+    accel(
+        "config",
+        "set",
+        "launcher.kind=sagemaker",
+        "launcher.instance_type=ml.m5.xlarge",
+        "launcher.instance_count=2",
+    )
+    return aws
+
+
+@pytest.mark.slow
+def test_the_self_check_runs_on_every_instance_and_leaves_nothing(profile, one_meeting, accel, cwd, script):
+    script("raise SystemExit('nobody runs this')")
+    done = accel("test")
+    assert done.returncode == 0, done.stderr
+    assert "processes: 2 of 2 ranks answer" in done.stdout
+    assert "everything works here" in done.stdout
+    assert "is Completed" in done.stderr
+    assert sorted(path.name for path in cwd.iterdir()) == [".git", "train.py"]
+    bucket = "sagemaker-us-east-1-123456789012"
+    sent = [found["Key"] for found in profile.client("s3").list_objects_v2(Bucket=bucket)["Contents"]]
+    source = next(key for key in sent if key.endswith("source.tar.gz"))
+    assert profile.client("s3").head_object(Bucket=bucket, Key=source)["ContentLength"] < 200
+
+
+@pytest.mark.slow
+def test_a_job_that_leaves_no_model_is_completed_all_the_same(profile, accel, script):
+    script("print('it ran')")
+    done = accel("launch", "--nnodes", "1", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "it ran" in done.stdout
+    assert "has left nothing" in done.stderr

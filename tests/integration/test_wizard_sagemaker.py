@@ -1,0 +1,198 @@
+"""The wizard for SageMaker in a real pseudo-terminal, with an AWS on loopback behind it."""
+
+import time
+
+import pytest
+
+ENTER, DOWN, CTRL_C, CLEAR = "\r", "\x1b[B", "\x03", "\x15"
+KIND, PROFILE, REGION, ROLE = "How should scripts run?", "Which AWS profile?", "Which region?", "Which role"
+TYPE, COUNT, SPOT = "Which instance type?", "How many instances?", "On demand, or spot?"
+RUN, KEEP, PACKAGES, MORE = "How long may it run?", "wait for a next job?", "more packages?", "More? image"
+PRECISION, WRITE = "Mixed precision?", "default.yaml?"
+SAGEMAKER = DOWN * 3 + ENTER
+REST = (TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, WRITE)
+
+
+@pytest.fixture
+def configured(aws, tmp_path, monkeypatch):
+    """An AWS with two profiles in the configuration of this machine."""
+    config = tmp_path / "aws-config"
+    config.write_text("[default]\nregion = eu-west-1\n[profile team]\nregion = us-west-2\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    # Credentials of a profile win over those of the environment.
+    credentials = tmp_path / "aws-credentials"
+    both = "aws_access_key_id = testing\naws_secret_access_key = testing\n"
+    credentials.write_text(f"[default]\n{both}[team]\n{both}")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    return aws
+
+
+def enter(screen, *questions):
+    for question in questions:
+        screen.answer(question, ENTER)
+
+
+def test_enter_on_every_question_gives_a_profile_that_launches(terminal, configured, written, accel, script):
+    arn = configured.role()
+    screen = terminal(columns=120, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    enter(screen, PROFILE, REGION, ROLE, *REST)
+    assert screen.end() == 0
+    said = written().launcher
+    assert (said.aws_profile, said.region, said.role) == (None, "eu-west-1", arn)
+    assert (said.instance_type, said.instance_count, said.max_run) == ("ml.g5.xlarge", 1, 86400)
+    script("print('it ran')")
+    done = accel("launch", "--offline", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert arn in done.stdout
+
+
+def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(terminal, configured, written):
+    configured.role("a-first")
+    arn = configured.role("b-second")
+    screen = terminal(columns=120, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    screen.answer(PROFILE, DOWN * 2 + ENTER)  # team
+    screen.see("us-west-2: that of the AWS configuration")
+    screen.answer(REGION, "eu-central-1" + ENTER)  # typing narrows
+    screen.answer(ROLE, DOWN + ENTER)
+    screen.answer(TYPE, "ml.g5.xlrge" + ENTER)
+    screen.see("there is no ml.g5.xlrge; did you mean ml.g5.xlarge")
+    screen.process.send(CLEAR + "ml.p4d.24xlarge" + ENTER)
+    screen.answer(COUNT, "2" + ENTER)
+    screen.answer(SPOT, DOWN + ENTER)
+    screen.answer(RUN, "2h" + ENTER)
+    enter(screen, PACKAGES, MORE, PRECISION, WRITE)  # instances of spot jobs are not kept
+    assert screen.end() == 0
+    said = written().launcher
+    assert (said.aws_profile, said.region, said.role) == ("team", "eu-central-1", arn)
+    assert (said.instance_type, said.instance_count) == ("ml.p4d.24xlarge", 2)
+    assert (said.spot, said.max_run, said.keep_alive) == (True, 7200, None)
+
+
+def test_a_role_is_made_after_a_yes_and_not_before(terminal, configured, written):
+    roles = configured.client("iam").list_roles
+    screen = terminal(columns=120, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    enter(screen, PROFILE, REGION)
+    screen.answer(ROLE, ENTER)  # a new one: there is no other
+    screen.answer("Make the role accel-training", DOWN + ENTER)
+    assert "sagemaker-eu-west-1-123456789012" in screen.text().replace("\n", "")
+    screen.see(ROLE)
+    assert not roles()["Roles"]
+    screen.answer(ROLE, ENTER)
+    screen.answer("Make the role accel-training", ENTER)
+    screen.see(TYPE)
+    assert [role["RoleName"] for role in roles()["Roles"]] == ["accel-training"]
+    enter(screen, *REST)
+    assert screen.end() == 0
+    assert written().launcher.role == "arn:aws:iam::123456789012:role/accel-training"
+
+
+def test_more_is_asked_of_those_who_want_it_and_kept_as_it_is_typed(terminal, configured, written):
+    configured.role()
+    screen = terminal(columns=120, lines=80)
+    screen.answer(KIND, SAGEMAKER)
+    enter(screen, PROFILE, REGION, ROLE, TYPE, COUNT, SPOT, RUN)
+    screen.answer(KEEP, "30m" + ENTER)
+    screen.answer(PACKAGES, "007" + ENTER)
+    screen.answer(MORE, DOWN + ENTER)
+    enter(screen, "Which image?", "Which torch in AWS")
+    screen.answer("Which data does it read?", "train=s3://data/PATH/1e-4, no=s3://data/no" + ENTER)
+    screen.answer("from the log?", "loss=loss=([0-9.]{1,3}), acc=acc (.+)" + ENTER)
+    screen.answer("in Secrets Manager?", "API_KEY=prod/key" + ENTER)
+    screen.answer("write its model?", "Out" + ENTER)
+    screen.answer("write checkpoints?", ENTER)
+    screen.answer("Which tags?", "team=007, stage=no" + ENTER)
+    screen.answer("gigabytes", "50" + ENTER)
+    screen.answer("Which subnets", "subnet-1a, subnet-2b" + ENTER)
+    screen.answer("Which security groups?", ENTER)
+    screen.see("go together")
+    screen.process.send("sg-1" + ENTER)
+    enter(screen, "KMS key for the disks?", "leaves in S3?", PRECISION, WRITE)
+    assert screen.end() == 0
+    said = written().launcher
+    assert said.inputs == {"train": "s3://data/PATH/1e-4", "no": "s3://data/no"}
+    assert said.metrics == {"loss": "loss=([0-9.]{1,3})", "acc": "acc (.+)"}
+    assert (said.tags, said.secrets) == ({"team": "007", "stage": "no"}, {"API_KEY": "prod/key"})
+    assert (said.requirements, said.keep_alive, said.volume_size, said.model_dir) == ("007", 1800, 50, "Out")
+    assert (said.subnets, said.security_group_ids) == (["subnet-1a", "subnet-2b"], ["sg-1"])
+
+
+def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, written):
+    configured.role()
+    screen = terminal(columns=120, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    screen.answer(PROFILE, DOWN * 2 + ENTER)
+    enter(screen, REGION, ROLE)
+    screen.answer(TYPE, "<" + ENTER)
+    screen.answer(ROLE, "<")
+    screen.answer(REGION, "<")
+    screen.answer(PROFILE, "<")
+    enter(screen, KIND, PROFILE, REGION)  # what was answered is what Enter keeps
+    screen.answer(ROLE, DOWN * 2 + ENTER)  # another one, which I type
+    time.sleep(0.2)
+    screen.answer("a name or an ARN", "<" + ENTER)
+    screen.see("another one, which I type")
+    screen.answer(ROLE, DOWN * 2 + ENTER)
+    screen.answer("a name or an ARN", "My-Role" + ENTER)
+    screen.answer(TYPE, "<" + ENTER)
+    screen.see("My-Role, as before")
+    enter(screen, ROLE, *REST)
+    assert screen.end() == 0
+    assert (written().launcher.role, written().launcher.aws_profile) == ("My-Role", "team")
+
+
+@pytest.mark.parametrize("at", [PROFILE, ROLE, MORE])
+def test_ctrl_c_leaves_nothing_behind(terminal, configured, home, at):
+    configured.role()
+    screen = terminal(columns=120, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    questions = [PROFILE, REGION, ROLE, TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE]
+    enter(screen, *questions[: questions.index(at)])
+    screen.answer(at, CTRL_C)
+    assert screen.end() == 130
+    assert "nothing was written" in screen.text()
+    assert not home.exists()
+
+
+def test_where_aws_does_not_answer_a_person_types(terminal, configured, written, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    screen = terminal(columns=200, lines=60)
+    screen.answer(KIND, SAGEMAKER)
+    enter(screen, PROFILE, REGION)
+    screen.answer("a name or an ARN", "Trainer" + ENTER)
+    assert "no roles can be offered here, so you type: " in screen.text()
+    enter(screen, *REST)
+    assert screen.end() == 0
+    assert written().launcher.role == "Trainer"
+
+
+def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written, accel):
+    configured.role()
+    accel(
+        "config", "set", "launcher.kind=sagemaker", "launcher.region=eu-north-1", "launcher.role=Mine",
+        "launcher.instance_type=ml.m5.large", "launcher.max_run=90m", "launcher.tags={team: vision}",
+        "launcher.requirements=gone.txt",
+    )  # fmt: skip
+    screen = terminal(columns=120, lines=60)
+    enter(screen, KIND, PROFILE)
+    screen.see("eu-north-1")
+    enter(screen, REGION)
+    screen.see("Mine, as before")
+    enter(screen, ROLE, TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, "Replace")
+    assert screen.end() == 0
+    said = written().launcher
+    assert (said.region, said.role, said.instance_type, said.max_run) == (
+        "eu-north-1",
+        "Mine",
+        "ml.m5.large",
+        5400,
+    )
+    assert (said.tags, said.requirements) == ({"team": "vision"}, "gone.txt")
+
+
+def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, accel, home):
+    assert accel("config", "--default").returncode == 0
+    assert not aws.calls()
