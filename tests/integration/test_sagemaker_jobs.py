@@ -1,11 +1,13 @@
 """`accel jobs` with SageMaker: the real command in a subprocess, against the plane."""
 
 import io
+import os
 import re
 import signal
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -176,6 +178,27 @@ def test_a_service_that_throttles_is_asked_again_and_that_is_said(account, jobs)
     assert "asks to slow down" in done.stderr
 
 
+LACKING = """
+import sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"boto3", "botocore"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Lacking())
+"""
+
+
+@pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])
+def test_without_boto3_it_is_said_what_to_install(aws, jobs, tmp_path, monkeypatch, words):
+    (tmp_path / "sitecustomize.py").write_text(LACKING)
+    here = Path(__file__).parent.parent.parent
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{here}")
+    done = jobs(*words)
+    assert done.returncode == 2
+    assert 'pip install "accel[sagemaker]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 # What a job prints -------------------------------------------------------------------------
 
 
@@ -199,10 +222,12 @@ def test_a_job_that_has_printed_nothing_says_so(account, jobs):
     assert "job one has printed nothing; it is Starting" in done.stderr
 
 
+@pytest.mark.slow
 def test_following_shows_every_line_of_hosts_that_write_meanwhile_and_ends_with_the_bill(account, following):
     lines = {f"algo-{host}": [f"{host}#{number}" for number in range(400)] for host in (1, 2, 3)}
     account.settings(play={"lines": lines, "every": 0.01}, time=100, log_delay=0.3)
     create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
+    account.fault("GetLogEvents", "unavailable", times=2, after=6)
     process = following("one")
     out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
@@ -263,6 +288,7 @@ def test_a_network_that_drops_while_following_goes_on_where_it_was(account, foll
     assert (said + err).count("is asked about again") == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_job_running_and_a_stop_ends_it(account, following, jobs):
     account.settings(hold="Training", play={"lines": ["working"], "seconds": 600})
     create(account, "one")

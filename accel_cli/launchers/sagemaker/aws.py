@@ -78,9 +78,9 @@ class Account:
             UsageError: There is no region, or there are no credentials to be had.
         """
         if name not in self._clients:
+            session, region = self.session, self.region
             from botocore.config import Config  # noqa: PLC0415 - boto3 may be missing, which `session` says
 
-            session, region = self.session, self.region
             with self.speaking(f"reach {name}"), _readable():
                 made = session.client(
                     name,
