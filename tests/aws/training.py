@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import io
 import math
@@ -307,8 +308,8 @@ class TrainingJob:
             "TRAINING_JOB_NAME": self.name,
             "TRAINING_JOB_ARN": self.arn,
             "AWS_REGION": self.platform.region,
-            # Containers have a network each; here all jobs are on one loopback interface.
-            "SM_MASTER_PORT": _free_port(),
+            # The platform has a network for each job; here all meet on one loopback.
+            "SM_MASTER_PORT": str(_free_port()),
             **self.platform.env,
         }
         for index, host in enumerate(self.hosts):
@@ -367,6 +368,11 @@ class TrainingJob:
         self.writer.whole()
 
 
+def _free_port():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        return server.getsockname()[1]
+
+
 def _failure(host):
     return host.failure().strip()
 
@@ -383,8 +389,3 @@ def _tar(files):
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return content.getvalue()
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])

@@ -204,6 +204,7 @@ def test_a_bundle_runs_on_every_host_and_sees_what_the_platform_gives_only(accou
     me, hosts, given = json.loads(first[0])
     assert (me, hosts) == ("127.0.0.1", ["127.0.0.1", "127.0.0.2"])
     assert set(given) - {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"} == {
+        "SM_MASTER_PORT",  # hosts share one loopback
         "TRAINING_JOB_NAME", "TRAINING_JOB_ARN", "AWS_REGION", "MINE", "PATH", "HOME", "AWS_ENDPOINT_URL",
         "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED",
     }  # fmt: skip

@@ -58,7 +58,7 @@ class Launch:
     """An `accel launch` under way."""
 
     def __init__(self, command, cwd):
-        self.said, self._changed = "", threading.Condition()
+        self.said, self.over, self._changed = "", False, threading.Condition()
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=cwd
         )
@@ -68,7 +68,8 @@ class Launch:
     def until(self, pattern):
         """Wait for what it says."""
         with self._changed:
-            assert self._changed.wait_for(lambda: re.search(pattern, self.said), WAIT_S), self.said
+            self._changed.wait_for(lambda: self.over or re.search(pattern, self.said), WAIT_S)
+            assert re.search(pattern, self.said), self.said
 
     def end(self):
         """Its exit code."""
@@ -86,6 +87,9 @@ class Launch:
             with self._changed:
                 self.said += line.decode(errors="replace")
                 self._changed.notify_all()
+        with self._changed:
+            self.over = True
+            self._changed.notify_all()
 
 
 def told(aws):
