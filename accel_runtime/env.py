@@ -92,6 +92,8 @@ class Settings:
     """Whether torch_xla computes on all devices of a machine as on one, in one process."""
     resume: bool = False
     """Whether `Accelerator.resume` goes on from the newest checkpoint."""
+    shared_files: bool = True
+    """Whether all machines see the same files; where they do not, the first one writes all of a checkpoint."""
 
     def to_env(self) -> dict[str, str]:
         """The environment variables that say this."""

@@ -44,6 +44,8 @@ class Ready:
         settings = Settings.from_env(self.work.settings)
         settings = replace(settings, resume=settings.resume or self.again)
         machines, found = len(self.told.hosts), gpus.count(self.environ)
+        # Every host has a folder for checkpoints of its own; what is in them is together in S3.
+        settings = replace(settings, shared_files=settings.shared_files and machines == 1)
         device = "cuda" if found and settings.device != "cpu" else "cpu"
         asked = self.work.nproc_per_node
         count = asked if isinstance(asked, int) else max(1, found) if device == "cuda" else 1

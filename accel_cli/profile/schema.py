@@ -89,6 +89,13 @@ class Profile(Section):
             "started again do so anyway."
         ),
     ] = False
+    shared_files: Annotated[
+        bool,
+        Field(
+            description="Whether all machines see the same files; where they do not, the first one writes all of a "
+            "checkpoint, and every one needs a copy of it to go on."
+        ),
+    ] = True
     env: Annotated[
         dict[str, str],
         BeforeValidator(_numbers_as_text),
@@ -106,6 +113,7 @@ class Profile(Section):
             process_group_timeout=self.process_group_timeout,
             log_level=self.log_level,
             resume=self.resume,
+            shared_files=self.shared_files,
         )
 
     @property

@@ -56,7 +56,15 @@ class _Taken:
         return texts, {name: None if is_sharded(own) else digest(own) for name, own in self.tensors.items()}
 
 
-def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int, hosted: Hosted = _same) -> State:
+def agreed(  # noqa: PLR0913 - the last says something of one rank of many
+    items: Sequence[Item],
+    share: Share,
+    rank: int,
+    world_size: int,
+    hosted: Hosted = _same,
+    *,
+    handed_over: bool = False,
+) -> State:
     """Take the state of all items.
 
     Args:
@@ -65,6 +73,7 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int, host
         rank: This rank.
         world_size: How many there are.
         hosted: Makes a state what files take, as `Backend.hosted`.
+        handed_over: Whether the first rank writes all that this one has for itself, whatever its size.
 
     Raises:
         CheckpointError: Something cannot be saved, on some rank, or the ranks consist of other items; raised on all.
@@ -82,7 +91,8 @@ def agreed(items: Sequence[Item], share: Share, rank: int, world_size: int, host
         return State(taken.texts, {}, taken.tensors)
     texts, tensors = [text for text, _ in told], [tensor for _, tensor in told]
     _same_items(texts)
-    return _divided(taken, _unequal(texts), _unequal(tensors), share, rank)
+    small = None if handed_over else _SMALL
+    return _divided(taken, _unequal(texts), _unequal(tensors), share, rank, small=small)
 
 
 def _same_items(texts: Sequence[Mapping[str, str]]) -> None:
@@ -101,7 +111,9 @@ def _unequal(told: Sequence[Mapping[str, Any]]) -> set[str]:
     return {name for name in names if any(name not in own or own[name] != told[0].get(name) for own in told)}
 
 
-def _divided(taken: _Taken, differ: set[str], apart: set[str], share: Share, rank: int) -> State:
+def _divided(  # noqa: PLR0913 - the facts of one rank
+    taken: _Taken, differ: set[str], apart: set[str], share: Share, rank: int, *, small: int | None
+) -> State:
     """What of a rank's state it may write.
 
     Args:
@@ -110,14 +122,14 @@ def _divided(taken: _Taken, differ: set[str], apart: set[str], share: Share, ran
         apart: The tensors that are not.
         share: Exchanges objects between the ranks.
         rank: This rank.
+        small: Bytes of a tensor of its own that the first rank writes for it; None is any.
     """
     state = State({name: text for name, text in taken.texts.items() if name not in differ})
-    large = {name: own for name, own in taken.tensors.items() if name in apart and own.nbytes > _SMALL}
+    own_ones = {name: own for name, own in taken.tensors.items() if name in apart}
+    large = {name: own for name, own in own_ones.items() if small is not None and own.nbytes > small}
     if differ or apart:
-        small = {
-            name: own.cpu() for name, own in taken.tensors.items() if name in apart and name not in large
-        }
-        everyone = share(({name: taken.texts[name] for name in differ}, small))
+        for_first = {name: own.cpu() for name, own in own_ones.items() if name not in large}
+        everyone = share(({name: taken.texts[name] for name in differ}, for_first))
         state.own = {name: [texts[name] for texts, _ in everyone] for name in sorted(differ)}
         for number, (_, tensors) in enumerate(everyone if rank == 0 else ()):
             state.tensors |= {own_name(name, number): tensor for name, tensor in tensors.items()}

@@ -29,6 +29,10 @@ class Disk:
         """Make a directory, and those above it; one that is there already is fine."""
         folder.mkdir(parents=True, exist_ok=True)
 
+    def sees(self, folder: Path) -> bool:
+        """Whether a directory that another process has made is there for this one too."""
+        return folder.is_dir()
+
     def create(self, path: Path) -> int:
         """A new file, open for writing; one that is there already is an error."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

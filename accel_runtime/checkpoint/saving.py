@@ -21,11 +21,13 @@ from accel_runtime.checkpoint.agreed import State, agreed
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk, about, write_text
 from accel_runtime.checkpoint.items import Item
+from accel_runtime.checkpoint.live import is_sharded
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, File, Manifest
 from accel_runtime.checkpoint.sizes import shown
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.together import Share, same, together
 from accel_runtime.checkpoint.writer import Planner, Writer, stored
+from accel_runtime.env import variable
 
 __all__ = ["Place", "Saving"]
 
@@ -53,15 +55,25 @@ class Saving:
         world_size: How many there are.
         disk: Does it.
         run: What the run is called.
+        shared: Whether all ranks see the same files. Where they do not, those that see what the first one sees write
+            everything: what is equal on all ranks is there, and what the others have for themselves is sent.
     """
 
-    def __init__(
-        self, share: Share, rank: int, world_size: int, disk: Disk, *, run: Mapping[str, str] | None = None
+    def __init__(  # noqa: PLR0913 - the last two have defaults
+        self,
+        share: Share,
+        rank: int,
+        world_size: int,
+        disk: Disk,
+        *,
+        run: Mapping[str, str] | None = None,
+        shared: bool = True,
     ) -> None:
-        self._run = dict(run or {})
+        self._run, self._shared = dict(run or {}), shared
         self._share, self._rank, self._world_size, self._disk = share, rank, world_size, disk
         self._planner = Planner()
         self._lock: int | None = None
+        self._apart, self._sees = False, True
 
     def begin(self, choose: Callable[[], Path], given: str | None = None) -> Place:
         """Make the directory to write into.
@@ -87,15 +99,19 @@ class Saving:
         assert place is not None
         self._place = place
 
-        def see() -> None:
+        def see() -> bool:
             same("save_state", said)
-            if not place.scratch.is_dir():
+            sees = self._disk.sees(place.scratch)
+            if self._shared and not sees:
                 raise CheckpointError(
                     f"{place.scratch} was made by rank 0 and is not there on this machine: a checkpoint goes into a "
-                    "directory that all machines share"
+                    "directory that all machines share; where they share none, shared_files: false in the profile, or "
+                    f"{variable('shared_files')}=0, has the first machine write all of it"
                 )
+            return sees
 
-        self._all(see)
+        seen = self._all(see)
+        self._apart, self._sees = not all(seen), seen[self._rank]
         return place
 
     def run_hooks(self, call: Callable[[], None]) -> None:
@@ -104,7 +120,23 @@ class Saving:
         Raises:
             CheckpointError: It failed on some rank.
         """
-        self._all(call)
+        self._all(call if self._sees else lambda: self._call_elsewhere(call))
+        if self._apart:
+            self._all(lambda: None if self._sees else self._nothing_left())
+
+    def _call_elsewhere(self, call: Callable[[], None]) -> None:
+        """On a machine that is not the checkpoint's; the directory is there for hooks that look into it."""
+        self._disk.make(self._place.scratch)
+        call()
+
+    def _nothing_left(self) -> None:
+        scratch = self._place.scratch
+        left = next(scratch.iterdir(), None) if self._disk.sees(scratch) else None
+        if left:
+            raise CheckpointError(
+                f"a hook has written {left.name} on a machine that does not see the checkpoint: only what the first "
+                "machine writes is kept, so write there (accelerator.is_main_process)"
+            )
 
     @property
     def progress(self) -> str:
@@ -125,7 +157,9 @@ class Saving:
             CheckpointError: Something cannot be saved.
         """
         try:
-            self._state = agreed(items, self._share, self._rank, self._world_size, hosted)
+            self._state = agreed(
+                items, self._share, self._rank, self._world_size, hosted, handed_over=not self._sees
+            )
         except BaseException:  # whatever it is, nothing is left
             self._give_up()
             raise
@@ -159,6 +193,8 @@ class Saving:
         self._share = share
         written = self._all(self._write)
         manifest = self._all(lambda: None if self._rank else self._commit(written))[0]
+        if not self._sees:
+            placing.discard(self._place.scratch, self._disk)
         self._unlock()
         return manifest if self._rank == 0 else None
 
@@ -166,7 +202,7 @@ class Saving:
         planner, writer = self._planner, self._writer
 
         def own() -> SavePlan:
-            planner.set_up_planner(state.tensors, is_coordinator=self._rank == 0)
+            planner.set_up_planner(self._to_write(state), is_coordinator=self._rank == 0)
             return planner.create_local_plan()
 
         plans = self._all(own)
@@ -178,6 +214,17 @@ class Saving:
                 self._check_room()
 
         self._all(divide)
+
+    def _to_write(self, state: State) -> dict[str, torch.Tensor]:
+        if self._sees:
+            return state.tensors
+        sharded = next((name for name, tensor in state.tensors.items() if is_sharded(tensor)), None)
+        if sharded:
+            raise CheckpointError(
+                f"{sharded} is sharded, and this machine does not see the checkpoint's directory: with shared_files off, "
+                "only what is whole on the first machine can be saved; use a directory that all machines share"
+            )
+        return {}
 
     def _check_room(self) -> None:
         told = self._metadata.state_dict_metadata.values()
@@ -224,7 +271,7 @@ class Saving:
             raise
 
     def _give_up(self) -> None:
-        if self._rank == 0 and hasattr(self, "_place"):
+        if hasattr(self, "_place") and (self._rank == 0 or not self._sees):
             placing.discard(self._place.scratch, self._disk)
         self._unlock()
 

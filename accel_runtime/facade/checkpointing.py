@@ -29,6 +29,7 @@ from accel_runtime.checkpoint.saving import Saving
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.env import Settings
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.facade.processes import Processes
 from accel_runtime.gradients import Gradients
@@ -57,6 +58,7 @@ class Checkpointing(Processes):
     _precision: Precision
     _schedulers: list[PreparedScheduler]
     project_configuration: ProjectConfiguration
+    settings: Settings
 
     def _keep_checkpoints(self, resuming: Resuming) -> None:
         self._resuming = resuming
@@ -111,7 +113,8 @@ class Checkpointing(Processes):
         self._background.wait()
         self._backend.settle()
         share, marks = self._share("save_state"), self._resuming.origin.marks
-        saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks)
+        shared = self.settings.shared_files
+        saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks, shared=shared)
         place = saving.begin(retention.target, _text(output_dir))
         run = self._run()
         states = run.states()

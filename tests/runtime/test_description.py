@@ -160,6 +160,7 @@ def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
         "process_group_timeout": (1800, "default"),
         "log_level": ("warning", "ACCEL_LOG_LEVEL"),
         "resume": (False, "default"),
+        "shared_files": (True, "default"),
         "spmd": (False, "default"),
     }
 

@@ -1,5 +1,6 @@
 """Spot instances: a container that is taken away, and another one that goes on from its checkpoints."""
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -66,12 +67,30 @@ def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_wei
     assert "step 10:" not in said
 
 
-def test_two_hosts_whose_checkpoint_folders_are_two_are_told_that_one_checkpoint_needs_one_folder(
-    containers, opt, port
+def test_two_hosts_with_a_folder_each_save_on_the_first_and_both_go_on_from_what_the_platform_kept(
+    containers, opt, port, tmp_path
 ):
-    """The runtime's own limit, met on SageMaker: a folder of each host is not one that all machines share."""
-    hosts = started(containers, "algo-1", "algo-2", start=lambda host: host.contain(opt, port))
-    assert [host.end()[0] for host in hosts] == [1, 1]
-    assert any(
-        "a checkpoint goes into a directory that all machines share" in (host.failure or "") for host in hosts
-    )
+    def contain(host):
+        return host.contain(opt, port)
+
+    whole = started(containers, "algo-1", "algo-2", start=contain)
+    wanted = weights(ended(whole, 0))
+    for host in whole:
+        shutil.rmtree(host.root)
+    taken = started(containers, "algo-1", "algo-2", start=contain)
+    taken[0].until("step 20")
+    for host in taken:
+        os.kill(host.first, signal.SIGTERM)
+    assert "saved, and leaving" in ended(taken, 143)
+    assert not any((taken[1].root / "checkpoints").rglob("checkpoint.json"))
+
+    # The platform puts together what is in all of them, and gives each new container all of it.
+    for host in taken:
+        shutil.copytree(host.root / "checkpoints", tmp_path / "kept", dirs_exist_ok=True)
+        shutil.rmtree(host.root)
+    for host in taken:
+        shutil.copytree(tmp_path / "kept", host.root / "checkpoints")
+    said = ended(started(containers, "algo-1", "algo-2", start=contain), 0)
+    assert "accelerator.resume() goes on from there" in said
+    assert "step 10:" not in said
+    assert weights(said) == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,63 @@ def put(folder, kind):
     return whole(model, optimizer), mine
 
 
+class Elsewhere(Disk):
+    """Of a machine that does not see what the first one has made."""
+
+    looks = 0
+    made = False
+    """Whether it has one of the same name, once it was made here too."""
+
+    def sees(self, _):
+        self.looks += 1
+        return dist.get_rank() == 0 or (self.made and self.looks > 1)
+
+
+def put_apart(folder, kind, shared):
+    model, optimizer = net(kind, 1)
+    saving = Saving(*share(), Elsewhere(), shared=shared)
+    saving.begin(lambda: Path(folder))
+    saving.take(items(model, optimizer), 1)
+    mine = sum(item.tensor_storage_size() for item in saving._mine.items)
+    saving.finish(share()[0])
+    return whole(model, optimizer), mine
+
+
+def hooked_apart(folder):
+    """A hook that writes on every machine."""
+    accelerator = Accelerator()
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._disk = Elsewhere()
+    accelerator._disk.made = True
+    accelerator.save_state(folder)
+
+
+def window_apart(folder, load):
+    """Gradients of half a window, of which each rank has its own, larger than what is sent otherwise."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(300, 100))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.settings = replace(accelerator.settings, shared_files=False)
+    accelerator._disk = Elsewhere()
+
+    def learned(number):
+        torch.manual_seed(10 * number + accelerator.process_index)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 300)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if load:
+        accelerator.load_state(folder)
+    else:
+        learned(1)
+        accelerator.save_state(folder)
+    learned(2)
+    return [p.detach().sum().item() for p in model.parameters()]
+
+
 def got(folder, kind):
     model, optimizer = net(kind, 2)
     loading = Loading(*share(), strict=True)
@@ -333,3 +391,36 @@ def test_torch_reads_sharded_models(sharding, tmp_path):
     state = Net().state_dict()
     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(only)), no_dist=True)
     assert numbers(dict(state)) == want["model"]
+
+
+def test_where_machines_share_no_files_the_first_one_writes_all_and_the_others_nothing(clusters, tmp_path):
+    told = clusters[2].run(put_apart, str(tmp_path / "saved"), "replicated", False)
+    assert [mine == 0 for _, mine in told] == [False, True]
+    once(tmp_path / "saved")
+    assert clusters[2].run(got, str(tmp_path / "saved"), "replicated") == [told[0][0]] * 2
+
+
+def test_what_each_rank_has_for_itself_is_sent_to_the_machine_that_writes(clusters, tmp_path):
+    told = clusters[2].run(window_apart, str(tmp_path / "saved"), False)
+    assert clusters[2].run(window_apart, str(tmp_path / "saved"), True) == told
+
+
+def test_what_a_hook_writes_where_nobody_would_find_it_is_an_error_and_nothing_is_left(clusters, tmp_path):
+    with pytest.raises(
+        Exception, match=r"a hook has written .* on a machine that does not see the checkpoint"
+    ):
+        clusters[2].run(hooked_apart, str(tmp_path / "saved"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared", "said"),
+    [
+        ("replicated", True, r"shared_files: false in the profile, or ACCEL_SHARED_FILES=0"),
+        ("fsdp", False, r"is sharded, and this machine does not see the checkpoint's directory"),
+    ],
+)
+def test_machines_that_share_no_files_are_told_what_can_be_done(clusters, tmp_path, kind, shared, said):
+    with pytest.raises(Exception, match=said):
+        clusters[2].run(put_apart, str(tmp_path / "saved"), kind, shared)
+    assert list(tmp_path.iterdir()) == []
