@@ -72,11 +72,14 @@ class AwsPlane:
 
     def client(self, name, region=REGION):
         import boto3
+        from botocore.config import Config
 
         key = name, region
         if key not in self._clients:
             self._session = self._session or boto3.session.Session("testing", "testing")
-            self._clients[key] = self._session.client(name, region, endpoint_url=self.address)
+            # Said here, as a test may have other wishes in its environment when the first client is made.
+            config = Config(retries={"mode": "legacy", "max_attempts": 4})
+            self._clients[key] = self._session.client(name, region, endpoint_url=self.address, config=config)
         return self._clients[key]
 
     # What it is told -----------------------------------------------------------------

@@ -235,12 +235,14 @@ def test_a_job_that_fails_is_exit_code_1_with_its_reason(aws, here, launched):
     assert not (here / "mine").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_leaves_no_model_is_no_failure(aws, here, launched):
     done = launched("--job-name", "mine", "train.py")
     assert done.returncode == 0, done.stderr
     assert "accel: job mine has left nothing in " in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_followed_job_running(aws, started):
     aws.settings(hold="Training")
     launch = started("--job-name", "mine", "train.py")

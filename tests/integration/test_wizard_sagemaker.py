@@ -33,6 +33,7 @@ def enter(screen, *questions):
         screen.answer(question, ENTER)
 
 
+@pytest.mark.slow
 def test_enter_on_every_question_gives_a_profile_that_launches(terminal, configured, written, accel, script):
     arn = configured.role()
     screen = terminal(columns=120, lines=60)
@@ -48,6 +49,7 @@ def test_enter_on_every_question_gives_a_profile_that_launches(terminal, configu
     assert arn in done.stdout
 
 
+@pytest.mark.slow
 def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(terminal, configured, written):
     configured.role("a-first")
     arn = configured.role("b-second")
@@ -71,6 +73,7 @@ def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(t
     assert (said.spot, said.max_run, said.keep_alive) == (True, 7200, None)
 
 
+@pytest.mark.slow
 def test_a_role_is_made_after_a_yes_and_not_before(terminal, configured, written):
     roles = configured.client("iam").list_roles
     screen = terminal(columns=120, lines=60)
@@ -90,6 +93,7 @@ def test_a_role_is_made_after_a_yes_and_not_before(terminal, configured, written
     assert written().launcher.role == "arn:aws:iam::123456789012:role/accel-training"
 
 
+@pytest.mark.slow
 def test_more_is_asked_of_those_who_want_it_and_kept_as_it_is_typed(terminal, configured, written):
     configured.role()
     screen = terminal(columns=120, lines=80)
@@ -120,6 +124,7 @@ def test_more_is_asked_of_those_who_want_it_and_kept_as_it_is_typed(terminal, co
     assert (said.subnets, said.security_group_ids) == (["subnet-1a", "subnet-2b"], ["sg-1"])
 
 
+@pytest.mark.slow
 def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, written):
     configured.role()
     screen = terminal(columns=120, lines=60)
@@ -144,6 +149,7 @@ def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, wr
     assert (written().launcher.role, written().launcher.aws_profile) == ("My-Role", "team")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [PROFILE, ROLE, MORE])
 def test_ctrl_c_leaves_nothing_behind(terminal, configured, home, at):
     configured.role()
@@ -169,6 +175,7 @@ def test_where_aws_does_not_answer_a_person_types(terminal, configured, written,
     assert written().launcher.role == "Trainer"
 
 
+@pytest.mark.slow
 def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written, accel):
     configured.role()
     accel(

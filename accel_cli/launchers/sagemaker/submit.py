@@ -37,6 +37,8 @@ from accel_cli.plan import Plan
 __all__ = ["look", "submit"]
 
 _CONSOLES = {"aws-cn": "console.amazonaws.cn", "aws-us-gov": "console.amazonaws-us-gov.com"}
+_DONE = frozenset({1, 2})
+"""Ends of a job that may have left something all the same: logs, and the model of one that was stopped."""
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -118,6 +120,8 @@ def _followed(plan: Plan, jobs: Jobs, name: str) -> int:
     # What accel runs of its own, `accel test`, has no model.
     if ended == 0 and plan.request["profile"]["download"] and plan.request["source"] is not None:
         _bring_home(jobs, name, Path(plan.output_dir))
+    elif ended in _DONE:
+        console.note(f"accel jobs download {name}{jobs.options} brings home what it left")
     return ended
 
 

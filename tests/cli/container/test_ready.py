@@ -33,7 +33,7 @@ def test_it_is_the_plan_that_accel_launch_makes_on_a_machine_with_a_number(tmp_p
     plan = ready(
         tmp_path, environ={"TRAINING_JOB_NAME": "job-1"}, agent={"max_restarts": 2, "ranks": "all"}
     ).plan()
-    settings, machine = Settings(), Machine(cpus(), "cuda", ("A100",) * 4, torch="2.13.0")
+    settings, machine = Settings(shared_files=False), Machine(cpus(), "cuda", ("A100",) * 4, torch="2.13.0")
     section = Torchrun(nnodes=2, rdzv_endpoint="algo-1:7777", rdzv_id="job-1", rdzv_timeout=1800, max_restarts=2, ranks="all",
                        shutdown_timeout=110, log_dir=str(tmp_path / "output" / "data" / "accel-runs"))  # fmt: skip
     job = Job(
