@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.jobs.base import Job, Jobs, Pace
-from accel_cli.launchers.sagemaker.aws import Account, code
+from accel_cli.launchers.sagemaker.aws import Account, is_no_job
 
 if TYPE_CHECKING:
     from accel_cli.jobs.cloudwatch import CloudWatchLog
@@ -105,8 +105,7 @@ class SageMakerJobs(Jobs):
             try:
                 told: Mapping[str, Any] = client.describe_training_job(TrainingJobName=job_id)
             except client.exceptions.ClientError as error:
-                said = str(error.response["Error"].get("Message", "")).lower()
-                if code(error) not in {"ValidationException", "ResourceNotFound"} or "not f" not in said:
+                if not is_no_job(error):
                     raise
                 raise UsageError(
                     f"SageMaker knows no training job {job_id} in {self._account.region}; accel jobs list"

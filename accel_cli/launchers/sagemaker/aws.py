@@ -12,7 +12,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker import refusals
 
-__all__ = ["Account", "code"]
+__all__ = ["Account", "code", "is_no_job"]
 
 _ATTEMPTS = 8
 _CONNECT_S, _READ_S = 10, 60
@@ -141,6 +141,14 @@ def code(error: BaseException | None) -> str:
     # An error of the network has a response too, which is None.
     answer: dict[str, Any] = getattr(error, "response", None) or {}
     return str(answer.get("Error", {}).get("Code", ""))
+
+
+def is_no_job(error: BaseException) -> bool:
+    """Whether SageMaker says that it knows no job of a name, for which it has no code of its own."""
+    answer: dict[str, Any] = getattr(error, "response", None) or {}
+    said = str(answer.get("Error", {}).get("Message", ""))
+    missing = "not found" in said or "Could not find" in said
+    return code(error).startswith("ResourceNotFound") or (code(error) == "ValidationException" and missing)
 
 
 @contextmanager

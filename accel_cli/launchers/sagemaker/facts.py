@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker import buckets, images, instances, roles, tables
-from accel_cli.launchers.sagemaker.aws import Account
+from accel_cli.launchers.sagemaker.aws import Account, is_no_job
 from accel_cli.launchers.sagemaker.request import Facts, named
 from accel_cli.plan import Plan
 from accel_runtime.env import variable
@@ -100,19 +100,10 @@ def is_taken(account: Account, name: str) -> bool:
         try:
             sagemaker.describe_training_job(TrainingJobName=name)
         except sagemaker.exceptions.ClientError as error:
-            if _unknown(error):
+            if is_no_job(error):
                 return False
             raise
         return True
-
-
-def _unknown(error: Any) -> bool:
-    """Whether AWS knows no such job; it has no code of its own for that."""
-    said = error.response["Error"]
-    missing = "not found" in said.get("Message", "") or "Could not find" in said.get("Message", "")
-    return said["Code"] in {"ResourceNotFound", "ResourceNotFoundException"} or (
-        said["Code"] == "ValidationException" and missing
-    )
 
 
 def _name(plan: Plan, now: datetime) -> str:

@@ -25,6 +25,9 @@ _NETWORK = (
 )  # fmt: skip
 """What SageMaker does in a VPC as the job's role."""
 
+_PARTS = 7
+"""Of the ARN of a secret."""
+
 
 def policy(
     bucket: str,
@@ -76,5 +79,8 @@ def _named(service: str, *actions: str) -> list[str]:
 
 
 def _secret(partition: str, name: str) -> str:
+    if name.startswith("arn:"):
+        # What follows the name chooses a key of the secret, and is no part of what rights are about.
+        return ":".join(name.split(":")[:_PARTS])
     # Secrets Manager adds six characters of its own to a name.
-    return name if name.startswith("arn:") else f"arn:{partition}:secretsmanager:*:*:secret:{name}-??????"
+    return f"arn:{partition}:secretsmanager:*:*:secret:{name}-??????"

@@ -10,7 +10,7 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 from accel_cli.launchers.sagemaker import upload
-from accel_cli.launchers.sagemaker.aws import Account, code
+from accel_cli.launchers.sagemaker.aws import Account, code, is_no_job
 from accel_cli.launchers.sagemaker.request import CHANNEL, Facts
 
 __all__ = ["start"]
@@ -94,7 +94,7 @@ def _is_mine(account: Account, request: Mapping[str, Any], unknown: str) -> bool
             try:
                 there = sagemaker.describe_training_job(TrainingJobName=name)
             except sagemaker.exceptions.ClientError as error:
-                if code(error) != "ValidationException":
+                if not is_no_job(error):
                     raise
                 return False
     except AccelError as error:

@@ -216,9 +216,9 @@ def share():
     return accelerator._share("test"), accelerator.process_index, accelerator.num_processes
 
 
-def put(folder, kind):
+def put(folder, kind, disk=Disk, shared=True):
     model, optimizer = net(kind, 1)
-    saving = Saving(*share(), Disk())
+    saving = Saving(*share(), disk(), shared=shared)
     saving.begin(lambda: Path(folder))
     saving.take(items(model, optimizer), 1)
     mine = sum(item.tensor_storage_size() for item in saving._mine.items)
@@ -236,16 +236,6 @@ class Elsewhere(Disk):
     def sees(self, _):
         self.looks += 1
         return dist.get_rank() == 0 or (self.made and self.looks > 1)
-
-
-def put_apart(folder, kind, shared):
-    model, optimizer = net(kind, 1)
-    saving = Saving(*share(), Elsewhere(), shared=shared)
-    saving.begin(lambda: Path(folder))
-    saving.take(items(model, optimizer), 1)
-    mine = sum(item.tensor_storage_size() for item in saving._mine.items)
-    saving.finish(share()[0])
-    return whole(model, optimizer), mine
 
 
 def hooked_apart(folder):
@@ -394,7 +384,7 @@ def test_torch_reads_sharded_models(sharding, tmp_path):
 
 
 def test_where_machines_share_no_files_the_first_one_writes_all_and_the_others_nothing(clusters, tmp_path):
-    told = clusters[2].run(put_apart, str(tmp_path / "saved"), "replicated", False)
+    told = clusters[2].run(put, str(tmp_path / "saved"), "replicated", Elsewhere, False)
     assert [mine == 0 for _, mine in told] == [False, True]
     once(tmp_path / "saved")
     assert clusters[2].run(got, str(tmp_path / "saved"), "replicated") == [told[0][0]] * 2
@@ -422,5 +412,5 @@ def test_what_a_hook_writes_where_nobody_would_find_it_is_an_error_and_nothing_i
 )
 def test_machines_that_share_no_files_are_told_what_can_be_done(clusters, tmp_path, kind, shared, said):
     with pytest.raises(Exception, match=said):
-        clusters[2].run(put_apart, str(tmp_path / "saved"), kind, shared)
+        clusters[2].run(put, str(tmp_path / "saved"), kind, Elsewhere, shared)
     assert list(tmp_path.iterdir()) == []

@@ -227,7 +227,7 @@ def test_the_rights_are_those_of_one_bucket_and_what_is_asked_for():
     assert starred == {"Metrics", "ImageLogin"}
     assert all("*" not in action for said in few["Statement"] for action in said["Action"])
     arn = "arn:aws-cn:secretsmanager:cn-north-1:1:secret:x-123456"
-    many = rights.policy("b", partition="aws-cn", reads=["data"], secrets=["wandb", arn], vpc=True)
+    many = rights.policy("b", partition="aws-cn", reads=["data"], secrets=["wandb", f"{arn}:key::"], vpc=True)
     by_sid = {said["Sid"]: said["Resource"] for said in many["Statement"]}
     assert by_sid["Secrets"] == ["arn:aws-cn:secretsmanager:*:*:secret:wandb-??????", arn]
     assert by_sid["Read"] == ["arn:aws-cn:s3:::b/*", "arn:aws-cn:s3:::data/*"]
