@@ -58,7 +58,9 @@ def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_p
 def test_a_rank_learns_that_its_screen_has_another_size(script):
     script(
         "import os, signal\n"
-        "def resized(*_):\n    os.isatty(1) and print(tuple(os.get_terminal_size(1)), flush=True); os._exit(0)\n"
+        # Not print: the signal may come while the other one is under way.
+        "def resized(*_):\n"
+        "    os.isatty(1) and os.write(1, f'{tuple(os.get_terminal_size(1))}\\n'.encode()); os._exit(0)\n"
         "signal.signal(signal.SIGWINCH, resized)\n"
         "print('ready', flush=True)\nsignal.pause()\n"
     )
