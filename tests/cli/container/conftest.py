@@ -82,7 +82,14 @@ class Host:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.process = subprocess.Popen(
             command,
-            env={"PATH": path, "TRAINING_JOB_NAME": "job", "AWS_REGION": "us-east-1", "SM_MASTER_PORT": port},
+            # One thread for each: two hosts that each take all processors for their own wait for one another.
+            env={
+                "PATH": path,
+                "TRAINING_JOB_NAME": "job",
+                "AWS_REGION": "us-east-1",
+                "SM_MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,7 +115,7 @@ class Host:
             late.cancel()
         return said
 
-    def end(self, seconds=90):
+    def end(self, seconds=180):
         """Its exit code, and what it has said since."""
         said, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, said
