@@ -11,13 +11,29 @@ from accel_runtime.env import placed_by_device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Topology", "TopologyError"]
+__all__ = ["DataPlace", "Topology", "TopologyError"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TopologyError(ValueError):
     """The variables that place a process are incomplete or contradict each other."""
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """Which part of every global batch a process has: neighbouring ranks may have the same."""
+
+    rank: int = 0
+    """Position among the parts."""
+    world_size: int = 1
+    """Number of parts."""
+    copies: int = 1
+    """Ranks that have the same part, one after the other: those that divide its computation among them."""
+
+    def of(self, rank: int) -> int:
+        """The part of another rank."""
+        return rank // self.copies
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from accel_runtime.env import MixedPrecision
 from accel_runtime.exchange.agreement import Agreement, Wire, here
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
-from accel_runtime.topology import Topology
+from accel_runtime.topology import DataPlace, Topology
 
 __all__ = ["Backend", "Reduction"]
 
@@ -30,6 +30,8 @@ class Backend(ABC):
         """Where this process stands."""
         self.device = device
         """The hardware this process computes on."""
+        self.data = DataPlace(topology.rank, topology.world_size)
+        """Which part of every global batch this process has."""
         self.agreement = Agreement(wire, topology.rank, topology.world_size)
         """How the ranks see to it that they do the same."""
 
