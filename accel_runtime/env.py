@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = [
     "BEAT",
@@ -265,7 +265,7 @@ def _text(value: object) -> str:
 
 
 def _parse(name: str, text: str, kind: object) -> object:
-    plain = {
+    plain: dict[Any, Callable[[], object]] = {
         str: lambda: text,
         bool: lambda: _switch(name, text),
         bool | int: lambda: int(text) if _whole(text) and int(text) > 1 else _switch(name, text),
