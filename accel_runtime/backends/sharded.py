@@ -46,7 +46,7 @@ class Sharded(Distributed):
     ) -> None:
         sizes = Sizes.of(settings.parallel, topology.world_size)
         super().__init__(topology, device, settings, options)
-        self.mesh = Mesh(sizes, device, topology)
+        self.mesh: Mesh = Mesh(sizes, device, topology)
         """The processes, as meshes."""
         self.data = self.mesh.data
         self._parallel, self._fully_shard = settings.parallel, settings.fully_shard
