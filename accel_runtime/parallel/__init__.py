@@ -1,1 +1,1 @@
-"""Models larger than one device: how parameters, computation and sequences are divided among processes."""
+"""Models larger than one device: meshes of processes, and how a model is divided over them."""
