@@ -190,7 +190,7 @@ class Preparing:
             scheduler,
             own or self._optimizers,
             self._accumulation,
-            strides=1 if self._loading.split_batches else self._backend.topology.world_size,
+            strides=1 if self._loading.split_batches else self._backend.data.world_size,
             with_optimizer=self._step_with_optimizer,
         )
         self._schedulers.append(prepared)
