@@ -206,9 +206,8 @@ ABSENT_FUNCTIONS = {
     " load_offloaded_weights load_state_dict named_module_tensors offload_state_dict offload_weight prepare_pippy"
     " retie_parameters save_offload_index set_module_tensor_to_device",
     SHARDING: "AbstractTrainStep BertTrainStep DeepSpeedPlugin DeepSpeedSequenceParallelConfig"
-    " FullyShardedDataParallelPlugin GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
-    " MegatronLMDummyScheduler MegatronLMPlugin ParallelismConfig T5TrainStep TorchContextParallelConfig"
-    " TorchTensorParallelConfig TorchTensorParallelPlugin add_model_config_to_megatron_parser"
+    " GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
+    " MegatronLMDummyScheduler MegatronLMPlugin T5TrainStep TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     " avg_losses_across_data_parallel_group compile_regions_deepspeed compile_regions_fsdp2 deepspeed_required"
     " disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac"
     " fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters"
@@ -253,6 +252,7 @@ PLACES = {
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
     "optimizer": "AcceleratedOptimizer",
+    "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState",
     "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
@@ -271,14 +271,24 @@ OBJECTS = {
     "DistributedDataParallelKwargs": "dim=0, broadcast_buffers=True, bucket_cap_mb=25, find_unused_parameters=False, "
     "check_reduction=False, gradient_as_bucket_view=False, static_graph=False, comm_hook='no', comm_wrapper='no', "
     "comm_state_option={}",
+    "FullyShardedDataParallelPlugin": "fsdp_version=None, sharding_strategy=None, reshard_after_forward=None, "
+    "backward_prefetch=None, mixed_precision_policy=None, auto_wrap_policy=None, cpu_offload=None, ignored_modules=None, "
+    "state_dict_type=None, state_dict_config=None, optim_state_dict_config=None, limit_all_gathers=True, "
+    "use_orig_params=None, param_init_fn=None, sync_module_states=None, forward_prefetch=None, "
+    "activation_checkpointing=None, activation_checkpointing_offload=None, cpu_ram_efficient_loading=None, "
+    "transformer_cls_names_to_wrap=None, min_num_params=None",
     "GradScalerKwargs": "init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True",
     "GradientAccumulationPlugin": "num_steps=None, adjust_scheduler=True, sync_with_dataloader=True, "
     "sync_each_batch=False",
     "InitProcessGroupKwargs": "backend='nccl', init_method=None, timeout=None",
+    "ParallelismConfig": "dp_replicate_size=None, dp_shard_size=None, tp_size=None, cp_size=None, cp_backend=None, "
+    "sp_size=None, sp_backend=None, tp_handler=None, cp_handler=None, sp_handler=None",
     "ProfileKwargs": "activities=None, schedule_option=None, on_trace_ready=None, record_shapes=False, "
     "profile_memory=False, with_stack=False, with_flops=False, with_modules=False, output_trace_dir=None",
     "ProjectConfiguration": "project_dir=None, logging_dir=None, automatic_checkpoint_naming=False, total_limit=None, "
     "iteration=0, save_on_each_node=False",
+    "TorchContextParallelConfig": "cp_comm_strategy=None",
+    "TorchTensorParallelConfig": "enable_async_tp=False",
     "TorchDynamoPlugin": "backend=None, mode=None, fullgraph=None, dynamic=None, options=None, disable=False, "
     "use_regional_compilation=None",
 }
