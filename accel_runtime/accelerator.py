@@ -46,6 +46,7 @@ from accel_runtime.options import (
 from accel_runtime.precision import FORMATS, Precision
 from accel_runtime.preemption import Preemption
 from accel_runtime.project import ProjectConfiguration
+from accel_runtime.replaced import Replaced
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
@@ -134,6 +135,7 @@ class Accelerator(
         self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = Loops(self.process_index, repeats=self._backend.repeats)
+        self._replaced = Replaced()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._gradients = Gradients(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = [
     "BEAT",
@@ -265,27 +265,30 @@ def _text(value: object) -> str:
 
 
 def _parse(name: str, text: str, kind: object) -> object:
-    if kind is str:
-        return text
-    if kind is bool:
-        return _switch(name, text)
-    if kind == bool | int:
-        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else _switch(name, text)
-    if kind == tuple[str, ...]:
-        return tuple(_parts(text))
-    if kind == tuple[tuple[str, str], ...]:
-        return tuple(_pair(name, part) for part in _parts(text))
+    plain: dict[Any, Callable[[], object]] = {
+        str: lambda: text,
+        bool: lambda: _switch(name, text),
+        bool | int: lambda: int(text) if _whole(text) and int(text) > 1 else _switch(name, text),
+        tuple[str, ...]: lambda: tuple(_parts(text)),
+        tuple[tuple[str, str], ...]: lambda: tuple(_pair(name, part) for part in _parts(text)),
+    }
+    if kind in plain:
+        return plain[kind]()
     alternatives = get_args(kind) if int in get_args(kind) else (kind,)
     words = [word for some in alternatives for word in get_args(some)]
     if text in words:
         return text
-    if int in alternatives:
-        if text.isascii() and text.isdigit() and int(text) > 0:
-            return int(text)
-        raise SettingsError(
-            f"{name} must be a whole number above 0{''.join(f', or {w}' for w in words)}; it is {text!r}"
-        )
-    raise SettingsError(f"{name} must be one of {', '.join(words)}; it is {text!r}")
+    if int not in alternatives:
+        raise SettingsError(f"{name} must be one of {', '.join(words)}; it is {text!r}")
+    if _whole(text) and int(text) > 0:
+        return int(text)
+    raise SettingsError(
+        f"{name} must be a whole number above 0{''.join(f', or {word}' for word in words)}; it is {text!r}"
+    )
+
+
+def _whole(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 def _parts(text: str) -> list[str]:

@@ -132,6 +132,9 @@ class Backend(ABC):
     one_program = False
     """Whether all ranks have to record the same program, so that a number that differs between them has to be data."""
 
+    divides = False
+    """Whether models are divided among ranks, those that are never trained too, and other parameters take their places."""
+
     threads = False
     """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
 

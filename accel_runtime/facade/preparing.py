@@ -23,6 +23,7 @@ from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
+from accel_runtime.replaced import Replaced
 from accel_runtime.scheduler import PreparedScheduler
 
 __all__ = ["Preparing"]
@@ -42,6 +43,7 @@ class Preparing:
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
+    _replaced: Replaced
     _replication: dict[str, Any]
     _schedulers: list[PreparedScheduler]
     _reserve: Callable[[PreparedOptimizer], None]
@@ -106,11 +108,20 @@ class Preparing:
             model = self._backend.place(model)
         self._precision.wrap(model)
         compile_in_place(self._backend.original(model), self._dynamo)
-        prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
+        prepared = model if evaluation_mode and not self._backend.divides else self._replicate(model)
         if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         self._gradients.find()
+        return prepared
+
+    def _replicate(self, model: nn.Module) -> nn.Module:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        prepared = self._backend.replicate(model, self._replication)
+        if self._backend.divides:
+            self._replaced.note(before, prepared)
+            for optimizer in self._optimizers:
+                self._replaced.bring(optimizer.optimizer)
         return prepared
 
     def prepare_optimizer(
@@ -128,6 +139,7 @@ class Preparing:
         """
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        self._replaced.bring(optimizer)
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(
             optimizer, self._accumulation, self._precision.scaler, self._backend.after_step()
@@ -190,7 +202,7 @@ class Preparing:
             scheduler,
             own or self._optimizers,
             self._accumulation,
-            strides=1 if self._loading.split_batches else self._backend.topology.world_size,
+            strides=1 if self._loading.split_batches else self._backend.data.world_size,
             with_optimizer=self._step_with_optimizer,
         )
         self._schedulers.append(prepared)

@@ -1,1 +1,1 @@
-"""Models that are larger than one device: divided over a mesh of processes."""
+"""Models larger than one device: meshes of processes, and how a model is divided over them."""
