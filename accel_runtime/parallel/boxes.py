@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "box_of", "local", "part_of"]
+__all__ = ["Box", "box_of", "local"]
 
 
 class Box(NamedTuple):
@@ -39,36 +39,6 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     if not hasattr(tensor, "device_mesh"):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     return _of_sharded(tensor, name)
-
-
-def part_of(whole: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor that every rank has whole, laid like another one; nothing is sent.
-
-    Args:
-        whole: It, with the same numbers on all ranks.
-        like: A tensor of the same shape, sharded or not.
-        name: What it is called, for the message.
-
-    Raises:
-        ValueError: As for `box_of`.
-    """
-    if not hasattr(like, "device_mesh"):
-        return whole
-    box = _of_sharded(like, name)
-    own = whole
-    for dimension, (begin, length) in enumerate(zip(*box, strict=True)):
-        own = own.narrow(dimension, min(begin, whole.shape[dimension]), length)
-    return laid(own.clone(memory_format=torch.contiguous_format).to(local(like).device), like)
-
-
-def laid(own: torch.Tensor, like: DTensor | torch.Tensor) -> torch.Tensor:
-    """A rank's own part, as a tensor sharded as another one is."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it takes a second to load
-
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _of_sharded(tensor: torch.Tensor, name: str) -> Box:
