@@ -16,6 +16,7 @@ from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.data.copies import alike_in_copies
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
@@ -121,6 +122,7 @@ class Accelerator(
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
         self._connected(connect(self.settings, Topology.here(), options))
+        alike_in_copies(self._backend)
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._backend.check(self._replication, wanted)
         self._preemption = Preemption(self._backend.agreement)
@@ -142,7 +144,7 @@ class Accelerator(
         self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
         self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._loops = Loops(self.process_index, repeats=self._backend.repeats)
+        self._loops = Loops(self._backend.data.rank, repeats=self._backend.repeats)
         self._replaced = Replaced()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []

@@ -147,7 +147,7 @@ class Backend(ABC):
     @property
     def repeats(self) -> bool:
         """Whether batches may hold samples twice, so that it is remembered which."""
-        return self.static_shapes or self.topology.world_size > 1
+        return self.static_shapes or self.data.world_size > 1
 
     @property
     def random(self) -> Any:

@@ -81,6 +81,8 @@ class Sharded(Distributed):
         if self.mesh.tp is not None:
             divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         units = units_of(model, self._fully_shard.wrap) if self._parallel.shards else []
+        if self.mesh.tp is not None:
+            divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         if self.mesh.sizes.averages:
             policy = policy_of(self._fully_shard, self._computes_in)
             Sharding(self.mesh.shard, self._fully_shard, policy).apply(model, units)

@@ -220,7 +220,7 @@ class InForce(Processes):
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
             schedulers=tuple(map(scheduler_facts, self._schedulers)),
             loaders=tuple(
-                loader_facts(loader, topology.world_size, self._accumulation.steps)
+                loader_facts(loader, self._backend.data, self._accumulation.steps)
                 for loader in list(self._loaders.values())
             ),
             options=self._origins,
