@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -138,18 +139,22 @@ class Gradients:
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` where the window is complete; else the norm only."""
+        every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        by = _norms(every)
         if self._accumulation.synced:
             self.unscale(None)
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        one = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        norm = nn.utils.get_total_norm([p.grad for p in one if p.grad is not None], norm_type)
+            # Of a generator that has ended torch warns by itself.
+            total: torch.Tensor = by.clip_grad_norm_(every or parameters, max_norm, norm_type=norm_type)
+            return total
+        norm: torch.Tensor = by.get_total_norm([p.grad for p in every if p.grad is not None], norm_type)
         return norm / self._precision.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """`torch.nn.utils.clip_grad_value_` where the window is complete; else nothing."""
         if self._accumulation.synced:
             self.unscale(None)
-            nn.utils.clip_grad_value_(parameters, clip_value)
+            every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _norms(every).clip_grad_value_(every, clip_value)
 
     def unscale(self, wanted: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
         """Divide the fp16 scale out of the gradients of some prepared optimizers; None is all.
@@ -166,6 +171,16 @@ class Gradients:
             chosen = [_prepared(one, self._optimizers) for one in asked]
         for optimizer in chosen:
             optimizer.unscale()
+
+
+def _norms(parameters: Sequence[torch.Tensor]) -> Any:
+    """What measures and clips: torch itself, unless a parameter is divided over processes."""
+    divided = sys.modules.get("torch.distributed.tensor")
+    if divided is None or not any(isinstance(parameter, divided.DTensor) for parameter in parameters):
+        return nn.utils
+    from accel_runtime.parallel import norms  # noqa: PLC0415 - whose models are whole does not pay for its imports
+
+    return norms
 
 
 def _prepared(wanted: torch.optim.Optimizer, optimizers: Sequence[PreparedOptimizer]) -> PreparedOptimizer:
