@@ -78,8 +78,6 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        if self.mesh.tp is not None:
-            divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         units = units_of(model, self._fully_shard.wrap) if self._parallel.shards else []
         if self.mesh.tp is not None:
             divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
