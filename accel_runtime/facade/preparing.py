@@ -147,7 +147,11 @@ class Preparing:
         self._replaced.bring(optimizer)
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(
-            optimizer, self._accumulation, self._precision.scaler, self._backend.after_step()
+            optimizer,
+            self._accumulation,
+            self._precision.scaler,
+            self._backend.after_step(),
+            partial(self._replaced.check, optimizer, self._models) if self._backend.divides else None,
         )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):
