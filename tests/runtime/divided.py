@@ -90,3 +90,11 @@ def full(value):
 def state_of(model):
     """All a model has, gathered, as numbers."""
     return {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
+
+
+def warm():
+    """Load what takes seconds, before anything is measured against a limit of time."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    Accelerator()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divided import Net, accelerator, net, state_of
+from divided import Net, accelerator, net, state_of, warm
 from safetensors.torch import save_file, save_model
 from torch import nn
 
@@ -68,6 +68,7 @@ def test_a_model_without_memory_is_filled_by_each_rank_with_its_own_parts(
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", FOUR, ids=str)
 def test_on_four(four, tmp_path, sizes):
+    four.run(warm)
     want = written(tmp_path / "weights")
     for loaded, trained, other in four.run(filled, tmp_path / "weights", sizes, "before", True):
         assert loaded == want
