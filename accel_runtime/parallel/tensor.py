@@ -74,9 +74,8 @@ def divide(model: nn.Module, mesh: DeviceMesh, plan: tuple[Division, ...]) -> No
     even.check(model, mesh.size(), {division.name: division.style for division in plan})
     tied, learns = _tied(model), {n: p.requires_grad for n, p in model.named_parameters()}
     for division in plan:
-        module = model.get_submodule(division.name)
-        parallelize_module(module, mesh, division.style)
-        _pad_own_rows(module, mesh)
+        # All have the same values, so that nothing has to travel.
+        parallelize_module(model.get_submodule(division.name), mesh, division.style, src_data_rank=None)
     for first, *others in tied:
         for name in others:
             _put(model, name, model.get_parameter(first))
@@ -84,7 +83,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, plan: tuple[Division, ...]) -> No
         # torch's SequenceParallel makes parameters anew, and all of them learn.
         parameter.requires_grad_(learns[name])
         if isinstance(parameter, DTensor) and learns[name]:
-            parameter.register_hook(partial(_laid_out_as, parameter.placements))
+            parameter.register_hook(partial(_laid_out_as, parameter.placements))  # type: ignore[no-untyped-call]
     _draw_alike(mesh)
 
 
@@ -168,17 +167,6 @@ def _laid_out_as(placements: tuple[Placement, ...], gradient: torch.Tensor) -> t
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     where, _, own = name.rpartition(".")
     model.get_submodule(where).register_parameter(own, parameter)
-
-
-def _pad_own_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the row that pads be counted from the first row that this process has."""
-    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
-        return
-    weight = module.weight
-    if isinstance(weight, DTensor) and weight.placements[0].is_shard(0):
-        rows = module.num_embeddings // mesh.size()
-        owner, row = divmod(module.padding_idx, rows)
-        module.padding_idx = row if owner == mesh.get_local_rank() else None
 
 
 def _draw_alike(mesh: DeviceMesh) -> None:
