@@ -15,6 +15,7 @@ from typing_extensions import override
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
+from accel_runtime.parallel import activations
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.sharding import Sharding
@@ -78,12 +79,15 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        units = units_of(model, self._fully_shard.wrap) if self._parallel.shards else []
+        asked = self._fully_shard
+        units = units_of(model, asked.wrap) if self._parallel.shards or asked.activation_checkpointing else []
+        if asked.activation_checkpointing:
+            activations.apply(model, units)
         if self.mesh.tp is not None:
             divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         if self.mesh.sizes.averages:
-            policy = policy_of(self._fully_shard, self._computes_in)
-            Sharding(self.mesh.shard, self._fully_shard, policy).apply(model, units)
+            policy = policy_of(asked, self._computes_in, model.parameters())
+            Sharding(self.mesh.shard, asked, policy).apply(model, units if self._parallel.shards else [])
         elif all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             model.to(self.device)
         return model
