@@ -31,6 +31,12 @@ if TYPE_CHECKING:
         GradScalerKwargs,
         InitProcessGroupKwargs,
     )
+    from accel_runtime.parallel.config import (
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchContextParallelConfig,
+        TorchTensorParallelConfig,
+    )
     from accel_runtime.profiling import ProfileKwargs
     from accel_runtime.progress import tqdm
     from accel_runtime.project import ProjectConfiguration
@@ -61,6 +67,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
+    "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
@@ -68,6 +75,7 @@ __all__ = [
     "LocalSGD",
     "LoggerType",
     "MismatchError",
+    "ParallelismConfig",
     "PartialState",
     "PrecisionType",
     "ProfileKwargs",
@@ -76,7 +84,9 @@ __all__ = [
     "Settings",
     "StallError",
     "Topology",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
     "broadcast",
     "broadcast_object_list",
     "debug_launcher",
@@ -114,6 +124,10 @@ _HOMES = {
     "DynamoBackend": "accel_runtime.compilation",
     "DataLoaderConfiguration": "accel_runtime.options",
     "DistributedType": "accel_runtime.kinds",
+    "FullyShardedDataParallelPlugin": "accel_runtime.parallel.config",
+    "ParallelismConfig": "accel_runtime.parallel.config",
+    "TorchContextParallelConfig": "accel_runtime.parallel.config",
+    "TorchTensorParallelConfig": "accel_runtime.parallel.config",
     "GradScalerKwargs": "accel_runtime.options",
     "GradientAccumulationPlugin": "accel_runtime.options",
     "InitProcessGroupKwargs": "accel_runtime.options",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -16,6 +16,7 @@ from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.data.copies import alike_in_copies
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
@@ -46,9 +47,13 @@ from accel_runtime.options import (
 from accel_runtime.precision import FORMATS, Precision
 from accel_runtime.preemption import Preemption
 from accel_runtime.project import ProjectConfiguration
+from accel_runtime.replaced import Replaced
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from accel_runtime.parallel.config import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator"]
 
@@ -76,6 +81,8 @@ class Accelerator(
         dynamo_backend: Compile models with this backend of `torch.compile`.
         dynamo_plugin: More about compilation; in place of `dynamo_backend`.
         dispatch_batches: The early spelling of that field of `dataloader_config`.
+        parallelism_config: Over how many processes what is divided; what it leaves open is the profile's.
+        fsdp_plugin: How models are sharded, likewise.
         fp16: The early spelling of `mixed_precision="fp16"` (True) or `"no"` (False).
 
     Raises:
@@ -103,15 +110,19 @@ class Accelerator(
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dispatch_batches: bool | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         fp16: bool | None = None,
     ) -> None:
         settings = Settings.from_env(os.environ)
         asked = _precision(mixed_precision, fp16=fp16)
         wanted = asked or settings.mixed_precision
-        self.settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
+        settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
+        self.settings = _divided(settings, parallelism_config, fsdp_plugin)
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
         self._connected(connect(self.settings, Topology.here(), options))
+        alike_in_copies(self._backend)
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._backend.check(self._replication, wanted)
         self._preemption = Preemption(self._backend.agreement)
@@ -133,7 +144,8 @@ class Accelerator(
         self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
         self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._loops = Loops(self.process_index, repeats=self._backend.repeats)
+        self._loops = Loops(self._backend.data.rank, repeats=self._backend.repeats)
+        self._replaced = Replaced()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._gradients = Gradients(
@@ -143,7 +155,12 @@ class Accelerator(
         self._loaders_prepared = 0
         self._schedulers: list[PreparedScheduler] = []
         self._keep_checkpoints(Resuming(self.settings.resume, Origin.from_env(os.environ)))
-        given = {"mixed_precision": asked is not None, "device": cpu}
+        given = {
+            "mixed_precision": asked is not None,
+            "device": cpu,
+            "parallel": parallelism_config is not None,
+            "fully_shard": fsdp_plugin is not None,
+        }
         self._origins = origins(self.settings, given, os.environ)
 
     # Between processes -----------------------------------------------------------------
@@ -203,6 +220,19 @@ class Accelerator(
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Itself: there is one group of processes, and what holds an accelerator may be copied."""
         return self
+
+
+def _divided(
+    settings: Settings,
+    parallelism_config: ParallelismConfig | None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None,
+) -> Settings:
+    """The settings with what a script says of how models are divided."""
+    if parallelism_config is None and fsdp_plugin is None:
+        return settings
+    from accel_runtime.parallel.config import settled  # noqa: PLC0415 - loading it costs time that most runs need not spend
+
+    return settled(settings, parallelism_config, fsdp_plugin)
 
 
 def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecision | None:

@@ -15,7 +15,15 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
 
-__all__ = ["connected", "current_backend", "seed_device", "set_current_backend", "standing", "wait"]
+__all__ = [
+    "connected",
+    "current_backend",
+    "data_rank",
+    "seed_device",
+    "set_current_backend",
+    "standing",
+    "wait",
+]
 
 _HERE = threading.local()
 # The one thing that outlives a call in a module. It belongs to the thread, since XLA runs replicas as threads
@@ -57,6 +65,20 @@ def standing() -> Topology:
     if known is not None:
         return known.topology
     return backends.standing(Settings.from_env(os.environ), Topology.here())
+
+
+def data_rank() -> int:
+    """Which part of every global batch this process has: what its backend knows, else settings and environment.
+
+    Raises:
+        SettingsError: The settings do not make this many processes.
+    """
+    known = _known()
+    if known is not None:
+        return known.data.rank
+    here = standing()
+    _, _, cp, tp = Settings.from_env(os.environ).parallel.sizes(here.world_size)
+    return here.rank // (cp * tp)
 
 
 def seed_device(seed: int) -> None:

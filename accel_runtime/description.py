@@ -13,6 +13,7 @@ from typing_extensions import override
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.env import Settings, variable
 from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.topology import DataPlace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,6 +72,10 @@ class LoaderFacts:
     """Steps of an epoch, on every rank."""
     batch_size: int | None
     """Samples of one rank in a full step; None where batches have no fixed size."""
+    parts: int
+    """Into how many parts a global batch is divided."""
+    ranks_a_part: int
+    """Ranks that have the same part, and compute it together."""
     global_batch: int | None
     """Samples of all ranks in a full step."""
     samples_a_step: int | None
@@ -137,7 +142,7 @@ class Description:
         for scheduler in self.schedulers:
             yield "scheduler", f"{scheduler.name}: {scheduler.advances}"
         for loader in self.loaders:
-            yield "loader", _loader(loader, of.world_size, self.accumulation_steps)
+            yield "loader", _loader(loader, self.accumulation_steps)
         usual = Settings()
         for name, option in self.options.items():
             # A launcher says all of them, and mostly what they are anyway.
@@ -208,14 +213,16 @@ def model_facts(
     )
 
 
-def loader_facts(loader: PreparedLoader, world_size: int, accumulation_steps: int) -> LoaderFacts:
+def loader_facts(loader: PreparedLoader, place: DataPlace, accumulation_steps: int) -> LoaderFacts:
     """What there is to say of a prepared loader."""
     whole = loader.total_batch_size if loader.source_batch_size is not None else None
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
         samples=_length(loader.dataset),
         steps=_length(loader),
-        batch_size=whole // world_size if whole else None,
+        batch_size=whole // place.world_size if whole else None,
+        parts=place.world_size,
+        ranks_a_part=place.copies,
         global_batch=whole,
         samples_a_step=whole * accumulation_steps if whole else None,
         end=loader.end,
@@ -236,14 +243,16 @@ def _model(model: ModelFacts) -> str:
     )
 
 
-def _loader(loader: LoaderFacts, world_size: int, accumulation_steps: int) -> str:
+def _loader(loader: LoaderFacts, accumulation_steps: int) -> str:
     samples = "unknown" if loader.samples is None else f"{loader.samples:,}"
     steps = "an unknown number of" if loader.steps is None else f"{loader.steps:,}"
     if loader.batch_size is None:
         size = "batches of different sizes"
     else:
+        together = f", {loader.ranks_a_part} ranks each" if loader.ranks_a_part > 1 else ""
+        who = f"{loader.parts} parts{together}" if together else f"{loader.parts} ranks"
         size = (
-            f"{loader.batch_size} x {world_size} ranks x {accumulation_steps} accumulation = "
+            f"{loader.batch_size} x {who} x {accumulation_steps} accumulation = "
             f"{loader.samples_a_step} samples an optimizer step"
         )
     return f"{loader.dataset}: {samples} samples in {steps} steps; {size}; {loader.end}"

@@ -7,7 +7,7 @@ import random
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.current import seed_device, standing
+from accel_runtime.current import data_rank, seed_device
 
 __all__ = ["RNG_TYPES", "set_seed", "share_states"]
 
@@ -20,13 +20,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: From 0 up to, not including, 2**32 (NumPy's range).
-        device_specific: Add the rank, so that processes draw different numbers.
+        device_specific: Add the rank, so that processes draw different numbers; those that have the same part of every
+            batch (tensor and context parallel) draw the same, as they compute it together.
         deterministic: Also allow deterministic algorithms only.
 
     Raises:
         ValueError: The seed lies outside NumPy's range.
     """
-    seed += standing().rank if device_specific else 0
+    seed += data_rank() if device_specific else 0
     if not 0 <= seed < 2**32:
         raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
     random.seed(seed)

@@ -60,9 +60,9 @@ def gradients(accelerator: Accelerator) -> str:
             parameter.uniform_(-0.3, 0.3, generator=draws)
     alone.to(accelerator.device)
     together = accelerator.prepare(copy.deepcopy(alone))
-    batch = torch.randn(4 * accelerator.num_processes, 8, generator=draws)
+    batch = torch.randn(4 * accelerator.data_parallel_size, 8, generator=draws)
     # Cut on the host: on a device that compiles graphs, every replica has to record the same.
-    own = batch[4 * accelerator.process_index :][:4].to(accelerator.device)
+    own = batch[4 * accelerator.data_parallel_rank :][:4].to(accelerator.device)
     alone(batch.to(accelerator.device)).square().mean().backward()
     accelerator.backward(together(own).square().mean())
     # On devices that record operations, the collective among them runs on all before any of them looks.
@@ -75,7 +75,7 @@ def gradients(accelerator: Accelerator) -> str:
 
 def evaluation(accelerator: Accelerator) -> str:
     """Every sample of a dataset that does not divide comes back once, in order."""
-    count = 4 * accelerator.num_processes + 3
+    count = 4 * accelerator.data_parallel_size + 3
     size = 2 * accelerator._backend.parts  # noqa: SLF001 - one process may compute on several devices
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=size))
     seen = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in loader])

@@ -25,6 +25,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
 
     Raises:
         RuntimeError: The device asked for is not there, or there are fewer than processes on this machine.
+        ValueError: Models are to be divided in a way that does not fit the processes, or the device.
     """
     if settings.spmd and settings.device != "xla":
         raise RuntimeError(
@@ -34,8 +35,17 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     if settings.device == "xla":
         from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 
+        if not settings.parallel.plain:
+            raise ValueError(
+                "parallel: and fully_shard: divide models over torch.distributed, which XLA devices do not use: leave them out. "
+                "launcher.spmd: true shards a model over the XLA devices of a machine."
+            )
         return xla.connect(settings, topology, options or {})
     device = _device(settings.device, topology)
+    if not settings.parallel.plain:
+        from accel_runtime.backends.sharded import Sharded  # noqa: PLC0415 - most runs go without it, and it loads slowly
+
+        return Sharded(topology, device, settings, options or {})
     if topology.launched:
         return Distributed(topology, device, settings, options or {})
     return Single(topology, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from accel_runtime.exchange.agreement import Agreement, Wire, here
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import DataPlace, Topology
+
+if TYPE_CHECKING:
+    from accel_runtime.parallel.mesh import Mesh
 
 __all__ = ["Backend", "Reduction"]
 
@@ -132,13 +135,19 @@ class Backend(ABC):
     one_program = False
     """Whether all ranks have to record the same program, so that a number that differs between them has to be data."""
 
+    mesh: Mesh | None = None
+    """The processes as a mesh, where models are divided among them."""
+
+    divides = False
+    """Whether models are divided among ranks, those that are never trained too, and other parameters take their places."""
+
     threads = False
     """Whether ranks are threads of one process, and have its random numbers in common: the first draws for all."""
 
     @property
     def repeats(self) -> bool:
         """Whether batches may hold samples twice, so that it is remembered which."""
-        return self.static_shapes or self.topology.world_size > 1
+        return self.static_shapes or self.data.world_size > 1
 
     @property
     def random(self) -> Any:

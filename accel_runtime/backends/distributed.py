@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -59,6 +60,9 @@ class Distributed(InStore):
     ) -> None:
         timeout = timedelta(seconds=settings.process_group_timeout)
         wanted: dict[str, Any] = {"backend": _name(settings, device), "timeout": timeout} | options
+        if not topology.launched:
+            # A process by itself, which divides a model as many do.
+            wanted |= {"store": HashStore(), "rank": 0, "world_size": 1}
         if not dist.is_initialized():
             if wanted["backend"] == _SMDDP:
                 _register_smddp(device)

@@ -106,10 +106,15 @@ class Loader(Item):
     def __init__(self, name: str, loader: PreparedLoader | None) -> None:
         super().__init__(name)
         self._loader = loader
+        self.every_rank = loader is not None and loader.own_data
 
     @override
     def tree(self) -> Any:
         return None if self._loader is None else self._loader.state_dict()
+
+    @override
+    def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        return trees[0] if self._loader is None else self._loader.state_of(trees)
 
     @override
     def restore(self, tree: Any) -> None:

@@ -169,7 +169,9 @@ class Random(Item):
 
     @override
     def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
-        return random.derived(trees, rank, world_size)
+        # Ranks that have the same part of every batch draw alike.
+        place = self._backend.data
+        return random.derived(trees, place.rank, place.world_size)
 
 
 class Counters(Item):

@@ -40,7 +40,7 @@ class _Failure(NamedTuple):
 
 
 class Dispatched(Source):
-    """The batches of all ranks, read by the first only; positions are those of the source it reads.
+    """The batches of all ranks, read by the first only, and the same for ranks that have the same part; positions are those of the source it reads.
 
     Args:
         loader: The script's loader, over a dataset of any kind; the other ranks never walk theirs.
@@ -71,14 +71,15 @@ class Dispatched(Source):
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        topology, sharding = self._backend.topology, self._source.sharding
+        place, sharding = self._backend.data, self._source.sharding
+        parts = [place.of(rank) for rank in range(self._backend.topology.world_size)]
         stand = start
         loop.where = lambda _: stand
-        leads = topology.rank == 0
+        leads = self._backend.topology.rank == 0
         read = self._read(Loop(loop.epoch), start) if leads else iter(())
         last = False
         while not last:
-            items, error = _fetched(read, topology.world_size) if leads else (None, None)
+            items, error = _fetched(read, parts) if leads else (None, None)
             item = scatter_object(items, self._backend)
             if error is not None:
                 raise error
@@ -112,11 +113,11 @@ class Dispatched(Source):
         return self._source.following(start)
 
     def _read(self, loop: Loop, start: dict[str, Any]) -> Iterator[list[Handed]]:
-        """What each rank is handed, step by step."""
+        """What the ranks of each part are handed, step by step."""
         walk = self._source.walk(loop, start)
         told = False
         for first in walk:
-            batches = [first, *islice(walk, self._backend.topology.world_size - 1)]
+            batches = [first, *islice(walk, self._backend.data.world_size - 1)]
             stand, share = loop.position(), loop.share
             assert share is not None
             if told:
@@ -125,10 +126,10 @@ class Dispatched(Source):
             yield [Handed(batch, share, stand) for batch in batches]
 
 
-def _fetched(read: Iterator[list[Handed]], world_size: int) -> tuple[list[Any], Exception | None]:
-    """The next items, or what tells the others of the end or of a failure."""
+def _fetched(read: Iterator[list[Handed]], parts: list[int]) -> tuple[list[Any], Exception | None]:
+    """The next items, or what tells the others of the end or of a failure; `parts` says which part each rank has."""
     try:
         items: list[Any] | None = next(read, None)
     except Exception as error:  # noqa: BLE001 - the others wait: whatever it is, they are told
-        return [_Failure(f"{type(error).__name__}: {error}")] * world_size, error
-    return [None] * world_size if items is None else items, None
+        return [_Failure(f"{type(error).__name__}: {error}")] * len(parts), error
+    return [None if items is None else items[part] for part in parts], None

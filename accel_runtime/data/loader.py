@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_runtime import rng, tree
 from accel_runtime.backends.base import Backend
+from accel_runtime.data.copies import alike_in_copies
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_of
 from accel_runtime.data.separate import elsewhere
@@ -89,6 +90,7 @@ class PreparedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
+        alike_in_copies(self._backend)
         start = self._begin()
         loop = self._progress.loop = Loop(self._progress.epoch)
         track, place = self._loops.opened(loop), self._placing()
@@ -170,16 +172,14 @@ class PreparedLoader(DataLoader[Any]):
         """
         if self.source_batch_size is None:
             raise ValueError("this loader's batches have no fixed size")
-        return self.source_batch_size * (
-            1 if self._options.split_batches else self._backend.topology.world_size
-        )
+        return self.source_batch_size * (1 if self._options.split_batches else self._backend.data.world_size)
 
     @property
     def end(self) -> str:
         """What becomes of the end of an epoch, for people."""
         if self._options.data == "sharded":
             return "each process has data of its own; one that is out repeats a batch that counts for nothing"
-        alone = self._backend.topology.world_size == 1
+        alone = self._backend.data.world_size == 1
         if alone and (self.drop_last or not self._backend.static_shapes):
             return "no repeats"
         if self.drop_last:
@@ -239,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         kind = self._source.kind
         start = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind", "restored"}}
-        world = self._backend.topology.world_size
+        world = self._backend.data.world_size
         if start.get("world_size", world) != world:
             # First of all: on one process such a loader is of another kind, which says nothing to a person.
             raise elsewhere(start["world_size"], world)
@@ -252,6 +252,18 @@ class PreparedLoader(DataLoader[Any]):
         if random_restored:
             start = self._source.following(start)
         self._progress.epoch, self._progress.loop, self._progress.resume = state_dict["epoch"], None, start
+
+    @property
+    def own_data(self) -> bool:
+        """Whether every part of a batch comes from data of its own, so that each has a state of its own."""
+        return self._options.data == "sharded" and self._backend.topology.world_size > 1
+
+    def state_of(self, everyone: Sequence[Any]) -> Any:
+        """What holds for this rank, out of the states of another number of ranks, which may have had as many parts."""
+        parts = (everyone[0] or {}).get("world_size", 0)
+        if parts != self._backend.data.world_size or len(everyone) % parts:
+            return everyone[0]
+        return everyone[self._backend.data.rank * (len(everyone) // parts)]
 
     def skipping(self, steps: int) -> PreparedLoader:
         """This loader without the first steps of every epoch; both count the same epochs."""

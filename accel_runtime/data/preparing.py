@@ -19,7 +19,7 @@ from accel_runtime.data.separate import Separate
 from accel_runtime.data.source import Source
 from accel_runtime.data.streams import Stream, split_by_node
 from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.topology import Topology
+from accel_runtime.topology import DataPlace, Topology
 
 __all__ = ["loader_options", "prepare_loader"]
 
@@ -62,6 +62,7 @@ def prepare_loader(
 def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source:
     several = backend.topology.world_size > 1
     if several and options.data == "sharded":
+        _check_own(loader, backend.data)
         own = Single(Topology(), backend.device)
         own.static_shapes = backend.static_shapes
         alone = replace(options, data="global", dispatch=False)
@@ -70,7 +71,7 @@ def _source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -
     _check(loader, backend, options)
     sharding = sharding_of(
         loader,
-        backend.topology,
+        backend.data,
         split=options.split_batches,
         even=options.even_batches,
         static=backend.static_shapes,
@@ -104,14 +105,15 @@ def _seed(options: LoaderOptions, backend: Backend) -> int | None:
 
 def _check(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
     """Refuse what could not be shared out exactly."""
-    world_size = backend.topology.world_size
-    if world_size == 1:
+    if backend.topology.world_size == 1:
         return
+    world_size = backend.data.world_size
     source = sampler_of(loader)
     size = getattr(source, "batch_size", None)
     split = isinstance(loader.sampler, DistributedSampler) or isinstance(
         getattr(source, "sampler", None), DistributedSampler
     )
+    who = _told(backend.data)
     refusals = {
         "its sampler is a DistributedSampler, and sharding twice would skip samples: leave the sampler to "
         'prepare(), or say prepare_data_loader(loader, data="sharded")': split,
@@ -120,8 +122,8 @@ def _check(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) ->
             loader.dataset
         ),
         "in_order=False lets batches overtake each other": not getattr(loader, "in_order", True),
-        f"split_batches needs a batch size that {world_size} processes divide; it is {size}": bool(
-            options.split_batches and (size is None or size % world_size)
+        f"split_batches needs a batch size that {who} divide; it is {size}": bool(
+            options.split_batches and world_size > 1 and (size is None or size % world_size)
         ),
         "even_batches=False gives them batches of different sizes at the end of an epoch, and on this device they have to "
         "run the same program: leave it at True (gather_for_metrics drops the repeats), or say drop_last=True": (
@@ -130,4 +132,25 @@ def _check(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) ->
     }
     for reason, applies in refusals.items():
         if applies:
-            raise ValueError(f"this DataLoader cannot be prepared for {world_size} processes: {reason}")
+            raise ValueError(f"this DataLoader cannot be prepared for {who}: {reason}")
+
+
+def _check_own(loader: DataLoader[Any], place: DataPlace) -> None:
+    """Refuse a sampler that splits by process where several processes have the same part of every batch."""
+    source = sampler_of(loader)
+    for sampler in (source, getattr(source, "sampler", None)):
+        if not isinstance(sampler, DistributedSampler) or place.copies == 1:
+            continue
+        if (sampler.rank, sampler.num_replicas) != (place.rank, place.world_size):
+            raise ValueError(
+                f"this DataLoader's DistributedSampler gives part {sampler.rank} of {sampler.num_replicas}, and this "
+                f"process computes part {place.rank} of {place.world_size}, which {place.copies} processes have: make it "
+                "with rank=accelerator.data_parallel_rank, num_replicas=accelerator.data_parallel_size"
+            )
+
+
+def _told(place: DataPlace) -> str:
+    """Who shares the batches, for people."""
+    if place.copies == 1:
+        return f"{place.world_size} processes"
+    return f"{place.world_size} part(s), each on {place.copies} processes"

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_runtime.data.sampling import Sharding
-from accel_runtime.topology import Topology
+from accel_runtime.topology import DataPlace
 
 __all__ = ["altered", "batch_size_of", "gives_single", "sampler_of", "sharding_of", "slot_of"]
 
@@ -34,11 +34,11 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
 
 
 def sharding_of(
-    loader: DataLoader[Any], topology: Topology, *, split: bool, even: bool, static: bool = False
+    loader: DataLoader[Any], place: DataPlace, *, split: bool, even: bool, static: bool = False
 ) -> Sharding:
     """How the batches of a loader are divided."""
     drop_last = bool(getattr(sampler_of(loader), "drop_last", False))
-    return Sharding(topology.rank, topology.world_size, batch_size_of(loader), split, drop_last, even, static)
+    return Sharding(place.rank, place.world_size, batch_size_of(loader), split, drop_last, even, static)
 
 
 def altered(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.data.copies import Reads, each_part
 from accel_runtime.data.sampling import factor
 from accel_runtime.data.script import batch_size_of
 from accel_runtime.data.source import Loop, Share, Source
@@ -29,7 +30,8 @@ class Separate(Source):
 
     Ranks may have different numbers of batches. All take as many steps as the longest; a rank that is out
     is given its first batch of the epoch again, of which nothing is valid. A rank without any data is given
-    a batch of another's. A position has every rank's own in it, and holds for as many ranks only.
+    a batch of another's. A position has every rank's own in it, and holds for as many ranks only. Ranks that have the
+    same part of every batch read the same, and count as one.
 
     Args:
         local: This rank's batches, as one process would walk them.
@@ -58,16 +60,18 @@ class Separate(Source):
         spare = self._again(loop.epoch, local, began, agree) if step and "random" in local else None
         with Apart(start["reading"])() if "reading" in start else nullcontext():
             reader = _Reader(self._local, Loop(loop.epoch), local, draws=self._draws)
-        world = self._backend.topology.world_size
+        place, reads = self._backend.data, Reads(self._backend)
+        world = place.world_size
         loop.where = lambda _: {"position": step, "world_size": world} | began | reader.position()
         now = agree(step, reader)
         spare = spare or self._spare(reader, now)
         while any(now):
-            own, batch, step = now[self._backend.topology.rank], reader.take(), step + 1
+            own, batch, step = now[place.rank], reader.take(), step + 1
             if own and batch is None:
                 raise RuntimeError(f"the sampler gave fewer samples than its length says: no batch {step}")
             valid, now = tuple(now), agree(step, reader)
             loop.share = self._share(valid, spare.sizes, last=not any(now))
+            reads.add(batch, last=loop.share.last)
             yield batch if own else copy.deepcopy(spare.batch)
 
     @override
@@ -86,7 +90,7 @@ class Separate(Source):
         local = self._local.after(steps, start.get("local", {}))
         return {
             "position": start.get("position", 0) + steps,
-            "world_size": self._backend.topology.world_size,
+            "world_size": self._backend.data.world_size,
             "local": local,
         }
 
@@ -96,7 +100,7 @@ class Separate(Source):
 
     @override
     def check(self, start: dict[str, Any]) -> None:
-        world = self._backend.topology.world_size
+        world = self._backend.data.world_size
         if start.get("world_size", world) != world:
             raise elsewhere(start["world_size"], world)
         self._local.check(start.get("local", {}))
@@ -115,7 +119,8 @@ class Separate(Source):
 
     def _agreement(self) -> _Agree:
         """How the numbers of samples of a step become known: from all lengths, or by asking each time."""
-        lengths = self._backend.all_gather(torch.tensor(self._known, device=self._backend.device)).tolist()
+        everyone = self._backend.all_gather(torch.tensor(self._known, device=self._backend.device)).tolist()
+        lengths = each_part(everyone, self._backend.data)
         self._full = [size for _, size in lengths]
         if any(count == _UNKNOWN for count, _ in lengths):
             return self._asked
@@ -129,7 +134,7 @@ class Separate(Source):
             ranks = ", ".join(str(rank) for rank, lost in enumerate(failed) if lost)
             raise RuntimeError(f"rank {ranks} could not read its data: see its own error")
         reader.check()
-        return list(counts)
+        return each_part(counts, self._backend.data)
 
     def _spare(self, reader: _Reader, first: list[int]) -> _Spare:
         """What this rank is given when it is out: its first batch, or that of the first rank which has any.
@@ -143,14 +148,14 @@ class Separate(Source):
         if all(first) or not any(first):
             return _Spare(batch, first)
         giver = next(rank for rank, count in enumerate(first) if count)
-        given = self._backend.broadcast_object(batch, giver)
-        mine = first[self._backend.topology.rank]
+        given = self._backend.broadcast_object(batch, giver * self._backend.data.copies)
+        mine = first[self._backend.data.rank]
         return _Spare(batch if mine else given, [count or first[giver] for count in first])
 
     def _share(self, valid: tuple[int, ...], first: list[int], *, last: bool) -> Share:
         pairs = zip(valid, first, strict=True)
         sizes = tuple(first) if self._filled else tuple(count or size for count, size in pairs)
-        return Share(valid, sizes, last, factor(valid, self._backend.topology.rank))
+        return Share(valid, sizes, last, factor(valid, self._backend.data.rank))
 
 
 class _Spare(NamedTuple):

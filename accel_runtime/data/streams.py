@@ -60,6 +60,7 @@ class Stream(Source):
             sharding,
             tuple(range(sharding.world_size)) if for_all else (sharding.rank,),
             single=loader.batch_size is None,
+            compared=self._backend.topology.world_size > 1,
         )
         self._generators = () if loader.generator is None else (loader.generator,)
         self._kept: _Bare | None = None
@@ -126,7 +127,7 @@ class Stream(Source):
             restore({"generators": random["generators"]}, self._generators)
         resumed, alone = inside(start), self._loader.num_workers == 0
         live = bool(start.get("live") and start.get("restored")) if resumed else random is here
-        leads = self._backend.topology.rank == 0 and not resumed and fingerprint(random) == fingerprint(here)
+        leads = self._backend.data.rank == 0 and not resumed and fingerprint(random) == fingerprint(here)
         apart = None if random is here else Apart(random)
         reads = self._reads(random) if alone and not live else None
         # What was read in turn with the loop is read again on its own, up to where it stood, and then in turn again.
@@ -143,7 +144,7 @@ class Stream(Source):
         with nullcontext() if apart is None or alone or leads else apart():
             first = next(walk, None)
         if reads and leads:
-            reads.take_over()  # the states of the first rank go on as if it were alone
+            reads.take_over()  # the states of the first part go on as if it were alone
         if first is not None:
             yield first
             yield from walk

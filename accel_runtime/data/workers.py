@@ -56,6 +56,8 @@ class Recipe:
     """The ranks whose batches are made."""
     single: bool = False
     """Whether a batch is one sample, as with `batch_size=None`."""
+    compared: bool = False
+    """Whether ranks compare what they read."""
 
     @property
     def keep(self) -> int:
@@ -190,9 +192,9 @@ class Reading(IterableDataset[tuple[Made, list[Any]]]):
             step += 1
 
     def _print(self, batch: list[Any], running: int) -> int:
-        # Who makes the batches of all ranks, without workers, has nobody to compare prints with.
-        alone = len(self._recipe.ranks) == self._recipe.sharding.world_size and self._seat is None
-        return 0 if alone else printed(batch, running)
+        # Without workers, one who reads for all has nobody to compare prints with.
+        compared = self._recipe.compared or self._seat is not None
+        return printed(batch, running) if compared else 0
 
     def _collated(self, batch: list[Any], source: Samples) -> list[Any]:
         """The batch of every rank, out of one global batch."""

@@ -23,6 +23,8 @@ __all__ = ["broadcast_object_list", "gather_object", "gather_valid", "scatter_ob
 def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_objects: bool = False) -> Any:
     """What all ranks computed for the samples of some steps: every sample once, in the dataset's order.
 
+    Of ranks that have the same part of every batch, the first one's counts.
+
     Args:
         data: As for `gather`: a rank's tensors hold its batches of these steps one after the other, with
             a whole number of rows a sample; scalars are kept from every rank. Where data hold more than
@@ -46,16 +48,18 @@ def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_obje
         return data
     known = Steps.of(steps)
     found = survey(data)
-    if backend.topology.world_size == 1:
+    if backend.data.world_size == 1:
         return _of_one(data, known, found, as_objects=as_objects)
     if as_objects or found.stranger is not None or not found.tensors:
         return _gather_objects(data, known, backend, as_objects=as_objects)
     call = here(f"gather_for_metrics{_told(known)}", found.structure, free="first")
     gathered = gather_tensors(call, found, backend)
-    kept = [
-        known.kept(joined, [own[index] for own in gathered.rows]) if found.specs[index].shape else joined
-        for index, joined in enumerate(gathered.tensors)
-    ]
+    kept = []
+    for index, joined in enumerate(gathered.tensors):
+        rows = [counts[index] for counts in gathered.rows]
+        once = _once(joined, rows, backend.data.copies)
+        own = rows[:: backend.data.copies]
+        kept.append(known.kept(once, own) if found.specs[index].shape else once)
     return replaced(data, kept)
 
 
@@ -131,8 +135,14 @@ def _gather_objects(data: Any, steps: Steps, backend: Backend, *, as_objects: bo
     listed = as_objects and isinstance(data, (list, tuple))
     operation = f"gather_for_metrics of {'a list of ' if listed else ''}objects{_told(steps)}"
     everyone = share_objects(operation, tree.map_tensors(torch.Tensor.detach, data), backend.agreement)
+    everyone = everyone[:: backend.data.copies]
     joined = steps.entries(everyone) if listed else merged(everyone, steps)
     return tree.send(joined, backend.device)
+
+
+def _once(joined: torch.Tensor, rows: Sequence[int], copies: int) -> torch.Tensor:
+    """Without the rows of ranks whose part another rank has given already."""
+    return joined if copies == 1 else torch.cat(torch.split(joined, list(rows))[::copies])
 
 
 def _of_one(data: Any, steps: Steps, found: Survey, *, as_objects: bool) -> Any:

@@ -52,8 +52,40 @@ class InForce(Processes):
 
     deepspeed_plugin = None
     """None: there is no DeepSpeed here."""
-    is_fsdp2 = False
-    """False: models are replicated here."""
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are divided among the processes by torch's `fully_shard`."""
+        return self.settings.parallel.shards
+
+    is_composable_parallelism_enabled = is_fsdp2
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The processes as a mesh with the dimensions that are more than one; None where models are whole."""
+        return self._backend.mesh.whole if self._backend.mesh is not None else None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of a global batch this process has, from 0."""
+        return self._backend.data.rank
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The place of this process among those that divide layers, from 0."""
+        return self.process_index % self.settings.parallel.tp
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The place of this process among those that divide sequences, from 0."""
+        parallel = self.settings.parallel
+        return self.process_index // parallel.tp % parallel.cp
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The place of this process among those that divide parameters, from 0."""
+        mesh = self._backend.mesh
+        return 0 if mesh is None else self._backend.data.rank % mesh.sizes.dp_shard
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -188,7 +220,7 @@ class InForce(Processes):
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
             schedulers=tuple(map(scheduler_facts, self._schedulers)),
             loaders=tuple(
-                loader_facts(loader, topology.world_size, self._accumulation.steps)
+                loader_facts(loader, self._backend.data, self._accumulation.steps)
                 for loader in list(self._loaders.values())
             ),
             options=self._origins,

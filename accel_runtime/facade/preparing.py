@@ -22,7 +22,9 @@ from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.materializing import guard, refuse
 from accel_runtime.precision import Precision
+from accel_runtime.replaced import Replaced
 from accel_runtime.scheduler import PreparedScheduler
 
 __all__ = ["Preparing"]
@@ -42,6 +44,7 @@ class Preparing:
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
+    _replaced: Replaced
     _replication: dict[str, Any]
     _schedulers: list[PreparedScheduler]
     _reserve: Callable[[PreparedOptimizer], None]
@@ -96,21 +99,34 @@ class Preparing:
             evaluation_mode: The model is never trained, so nothing averages its gradients.
 
         Raises:
-            ValueError: Trainable float16 parameters together with the loss scaler of fp16.
+            ValueError: Trainable float16 parameters together with the loss scaler of fp16; a model on the meta device
+                that is not to be divided.
         """
         if any(model is known for known in self._models):
             return model
         if not evaluation_mode:
             self._precision.check(model.parameters())
+        if not self._backend.divides:
+            refuse(model)
         if self._places(device_placement):
             model = self._backend.place(model)
         self._precision.wrap(model)
         compile_in_place(self._backend.original(model), self._dynamo)
-        prepared = model if evaluation_mode else self._backend.replicate(model, self._replication)
+        prepared = model if evaluation_mode and not self._backend.divides else self._replicate(model)
         if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         self._models.append(prepared)
         self._gradients.find()
+        return prepared
+
+    def _replicate(self, model: nn.Module) -> nn.Module:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        prepared = self._backend.replicate(model, self._replication)
+        if self._backend.divides:
+            guard(prepared)
+            self._replaced.note(before, prepared)
+            for optimizer in self._optimizers:
+                self._replaced.bring(optimizer.optimizer)
         return prepared
 
     def prepare_optimizer(
@@ -128,9 +144,14 @@ class Preparing:
         """
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        self._replaced.bring(optimizer)
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(
-            optimizer, self._accumulation, self._precision.scaler, self._backend.after_step()
+            optimizer,
+            self._accumulation,
+            self._precision.scaler,
+            self._backend.after_step(),
+            partial(self._replaced.check, optimizer, self._models) if self._backend.divides else None,
         )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):
@@ -190,7 +211,7 @@ class Preparing:
             scheduler,
             own or self._optimizers,
             self._accumulation,
-            strides=1 if self._loading.split_batches else self._backend.topology.world_size,
+            strides=1 if self._loading.split_batches else self._backend.data.world_size,
             with_optimizer=self._step_with_optimizer,
         )
         self._schedulers.append(prepared)

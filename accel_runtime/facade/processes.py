@@ -49,6 +49,16 @@ class Processes:
         return self._backend.topology.local_rank
 
     @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts every global batch is divided: fewer than processes where several compute one together."""
+        return self._backend.data.world_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of these parts this process has, from 0."""
+        return self._backend.data.rank
+
+    @property
     def is_main_process(self) -> Flag:
         """Whether this is the first process of all."""
         return Flag(self.process_index == 0)
@@ -136,6 +146,9 @@ class Processes:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's part of the inputs: each item to exactly one process, in order.
 
+        Processes that compute one part of the batch together (tensor and context parallel) get the same items, and
+        count as one.
+
         Args:
             inputs: A list, a tuple, a tensor, a dataset with `select`, or a dict of such, also nested, all
                 of one length. It is never changed. The first `len % num_processes` processes get one more.
@@ -146,8 +159,8 @@ class Processes:
             TypeError: Something that cannot be split.
             ValueError: The values of a dict differ in length; or padding where there is no item to repeat.
         """
-        topology = self._backend.topology
-        yield splitting.split(inputs, topology.rank, topology.world_size, pad=apply_padding)
+        place = self._backend.data
+        yield splitting.split(inputs, place.rank, place.world_size, pad=apply_padding)
 
     # Together --------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
     """A context that gives this process's part of the inputs; see `Processes.split_between_processes`."""
-    topology = current_backend().topology
-    return nullcontext(splitting.split(inputs, topology.rank, topology.world_size, pad=apply_padding))
+    place = current_backend().data
+    return nullcontext(splitting.split(inputs, place.rank, place.world_size, pad=apply_padding))
 
 
 def wait_for_everyone() -> None:

@@ -18,7 +18,7 @@ from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
 
 CHECKPOINTS = "saving and loading weights comes in a later version"
-SHARDING = "models are replicated: no FSDP, DeepSpeed, Megatron-LM or parallelism within a model"
+SHARDING = "models are divided by torch's own means only: no first version of FSDP, no DeepSpeed, no Megatron-LM, no pipelines"
 EIGHT_BITS = "number formats are fp32, bf16 and fp16"
 BIG_MODELS = "big-model inference is no part of training"
 LAUNCHER = "the command line does it, and keeps its own settings"
@@ -31,6 +31,9 @@ STANDARD = "a line of torch or of the standard library"
 # The facade ------------------------------------------------------------------------------
 
 PROPERTIES = [
+    "context_parallel_rank",
+    "data_parallel_rank",
+    "data_parallel_shard_rank",
     "dataloader_config",
     "deepspeed_plugin",
     "device",
@@ -40,6 +43,7 @@ PROPERTIES = [
     "even_batches",
     "gradient_accumulation_steps",
     "gradient_state",
+    "is_composable_parallelism_enabled",
     "is_fsdp2",
     "is_last_process",
     "is_local_main_process",
@@ -63,6 +67,8 @@ PROPERTIES = [
     "state",
     "step_scheduler_with_optimizer",
     "sync_gradients",
+    "tensor_parallel_rank",
+    "torch_device_mesh",
     "trackers",
     "use_distributed",
     "use_fp16",
@@ -120,9 +126,8 @@ METHODS = {
     "wait_for_everyone": "",
 }
 ABSENT = {
-    SHARDING: "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter"
-    " is_composable_parallelism_enabled maybe_context_parallel parallelism_config pipeline_parallel_rank"
-    " should_save_model tensor_parallel_rank torch_device_mesh",
+    SHARDING: "deepspeed_ulysses_dl_adapter maybe_context_parallel parallelism_config pipeline_parallel_rank"
+    " should_save_model",
     EIGHT_BITS: "fp8_backend",
     "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
     BIG_MODELS: "verify_device_map",
@@ -131,7 +136,7 @@ CONSTRUCTOR = (
     "device_placement=True, split_batches=False, mixed_precision=None, gradient_accumulation_steps=1, cpu=False, "
     "dataloader_config=None, rng_types=None, log_with=None, project_dir=None, project_config=None, "
     "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
-    "dynamo_backend=None, dynamo_plugin=None"
+    "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None"
 )
 OUR_OWN = "checkpoints describe load load_model preempted resume settings wait_for_checkpoint"
 """What Accelerate's has no name for."""
@@ -139,9 +144,7 @@ BY_POSITION = 6
 """So many arguments of the constructor may be given by position; then come those for what is absent."""
 EARLY = {"fp16": True, "dispatch_batches": True}
 """Arguments of early versions, honoured."""
-REFUSED = (
-    "deepspeed_plugin deepspeed_plugins fsdp_plugin megatron_lm_plugin parallelism_config torch_tp_plugin"
-)
+REFUSED = "deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin"
 
 # Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
 
@@ -206,9 +209,8 @@ ABSENT_FUNCTIONS = {
     " load_offloaded_weights load_state_dict named_module_tensors offload_state_dict offload_weight prepare_pippy"
     " retie_parameters save_offload_index set_module_tensor_to_device",
     SHARDING: "AbstractTrainStep BertTrainStep DeepSpeedPlugin DeepSpeedSequenceParallelConfig"
-    " FullyShardedDataParallelPlugin GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
-    " MegatronLMDummyScheduler MegatronLMPlugin ParallelismConfig T5TrainStep TorchContextParallelConfig"
-    " TorchTensorParallelConfig TorchTensorParallelPlugin add_model_config_to_megatron_parser"
+    " GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
+    " MegatronLMDummyScheduler MegatronLMPlugin T5TrainStep TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     " avg_losses_across_data_parallel_group compile_regions_deepspeed compile_regions_fsdp2 deepspeed_required"
     " disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac"
     " fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters"
@@ -253,6 +255,7 @@ PLACES = {
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
     "optimizer": "AcceleratedOptimizer",
+    "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState",
     "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
@@ -271,14 +274,24 @@ OBJECTS = {
     "DistributedDataParallelKwargs": "dim=0, broadcast_buffers=True, bucket_cap_mb=25, find_unused_parameters=False, "
     "check_reduction=False, gradient_as_bucket_view=False, static_graph=False, comm_hook='no', comm_wrapper='no', "
     "comm_state_option={}",
+    "FullyShardedDataParallelPlugin": "fsdp_version=None, sharding_strategy=None, reshard_after_forward=None, "
+    "backward_prefetch=None, mixed_precision_policy=None, auto_wrap_policy=None, cpu_offload=None, ignored_modules=None, "
+    "state_dict_type=None, state_dict_config=None, optim_state_dict_config=None, limit_all_gathers=True, "
+    "use_orig_params=None, param_init_fn=None, sync_module_states=None, forward_prefetch=None, "
+    "activation_checkpointing=None, activation_checkpointing_offload=None, cpu_ram_efficient_loading=None, "
+    "transformer_cls_names_to_wrap=None, min_num_params=None",
     "GradScalerKwargs": "init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True",
     "GradientAccumulationPlugin": "num_steps=None, adjust_scheduler=True, sync_with_dataloader=True, "
     "sync_each_batch=False",
     "InitProcessGroupKwargs": "backend='nccl', init_method=None, timeout=None",
+    "ParallelismConfig": "dp_replicate_size=None, dp_shard_size=None, tp_size=None, cp_size=None, cp_backend=None, "
+    "sp_size=None, sp_backend=None, tp_handler=None, cp_handler=None, sp_handler=None",
     "ProfileKwargs": "activities=None, schedule_option=None, on_trace_ready=None, record_shapes=False, "
     "profile_memory=False, with_stack=False, with_flops=False, with_modules=False, output_trace_dir=None",
     "ProjectConfiguration": "project_dir=None, logging_dir=None, automatic_checkpoint_naming=False, total_limit=None, "
     "iteration=0, save_on_each_node=False",
+    "TorchContextParallelConfig": "cp_comm_strategy=None",
+    "TorchTensorParallelConfig": "enable_async_tp=False",
     "TorchDynamoPlugin": "backend=None, mode=None, fullgraph=None, dynamic=None, options=None, disable=False, "
     "use_regional_compilation=None",
 }

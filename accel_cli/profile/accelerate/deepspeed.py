@@ -34,7 +34,10 @@ _STAGES = {
 _DEVICES = ("none", "cpu", "nvme")
 _NUMBERS = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _MEETS = "the same command runs on every machine, so none is told of the others"
-_MODEL_FIRST = "the script says it: create the model on the meta device, and load its file into it"
+_MODEL_FIRST = (
+    "the script says it: create the model on the meta device (init_empty_weights), and let accelerator.load_model() read "
+    "the file after prepare()"
+)
 _EXPERTS = "accel has no word for experts alone: fully_shard.wrap takes their classes together with those of your layers"
 _TUNING = "it tunes DeepSpeed's own communication; fully_shard has nothing of it to tune"
 _ACCUMULATION = dropped("the script says it: Accelerator(gradient_accumulation_steps=...)")

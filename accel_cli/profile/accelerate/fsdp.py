@@ -29,7 +29,10 @@ _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _SMALLEST = 100_000_000
 """From how many parameters on Accelerate wraps a module, unless told otherwise."""
 _NAME = re.compile(r"[\w.]+")
-_MODEL_FIRST = "the script says it: create the model on the meta device, and load its file into it"
+_MODEL_FIRST = (
+    "the script says it: create the model on the meta device (init_empty_weights), and let accelerator.load_model() read "
+    "the file after prepare()"
+)
 
 
 def strategy(beside: Mapping[str, Any]) -> str:

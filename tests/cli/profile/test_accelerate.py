@@ -260,34 +260,10 @@ def test_the_meeting_place_is_left_on_one_machine():
     assert keys(result.left) == ["main_process_ip", "main_process_port"]
 
 
-def test_fsdp_starts_the_same_processes_and_says_that_nothing_is_sharded():
-    result = imported(FSDP)
-    left = reasons(result.left)
-    assert result.data["launcher"]["kind"] == "torchrun"
-    assert result.data["launcher"]["nproc_per_node"] == 4
-    assert "every process keeps the whole model (DDP)" in left["distributed_type"]
-    assert left["fsdp_config.fsdp_version"] == "sharding (FSDP) is not in this version of accel"
-    assert left["fsdp_config.transformer_layer_cls_to_wrap"] == left["fsdp_config.fsdp_version"]
-    assert "parallelism_config.parallelism_config_dp_shard_size" in left
-
-
 def test_what_is_off_in_a_section_is_not_left():
     mapped = reasons(imported(FSDP).mapped)
     assert mapped["fsdp_config.fsdp_offload_params"] == "off in accel too"
     assert mapped["parallelism_config.parallelism_config_tp_size"] == "off in accel too"
-
-
-def test_deepspeed_is_left_with_a_word_on_what_the_script_does_itself():
-    result = imported(DEEPSPEED)
-    left = reasons(result.left)
-    assert result.data["launcher"]["nproc_per_node"] == 2
-    assert "DeepSpeed is not in this version" in left["distributed_type"]
-    assert "DeepSpeed is not in this version" in left["deepspeed_config.zero_stage"]
-    assert (
-        "Accelerator(gradient_accumulation_steps=...)" in left["deepspeed_config.gradient_accumulation_steps"]
-    )
-    assert "clip_grad_norm_" in left["deepspeed_config.gradient_clipping"]
-    assert "deepspeed_config.offload_optimizer_device" in keys(result.mapped)
 
 
 def test_megatron_is_left():
@@ -643,4 +619,4 @@ def test_every_key_of_accelerate_is_known(key, form):
 def test_every_key_of_a_section_is_known(section):
     names = SECTIONS[section].split()
     result = convert({"distributed_type": "NO", section: dict.fromkeys(names, "x")}, "config.yaml")
-    assert [name for name in names if "this key either" in reasons(result.left)[f"{section}.{name}"]] == []
+    assert [name for name in names if "this key either" in reasons(result.left).get(f"{section}.{name}", "")] == []

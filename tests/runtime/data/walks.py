@@ -47,12 +47,12 @@ def backend():
 
 def read(loader, backend, *, split=False, even=True):
     """A stream that every rank reads."""
-    return EachReads(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
+    return EachReads(loader, backend, sharding_of(loader, backend.data, split=split, even=even))
 
 
 def dispatched(loader, backend, *, split=False, even=True):
     """Data that the first rank reads for all."""
-    return Dispatched(loader, backend, sharding_of(loader, backend.topology, split=split, even=even))
+    return Dispatched(loader, backend, sharding_of(loader, backend.data, split=split, even=even))
 
 
 def ids(batch):

@@ -1,0 +1,263 @@
+"""What scripts say of sharding under Accelerate's names, and what becomes of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from accel_runtime import FullyShardedDataParallelPlugin, ParallelismConfig, Settings
+from accel_runtime.env import FullyShard, Parallel
+from accel_runtime.parallel.config import TorchContextParallelConfig, TorchTensorParallelConfig, settled
+
+Plugin = FullyShardedDataParallelPlugin
+
+
+class Block(nn.Module):
+    pass
+
+
+HONOURED = {
+    "nothing": ({}, {}),
+    "its own version": ({"fsdp_version": 2}, {}),
+    "the strategy that is always": ({"sharding_strategy": "FULL_SHARD"}, {}),
+    "torch's strategy": ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {}),
+    "a counted strategy": ({"sharding_strategy": 1}, {}),
+    "kept parameters": ({"reshard_after_forward": False}, {"reshard_after_forward": False}),
+    "kept parameters in text": ({"reshard_after_forward": "false"}, {"reshard_after_forward": False}),
+    "a strategy for a switch": ({"reshard_after_forward": "FULL_SHARD"}, {"reshard_after_forward": True}),
+    "a smaller group": ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
+    "prefetching as always": ({"backward_prefetch": "BACKWARD_PRE"}, {}),
+    "torch's prefetching": ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, {}),
+    "classes": ({"transformer_cls_names_to_wrap": ["Block", "Head"]}, {"wrap": "Block,Head"}),
+    "a class": (
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": "Block"},
+        {"wrap": "Block"},
+    ),
+    "the model's own classes": ({"auto_wrap_policy": "transformer_based_wrap"}, {"wrap": "auto"}),
+    "a size": ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000}, {"wrap": "1000"}),
+    "a size alone": ({"min_num_params": 1000}, {"wrap": "1000"}),
+    "the root only": ({"auto_wrap_policy": "NO_WRAP", "min_num_params": 0}, {"wrap": "none"}),
+    "a policy of classes": ({"auto_wrap_policy": ModuleWrapPolicy({Block})}, {"wrap": "Block"}),
+    "a function of classes": (
+        {"auto_wrap_policy": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})},
+        {"wrap": "Block"},
+    ),
+    "a function of a size": (
+        {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=50)},
+        {"wrap": "50"},
+    ),
+    "the function of its own size": (
+        {"auto_wrap_policy": size_based_auto_wrap_policy},
+        {"wrap": "100000000"},
+    ),
+    "offloading": ({"cpu_offload": True}, {"cpu_offload": True}),
+    "a policy of offloading": ({"cpu_offload": CPUOffloadPolicy()}, {"cpu_offload": True}),
+    "no offloading": ({"cpu_offload": OffloadPolicy()}, {"cpu_offload": False}),
+    "no offloading of the first version": ({"cpu_offload": CPUOffload()}, {"cpu_offload": False}),
+    "names": ({"ignored_modules": "layers.*.norm, head"}, {"ignore": ("layers.*.norm", "head")}),
+    "a list of names": ({"ignored_modules": ["head"]}, {"ignore": ("head",)}),
+    "checkpointing": ({"activation_checkpointing": True}, {"activation_checkpointing": True}),
+    "a form of checkpoints": ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {}),
+    "what is always": ({"use_orig_params": True, "limit_all_gathers": True, "sync_module_states": True}, {}),
+    "what is never": (
+        {
+            "forward_prefetch": False,
+            "cpu_ram_efficient_loading": False,
+            "activation_checkpointing_offload": False,
+        },
+        {},
+    ),
+    "one format": (
+        {"mixed_precision_policy": "bf16"},
+        {"param_dtype": "bf16", "reduce_dtype": "bf16", "output_dtype": "bf16"},
+    ),
+    "formats": (
+        {"mixed_precision_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": "float32"}},
+        {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+    ),
+    "torch's policy": (
+        {
+            "mixed_precision_policy": MixedPrecisionPolicy(
+                torch.float16, torch.float32, torch.float32, cast_forward_inputs=False
+            )
+        },
+        {"param_dtype": "fp16", "reduce_dtype": "fp32", "output_dtype": "fp32", "cast_forward_inputs": False},
+    ),
+    "a policy that reduces in what it computes in": (
+        {"mixed_precision_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    ),
+}
+
+REFUSED = {
+    "the first version": ({"fsdp_version": 1}, "torch's fully_shard"),
+    "kept shards": ({"sharding_strategy": "SHARD_GRAD_OP"}, "reshard_after_forward=False"),
+    "machines": (
+        {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+        "dp_replicate_size=number of machines",
+    ),
+    "kept machines": ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, "and reshard_after_forward=False"),
+    "nothing to shard": ({"sharding_strategy": 3}, "no fsdp_plugin at all"),
+    "no strategy": ({"sharding_strategy": "half"}, "none of full_shard"),
+    "two words for one": (
+        {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+        "leave sharding_strategy out",
+    ),
+    "a group of none": ({"reshard_after_forward": 0}, "a number above 1; it is 0"),
+    "no prefetching": ({"backward_prefetch": "NO_PREFETCH"}, "always gathers the next module"),
+    "whole checkpoints": ({"state_dict_type": "FULL_STATE_DICT"}, r"get_state_dict\(\) and save_model\(\)"),
+    "an object for checkpoints": ({"state_dict_config": object()}, "no such object"),
+    "one for optimizers": ({"optim_state_dict_config": object()}, "no such object"),
+    "unlimited gathering": ({"limit_all_gathers": False}, "always limits"),
+    "flat parameters": ({"use_orig_params": False}, "the model's own parameters"),
+    "a function that fills": ({"param_init_fn": print}, "load_model"),
+    "each rank its own": ({"sync_module_states": False}, "the parameters of the first one"),
+    "prefetching in the forward pass": ({"forward_prefetch": True}, "set_modules_to_forward_prefetch"),
+    "offloaded activations": ({"activation_checkpointing_offload": True}, "stay on the device"),
+    "loading on the first": ({"cpu_ram_efficient_loading": True}, "meta device"),
+    "a function": ({"auto_wrap_policy": always_wrap_policy}, "name the classes"),
+    "another way": ({"auto_wrap_policy": "every_other"}, "it is 'every_other'"),
+    "no size": ({"auto_wrap_policy": "size_based_wrap"}, "needs min_num_params above 0"),
+    "a size below 0": ({"min_num_params": -1}, "a whole number; it is -1"),
+    "names and a size": (
+        {"transformer_cls_names_to_wrap": ["Block"], "min_num_params": 5},
+        "two ways to say one thing",
+    ),
+    "names for nothing": (
+        {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": ["Block"]},
+        "no use for transformer_cls_names_to_wrap",
+    ),
+    "a size for nothing": (
+        {"auto_wrap_policy": "transformer_based_wrap", "min_num_params": 5},
+        "no use for min_num_params",
+    ),
+    "offloading of the first version": (
+        {"cpu_offload": CPUOffload(offload_params=True)},
+        "say cpu_offload=True",
+    ),
+    "memory that moves": ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "pinned"),
+    "a place": ({"cpu_offload": 5}, "it is 5"),
+    "no switch": ({"activation_checkpointing": "perhaps"}, "True or False; it is 'perhaps'"),
+    "modules": ({"ignored_modules": [nn.Linear(1, 1)]}, "takes names"),
+    "an expression": ({"ignored_modules": r".*norm|head\d"}, "layers"),
+    "a format of 8 bits": ({"mixed_precision_policy": "fp8"}, "one of fp32, bf16, fp16"),
+    "a format of 64 bits": (
+        {"mixed_precision_policy": {"param_dtype": torch.float64}},
+        "param_dtype must be one of",
+    ),
+    "a format of the first version": ({"mixed_precision_policy": MixedPrecision()}, "MixedPrecisionPolicy"),
+    "buffers": ({"mixed_precision_policy": {"buffer_dtype": torch.float32}}, "buffers keep their own dtype"),
+    "no policy": ({"mixed_precision_policy": 16}, "it is 16"),
+}
+
+
+@pytest.mark.parametrize("case", HONOURED)
+def test_what_can_be_done_is_done(case):
+    given, wanted = HONOURED[case]
+    assert Plugin(**given).fully_shard() == replace(FullyShard(), **wanted)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_do_nothing_is_refused_with_its_word(case):
+    given, told = REFUSED[case]
+    with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin: .*{told}"):
+        Plugin(**given)
+
+
+def test_every_option_is_honoured_or_refused():
+    told = {name for table in (HONOURED, REFUSED) for given, _ in table.values() for name in given}
+    assert told == {f.name for f in fields(Plugin)}
+
+
+def test_what_a_plugin_does_not_say_the_profile_says():
+    profile = FullyShard(wrap="Block", cpu_offload=True)
+    assert Plugin(cpu_offload=False).fully_shard(profile) == FullyShard(wrap="Block")
+
+
+def test_sizes_and_a_plan_become_settings():
+    config = ParallelismConfig(2, "auto", tp_size=4, tp_plan={"layers.*.up": "colwise"})
+    wanted = Parallel(dp_replicate=2, dp_shard="auto", tp=4, tp_plan=(("layers.*.up", "colwise"),))
+    assert config.parallel() == wanted
+    assert ParallelismConfig(tp_plan=[("a", "rowwise")]).parallel() == Parallel(tp_plan=(("a", "rowwise"),))
+    assert ParallelismConfig(cp_size=2, cp_backend="torch", sp_size=1).parallel(wanted).tp == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"tp_size": 0}, "tp_size must be a whole number above 0; it is 0"),
+        ({"tp_size": True}, "tp_size"),
+        ({"dp_shard_size": "all"}, "above 0, or auto; it is 'all'"),
+        ({"cp_backend": "ring"}, "cp_backend must be 'torch'"),
+        ({"sp_backend": "torch"}, "sp_backend must be 'deepspeed'"),
+        ({"sp_size": 2}, "cp_size"),
+        ({"sp_handler": object()}, "DeepSpeed"),
+    ],
+)
+def test_a_size_or_a_backend_that_cannot_be_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        ParallelismConfig(**given)
+
+
+def test_handlers_say_what_is_done_or_are_refused():
+    ParallelismConfig(
+        tp_handler=TorchTensorParallelConfig(), cp_handler=TorchContextParallelConfig("allgather")
+    )
+    with pytest.raises(ValueError, match="enable_async_tp"):
+        TorchTensorParallelConfig(enable_async_tp=True)
+    with pytest.raises(ValueError, match="it is 'alltoall'"):
+        TorchContextParallelConfig("alltoall")
+    with pytest.raises(TypeError, match="cp_handler must be a TorchContextParallelConfig"):
+        ParallelismConfig(cp_handler=SimpleNamespace())
+
+
+def test_arguments_win_over_the_environment():
+    told = Settings(parallel=Parallel(tp=2), fully_shard=FullyShard(wrap="Block"))
+    assert settled(told, None, None) == told
+    assert settled(told, ParallelismConfig(dp_shard_size=4), None).parallel == Parallel(dp_shard=4, tp=2)
+
+
+def test_a_plugin_alone_shards_over_all_processes():
+    run = settled(Settings(), None, Plugin(min_num_params=7))
+    assert (run.parallel, run.fully_shard) == (Parallel(dp_shard="auto"), FullyShard(wrap="7"))
+    assert run.parallel.sizes(4) == (1, 4, 1, 1)
+    assert settled(Settings(), ParallelismConfig(dp_replicate_size=2), Plugin()).parallel.sizes(4) == (
+        2,
+        2,
+        1,
+        1,
+    )
+    assert settled(Settings(), ParallelismConfig(dp_shard_size=2), Plugin()).parallel.dp_shard == 2
+
+
+def test_a_plugin_that_has_nothing_to_shard_is_refused():
+    with pytest.raises(ValueError, match="leave dp_shard_size out"):
+        settled(Settings(), ParallelismConfig(dp_shard_size=1, tp_size=2), Plugin())
+
+
+def test_an_object_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="fsdp_plugin must be a FullyShardedDataParallelPlugin"):
+        settled(Settings(), None, ParallelismConfig())
+    with pytest.raises(TypeError, match="Accelerator: parallelism_config must be a ParallelismConfig"):
+        settled(Settings(), Plugin(), None)
