@@ -109,5 +109,5 @@ class Vocabulary:
 
     def _meant(self, key: str) -> str:
         names = [*(self.prefix + name for name in self.words), *(self.words if self.bare else ())]
-        meant = did_you_mean(nearest(key, names))
+        meant = did_you_mean(self.prefix + key if key in self.words else nearest(key, names))
         return f"({meant})" if meant else ""
