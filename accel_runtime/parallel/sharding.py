@@ -24,6 +24,8 @@ class Sharding:
     """`[shards]`, or `[copies, shards]`."""
     asked: FullyShard
     policy: MixedPrecisionPolicy
+    whole: frozenset[nn.Parameter] = frozenset()
+    """Parameters that are left as they are."""
 
     def apply(self, model: nn.Module, units: Units) -> None:
         """Shard a model in place.
@@ -33,10 +35,8 @@ class Sharding:
             units: What is gathered as a whole, those inside others first; the rest of the model is one more.
 
         Raises:
-            ValueError: A pattern of `ignore` that is no parameter's or module's name; a number of ranks to shard over
-                after the forward pass that does not divide them.
+            ValueError: A number of ranks to shard over after the forward pass that does not divide them.
         """
-        left_out = ignored(model, self.asked.ignore)
         offload = (
             CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
             if self.asked.cpu_offload
@@ -49,7 +49,7 @@ class Sharding:
                 reshard_after_forward=self.asked.reshard_after_forward,
                 mp_policy=self.policy,
                 offload_policy=offload,
-                ignored_params=left_out,
+                ignored_params=set(self.whole),
             )
         # The rest of the model is needed again at once when the backward pass begins.
         fully_shard(
@@ -58,7 +58,7 @@ class Sharding:
             reshard_after_forward=False if units else self.asked.reshard_after_forward,
             mp_policy=self.policy,
             offload_policy=offload,
-            ignored_params=left_out,
+            ignored_params=set(self.whole),
         )
 
 
