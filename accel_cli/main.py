@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import checkpoint, config, env, jobs, launch, logs, stacks, test
+from accel_cli.commands import checkpoint, config, env, estimate, jobs, launch, logs, stacks, test
 
 __all__ = ["app", "main"]
 
@@ -30,6 +30,7 @@ app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_RUN)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
+app.command("estimate", rich_help_panel=_GROUP, epilog=estimate.EXAMPLE)(estimate.estimate)
 app.command("env", rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
 
 

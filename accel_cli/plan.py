@@ -37,6 +37,8 @@ class Plan:
     """How the agent starts processes, `forkserver` or `exec`, and in brackets why; empty without an agent."""
     script: str = ""
     """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
+    layout: str = ""
+    """How models are divided among the processes; empty where each has a whole one."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """What a service is asked for, where one runs the processes in its own containers; `argv` is then the script's."""
     look: str = ""

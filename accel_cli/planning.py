@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_cli import launchers, machine, nodes
+from accel_cli import launchers, layout, machine, nodes
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.machine import Machine
@@ -145,7 +145,7 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
         as_a_whole=request.as_a_whole,
         nodes=place(request, environ, resolved.profile.launcher.kind, found),
     )
-    return resolved.profile.start.plan(job)
+    return layout.planned(resolved.profile.start, job)
 
 
 def place(request: Request, environ: Mapping[str, str], kind: str | None, found: Machine) -> nodes.Facts:

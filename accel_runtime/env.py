@@ -11,8 +11,10 @@ import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+from accel_runtime.layouts import FullyShard, Number, Parallel, SettingsError, check_layout, fsdp1
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 __all__ = [
     "BEAT",
@@ -34,7 +36,9 @@ __all__ = [
     "ProcessGroupBackend",
     "Settings",
     "SettingsError",
+    "check_layout",
     "flat",
+    "fsdp1",
     "nearest",
     "placed_by_device",
 ]
@@ -65,108 +69,9 @@ Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ProcessGroupBackend = Literal["auto", "gloo", "nccl", "smddp"]
-Number = Literal["auto", "fp32", "bf16", "fp16"]
-"""A number format of sharded parameters; what `auto` is stands with the field."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
-
-
-class SettingsError(ValueError):
-    """An environment variable that says something we cannot do; the message names the variable."""
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Into how many parts what is divided; the product is the number of processes.
-
-    Neighbouring ranks differ in `tp` first, then in `cp`, `dp_shard` and `dp_replicate`.
-    """
-
-    dp_replicate: int = 1
-    """Groups of processes that have a whole model each, and average their gradients."""
-    dp_shard: int | Literal["auto"] = 1
-    """Processes that divide parameters, gradients and optimizer state among them; `auto` is as many as are left."""
-    tp: int = 1
-    """Processes that divide the computation of single layers among them."""
-    cp: int = 1
-    """Processes that divide sequences among them."""
-    tp_plan: tuple[tuple[str, str], ...] = ()
-    """Names of modules, in which `*` stands for any text without a dot, and what each does under `tp`."""
-
-    @property
-    def shards(self) -> bool:
-        """Whether parameters are sharded, be it on one process."""
-        return self.dp_shard != 1
-
-    @property
-    def plain(self) -> bool:
-        """Whether there is nothing but whole models."""
-        return self.sizes(None) == (1, 1, 1, 1) and not self.shards
-
-    def sizes(self, world_size: int | None) -> tuple[int, int, int, int]:
-        """What `dp_replicate`, `dp_shard`, `cp` and `tp` come to.
-
-        Nothing said is every process with a whole model.
-
-        Args:
-            world_size: The number of processes; None where it is not known, and `auto` counts as 1.
-
-        Raises:
-            SettingsError: They do not make this many processes.
-        """
-        if self.dp_shard == "auto":
-            others = self.dp_replicate * self.cp * self.tp
-            shard = 1 if world_size is None else max(world_size // others, 1)
-        else:
-            shard = self.dp_shard
-        sizes = (self.dp_replicate, shard, self.cp, self.tp)
-        if world_size is None or self._product(sizes) == world_size:
-            return sizes
-        if not self.shards and self._product(sizes) == 1:
-            return (world_size, 1, 1, 1)
-        raise SettingsError(self._refusal(sizes, world_size))
-
-    def _refusal(self, sizes: tuple[int, int, int, int], world_size: int) -> str:
-        said = f"dp_replicate={sizes[0]} x dp_shard={self.dp_shard} x cp={sizes[2]} x tp={sizes[3]}"
-        rest, beyond = divmod(
-            world_size, self._product(sizes) if self.dp_shard != "auto" else sizes[0] * sizes[2] * sizes[3]
-        )
-        if self.dp_shard == "auto" or beyond:
-            return f"parallel: {said} does not divide {world_size} process(es); their product has to be the number of processes"
-        return (
-            f"parallel: {said} is {self._product(sizes)}, and there are {world_size} processes; the product has to be their "
-            f"number. For {rest} times as many, set dp_replicate: {sizes[0] * rest} (whole models) or dp_shard: auto (shards)"
-        )
-
-    @staticmethod
-    def _product(sizes: tuple[int, int, int, int]) -> int:
-        return sizes[0] * sizes[1] * sizes[2] * sizes[3]
-
-
-@dataclass(frozen=True)
-class FullyShard:
-    """How torch's `fully_shard` divides a model; it is at work where `Parallel.shards`."""
-
-    wrap: str = "auto"
-    """Modules whose parameters are gathered together: names of classes with commas, a number of parameters from which a
-    module is one, `auto` (the model's own `_no_split_modules`, else what its ModuleLists hold), or `none`."""
-    reshard_after_forward: bool | int = True
-    """Whether gathered parameters go after the forward pass and are gathered again; a number shards over so many only."""
-    param_dtype: Number = "auto"
-    """What parameters are gathered and computed in; `auto` is the format of `mixed_precision`."""
-    reduce_dtype: Number = "auto"
-    """What gradients are averaged in; `auto` is fp32."""
-    output_dtype: Number = "auto"
-    """What the model gives back; `auto` leaves it to `mixed_precision`."""
-    cast_forward_inputs: bool = True
-    """Whether inputs of gathered modules are brought to `param_dtype`."""
-    cpu_offload: bool = False
-    """Whether shards, gradients and optimizer state stay in host memory."""
-    activation_checkpointing: bool = False
-    """Whether activations of wrapped modules are computed again in the backward pass."""
-    ignore: tuple[str, ...] = ()
-    """Names of parameters or modules that stay whole everywhere; `*` stands for any text without a dot."""
 
 
 @dataclass(frozen=True)
@@ -252,10 +157,20 @@ def _read(kind: type[Any], environ: Mapping[str, str], before: str = "") -> dict
     for f in fields(kind):
         name = variable(before + f.name)
         if is_dataclass(hints[f.name]):
-            values[f.name] = hints[f.name](**_read(hints[f.name], environ, f"{before}{f.name}_"))
+            values[f.name] = _section(hints[f.name], f.name, environ)
         elif name in environ:
             values[f.name] = _parse(name, environ[name], hints[f.name])
     return values
+
+
+def _section(kind: type[Any], name: str, environ: Mapping[str, str]) -> object:
+    """A part of the settings; what is wrong with it is said of the variable, not of the key that has its name."""
+    values = _read(kind, environ, f"{name}_")
+    try:
+        return kind(**values)
+    except SettingsError as error:
+        key, _, rest = str(error).partition(" ")
+        raise SettingsError(f"{variable(key.replace('.', '_'))} {rest}") from None
 
 
 def _text(value: object) -> str:
@@ -265,30 +180,30 @@ def _text(value: object) -> str:
 
 
 def _parse(name: str, text: str, kind: object) -> object:
-    plain: dict[Any, Callable[[], object]] = {
-        str: lambda: text,
-        bool: lambda: _switch(name, text),
-        bool | int: lambda: int(text) if _whole(text) and int(text) > 1 else _switch(name, text),
-        tuple[str, ...]: lambda: tuple(_parts(text)),
-        tuple[tuple[str, str], ...]: lambda: tuple(_pair(name, part) for part in _parts(text)),
-    }
-    if kind in plain:
-        return plain[kind]()
-    alternatives = get_args(kind) if int in get_args(kind) else (kind,)
-    words = [word for some in alternatives for word in get_args(some)]
+    if kind is str:
+        return text
+    if kind is bool:
+        return _switch(name, text)
+    if kind == bool | int:
+        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else _switch(name, text)
+    if kind == tuple[str, ...]:
+        return tuple(_parts(text))
+    if kind == tuple[tuple[str, str], ...]:
+        return tuple(_pair(name, part) for part in _parts(text))
+    return _word_or_number(name, text, get_args(kind) if int in get_args(kind) else (kind,))
+
+
+def _word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> str | int:
+    words = [word for some in kinds for word in get_args(some)]
     if text in words:
         return text
-    if int not in alternatives:
+    if int not in kinds:
         raise SettingsError(f"{name} must be one of {', '.join(words)}; it is {text!r}")
-    if _whole(text) and int(text) > 0:
+    if text.isascii() and text.isdigit() and int(text) > 0:
         return int(text)
     raise SettingsError(
         f"{name} must be a whole number above 0{''.join(f', or {word}' for word in words)}; it is {text!r}"
     )
-
-
-def _whole(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def _parts(text: str) -> list[str]:

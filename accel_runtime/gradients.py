@@ -11,6 +11,7 @@ from torch import nn
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.divided import any_divided
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
 from accel_runtime.weights import Group, Weight, Weights, groups, silenced
@@ -138,18 +139,22 @@ class Gradients:
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` where the window is complete; else the norm only."""
+        every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        by = _norms(every)
         if self._accumulation.synced:
             self.unscale(None)
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        one = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        norm = nn.utils.get_total_norm([p.grad for p in one if p.grad is not None], norm_type)
+            # Of a generator that has ended torch warns by itself.
+            total: torch.Tensor = by.clip_grad_norm_(every or parameters, max_norm, norm_type=norm_type)
+            return total
+        norm: torch.Tensor = by.get_total_norm([p.grad for p in every if p.grad is not None], norm_type)
         return norm / self._precision.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """`torch.nn.utils.clip_grad_value_` where the window is complete; else nothing."""
         if self._accumulation.synced:
             self.unscale(None)
-            nn.utils.clip_grad_value_(parameters, clip_value)
+            every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _norms(every).clip_grad_value_(every, clip_value)
 
     def unscale(self, wanted: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
         """Divide the fp16 scale out of the gradients of some prepared optimizers; None is all.
@@ -166,6 +171,15 @@ class Gradients:
             chosen = [_prepared(one, self._optimizers) for one in asked]
         for optimizer in chosen:
             optimizer.unscale()
+
+
+def _norms(parameters: Sequence[torch.Tensor]) -> Any:
+    """What measures and clips: torch itself, unless a parameter is divided over processes."""
+    if not any_divided(parameters):
+        return nn.utils
+    from accel_runtime.parallel import norms  # noqa: PLC0415 - whose models are whole does not pay for its imports
+
+    return norms
 
 
 def _prepared(wanted: torch.optim.Optimizer, optimizers: Sequence[PreparedOptimizer]) -> PreparedOptimizer:

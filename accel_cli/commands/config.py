@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -151,15 +150,12 @@ def set_(
 ) -> None:  # fmt: skip
     """Set values in a profile, which is made if there is none; comments stay."""
     from accel_cli import console
-    from accel_cli.profile import document, edit, layers, store
+    from accel_cli.profile import layers
+    from accel_cli.profile.updating import update
 
     target = _target(profile, project=project)
-    text = store.read_text(target) if target.exists() else store.render({"schema_version": 1})
-    found = store.read(target) if target.exists() else document.parse(text, str(target))
     updates = layers.assigned(assignments, "set").values
-    data, lost = edit.changed(found.data, updates)
-    _check([*_below(target), _layer(data, target, updates)])
-    store.write(target, edit.edited(text, found, data))
+    _, lost = update(_store(), target, updates, "set")
     for key in lost:
         console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
     console.note(f"{target} now says {', '.join(assignments)}")
@@ -208,6 +204,7 @@ def import_(
     """
     from accel_cli import console
     from accel_cli.profile import accelerate, document, layers, store
+    from accel_cli.profile.updating import layer
 
     target = _target(profile, project=project)
     _free(target, force=force)
@@ -219,7 +216,7 @@ def import_(
         console.note(f"{target} is written")
         return
     imported = accelerate.convert(found.data, str(file))
-    _check([_layer(imported.data, target)])
+    _check([layer(imported.data, target)])
     store.write(target, store.render(imported.data))
     console.table(("IN THE FILE", "IN ACCEL"), imported.mapped)
     if imported.left:
@@ -284,20 +281,10 @@ def _free(target: Path, *, force: bool) -> None:
 
 
 def _below(target: Path) -> list[Any]:
-    """The layers a file stands on: the user's own profile, for any other file."""
-    from accel_cli.profile import layers
-    from accel_cli.profile.store import DEFAULT
+    """The layers a file stands on."""
+    from accel_cli.profile.updating import below
 
-    user = _store().path(DEFAULT)
-    return [layers.file(user, "user")] if user.is_file() and user != target else []
-
-
-def _layer(data: dict[str, Any], target: Path, said: Iterable[str] = ()) -> Any:
-    """The layer of a file that is not written yet; `said` are the keys of the command line."""
-    from accel_cli.profile.layers import Layer, flat
-
-    values = {key: value for key, value in flat(data).items() if key != "schema_version"}
-    return Layer("file", values, {"": str(target)} | dict.fromkeys(said, "set"))
+    return list(below(_store(), target))
 
 
 def _check(stack: list[Any]) -> None:

@@ -322,7 +322,8 @@ def headline(plan: Plan, resolved: Resolved) -> str:
     ]
     said = " + ".join(f"{layer.name} ({short(layer.where[''])})" for layer in files)
     return (
-        f"{plan.launcher}, {_processes(plan)}, {plan.device}, mixed precision {resolved.profile.mixed_precision}; "
+        f"{plan.launcher}, {_processes(plan)}, {plan.device}, mixed precision {resolved.profile.mixed_precision}"
+        f"{f', {plan.layout}' if plan.layout else ''}; "
         f"profile: {said or 'none, detected defaults (accel config writes one)'}"
         f"{_machines(plan)}"
     )
@@ -358,6 +359,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         f"launcher: {plan.launcher}",
         f"start: {_processes(plan)}",
         f"device: {plan.device}",
+        *([f"layout: {plan.layout}"] if plan.layout else []),
         *([f"start method: {plan.start_method}"] if plan.start_method else []),
         f"command: {shlex.join(plan.argv)}",
         "environment:",

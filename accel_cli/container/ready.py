@@ -14,7 +14,7 @@ from accel_cli.container.told import Told
 from accel_cli.container.work import Work
 from accel_cli.machine import cpus
 from accel_cli.plan import Plan
-from accel_runtime.env import Settings
+from accel_runtime.env import Settings, check_layout
 
 __all__ = ["Ready"]
 
@@ -49,6 +49,7 @@ class Ready:
         device = "cuda" if found and settings.device != "cpu" else "cpu"
         asked = self.work.nproc_per_node
         count = asked if isinstance(asked, int) else max(1, found) if device == "cuda" else 1
+        check_layout(settings.parallel, settings.fully_shard, machines * count)
         method = "exec" if self.work.kind == "program" else "forkserver"
         threads = {"OMP_NUM_THREADS": str(max(1, cpus() // count))}
         return Plan(

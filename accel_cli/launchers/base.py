@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 from accel_cli import elastic
 from accel_cli.errors import UsageError
-from accel_cli.fields import Section
+from accel_cli.fields import Answers, Section
 from accel_cli.machine import Machine
 from accel_cli.nodes import Facts
 from accel_cli.plan import Plan
-from accel_runtime.env import MixedPrecision, ProcessGroupBackend, Settings
+from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
 
@@ -59,6 +59,8 @@ class Launcher(Section):
     """The number formats of the forward pass that its processes know."""
     carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
     """What may carry collectives between its processes."""
+    divides: ClassVar[bool] = True
+    """Whether its processes can divide a model among them as `parallel:` says."""
     further: ClassVar[str] = ""
     """What its further questions are about; empty where it has none."""
 
@@ -71,6 +73,11 @@ class Launcher(Section):
     def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
         """Whether the wizard offers it on this machine."""
         return True
+
+    @classmethod
+    def several(cls, answers: Answers) -> bool:  # noqa: ARG003 - most start one process, or none of their own
+        """Whether answers of the wizard may mean several processes, over which models can be divided."""
+        return False
 
     @classmethod
     def suits_bf16(cls, machine: Machine) -> bool:
@@ -88,6 +95,28 @@ class Launcher(Section):
                 f"process_group_backend: {settings.process_group_backend} is a library of SageMaker's own images, and only "
                 f"launcher.kind: sagemaker has it; {self.title} takes auto"
             )
+
+    def check_layout(self, settings: Settings) -> None:
+        """Refuse models that are divided where this launcher's processes cannot do it.
+
+        Raises:
+            UsageError: They are to be divided.
+        """
+        if not (self.divides or (settings.parallel.plain and settings.fully_shard == FullyShard())):
+            raise UsageError(
+                f"parallel: and fully_shard: are torch's own ways to divide a model, and {self.title} has another: "
+                "launcher.spmd: true, for which the script places the parts. Take both sections out, or choose another launcher"
+            )
+
+    def worlds(self, job: Job, plan: Plan) -> Sequence[int]:  # noqa: ARG002 - some know more of the job
+        """The numbers of processes that there may be, as far as they are known before anything starts.
+
+        Args:
+            job: What is to run.
+            plan: What will happen if this launcher runs it.
+        """
+        fewest = plan.agent.get("min_nodes", plan.nnodes)
+        return [machines * plan.nproc_per_node for machines in range(fewest, plan.nnodes + 1)]
 
     @abstractmethod
     def plan(self, job: Job) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -40,6 +41,10 @@ class Single(Launcher):
             target=job.target,
             derived=job.nodes.line if job.nodes.ranks else "",
         )
+
+    @override
+    def worlds(self, job: Job, plan: Plan) -> Sequence[int]:
+        return (int(job.nodes.ranks.get("WORLD_SIZE", 1)),)
 
 
 def _threads(job: Job) -> dict[str, str]:

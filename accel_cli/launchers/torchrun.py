@@ -82,6 +82,11 @@ class Torchrun(elastic.Elastic):
         ),
     ] = None
 
+    @classmethod
+    @override
+    def several(cls, answers: Answers) -> bool:
+        return (answers.get("nnodes", 1), answers.get("nproc_per_node", 1)) != (1, 1)
+
     @override
     def plan(self, job: Job) -> Plan:
         self.check_static(job)

@@ -42,6 +42,7 @@ class Xla(elastic.Elastic):
     words: ClassVar[Mapping[str, str]] = MappingProxyType({"launcher.nproc_per_node": _SAME})
 
     formats: ClassVar[frozenset[str]] = frozenset({"no", "bf16"})
+    divides = False
 
     kind: Literal["xla"] = Field(
         "xla",

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile import document, store
 from accel_cli.profile.problems import explain, unknown_key
-from accel_cli.profile.schema import Profile, known_keys
+from accel_cli.profile.schema import SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
 from accel_runtime import env
 from accel_runtime.env import Settings, SettingsError, variable
 
 __all__ = ["Layer", "Resolved", "assigned", "environment", "file", "flat", "resolve", "stack"]
-
-_SECTIONS = ("launcher", "env")
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,33 @@ def environment(environ: Mapping[str, str]) -> Layer:
             f"{variable('spmd')} is what accel launch tells the processes it starts; set launcher.spmd: true (--set "
             "launcher.spmd=true)"
         )
+    values = {key: (name, value) for key, name, value in _keys(settings) if name in environ}
     # A launch inside a launch finds it too, and switched off.
-    own = (f.name for f in fields(settings) if f.name != "spmd")
-    said = {name: variable(name) for name in own if variable(name) in environ}
-    return Layer("environment", {name: getattr(settings, name) for name in said}, said)
+    values.pop("spmd", None)
+    return Layer(
+        "environment",
+        {key: value for key, (_, value) in values.items()},
+        {key: name for key, (name, _) in values.items()},
+    )
+
+
+def _keys(settings: object, section: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Every key of a profile that settings say, with its variable, and its value as a profile has it."""
+    hints = get_type_hints(type(settings))
+    for f in fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, f.name)
+        key = f"{section}.{f.name}" if section else f.name
+        if is_dataclass(value):
+            yield from _keys(value, f.name)
+        else:
+            yield key, variable(key.replace(".", "_")), _plain(value, hints[f.name])
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """Pairs as keys and values, texts as a list."""
+    if hint == tuple[str, ...]:
+        return list(value)
+    return dict(value) if hint == tuple[tuple[str, str], ...] else value
 
 
 def assigned(assignments: Iterable[str], option: str = "--set") -> Layer:
@@ -147,7 +168,7 @@ def flat(data: Mapping[str, Any]) -> dict[str, Any]:
     """Nested data by dotted key, two levels deep where a profile has sections."""
     values: dict[str, Any] = {}
     for key, value in data.items():
-        if key in _SECTIONS and isinstance(value, dict):
+        if key in SECTIONS and isinstance(value, dict):
             values |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
             values[key] = value
@@ -159,7 +180,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in values.items():
         section, dot, name = key.partition(".")
-        if dot and section in _SECTIONS and isinstance(data.setdefault(section, {}), dict):
+        if dot and section in SECTIONS and isinstance(data.setdefault(section, {}), dict):
             data[section][name] = value
         else:
             data[key] = value

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from accel_cli.errors import Problem
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.profile.schema import Profile, known_keys
-from accel_runtime.env import nearest
+from accel_cli.profile.schema import SECTIONS, known_keys, section_of
+from accel_runtime.env import fsdp1, nearest
 
 __all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
 
@@ -28,7 +28,6 @@ _WORDS = {
     "string_too_short": "expected at least {min_length} character",
     "less_than_equal": "expected at most {le}",
 }
-_SECTIONS = ("launcher", "env")
 _LONGEST = 60
 
 
@@ -54,6 +53,8 @@ def unknown_key(key: str, where: str) -> Problem:
     if key.startswith("launcher.") and kinds:
         return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
     last = {full.rpartition(".")[2]: full for full in known_keys()}
+    if instead := fsdp1(key.rpartition(".")[2]):
+        return Problem(where, key, f"this is a word of FSDP1; under fully_shard, {instead}")
     return Problem(
         where, key, "this key is not known", hint=did_you_mean(last.get(key) or _nearest_key(key, last))
     )
@@ -79,12 +80,12 @@ def _nearest_key(key: str, last: Mapping[str, str]) -> str | None:
 
 def _locate(loc: list[str]) -> tuple[type[Section], str]:
     """The section a finding is about, and its dotted key."""
-    section: type[Section] = Profile
+    section = section_of(".".join(loc))
     if loc[:1] == ["launcher"] and len(loc) > 1:
         # pydantic names the member of the union it tried, which is no part of the key.
         section = LAUNCHERS[loc[1]]
         loc = [loc[0], *loc[2:]]
-    return section, ".".join(loc[: 2 if loc[0] in _SECTIONS else 1])
+    return section, ".".join(loc[: 2 if loc[0] in SECTIONS else 1])
 
 
 def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: str) -> Problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -11,11 +13,18 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
 from accel_cli.machine import Machine
+from accel_cli.profile.parallel import FullyShardSection, ParallelSection
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
-__all__ = ["SCHEMA_VERSION", "Profile", "json_schema", "known_keys"]
+__all__ = ["DIVIDING", "SCHEMA_VERSION", "SECTIONS", "Profile", "json_schema", "known_keys", "section_of"]
 
 SCHEMA_VERSION = 1
+DIVIDING: Mapping[str, type[Section]] = MappingProxyType(
+    {"parallel": ParallelSection, "fully_shard": FullyShardSection}
+)
+"""The sections whose keys are the same for every launcher."""
+SECTIONS = ("launcher", *DIVIDING, "env")
+"""Keys of a profile that have keys below them."""
 
 
 def _precision(machine: Machine, answers: Answers) -> str:
@@ -96,6 +105,12 @@ class Profile(Section):
             "checkpoint, and every one needs a copy of it to go on."
         ),
     ] = True
+    parallel: Annotated[
+        ParallelSection, Field(description="Into how many parts models, batches and sequences are divided.")
+    ] = ParallelSection()
+    fully_shard: Annotated[
+        FullyShardSection, Field(description="How models are sharded, where `parallel.dp_shard` is not 1.")
+    ] = FullyShardSection()
     env: Annotated[
         dict[str, str],
         BeforeValidator(_numbers_as_text),
@@ -114,6 +129,8 @@ class Profile(Section):
             log_level=self.log_level,
             resume=self.resume,
             shared_files=self.shared_files,
+            parallel=self.parallel.settings,
+            fully_shard=self.fully_shard.settings,
         )
 
     @property
@@ -123,8 +140,9 @@ class Profile(Section):
         return launcher
 
     def data(self) -> dict[str, Any]:
-        """Plain data that says everything; what is unset or empty is left out."""
+        """Plain data that says everything; what is unset or empty is left out, and what divides nothing."""
         data = self.model_dump(exclude_none=True)
+        data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in DIVIDING}
         data["launcher"] = {name: value for name, value in data["launcher"].items() if value not in ({}, [])}
         return {name: value for name, value in data.items() if value != {}}
 
@@ -143,6 +161,14 @@ def known_keys() -> dict[str, str]:
         for name, field in section.model_fields.items():
             keys.setdefault(f"launcher.{name}", field.description or "")
     for name, field in Profile.model_fields.items():
-        if name not in {"launcher", "schema_version"}:
+        if name in DIVIDING:
+            inner = DIVIDING[name].model_fields.items()
+            keys |= {f"{name}.{key}": each.description or "" for key, each in inner}
+        elif name not in {"launcher", "schema_version"}:
             keys[name] = field.description or ""
     return keys
+
+
+def section_of(key: str) -> type[Section]:
+    """The section that has a dotted key of those that are the same for every launcher; else the profile itself."""
+    return DIVIDING.get(key.partition(".")[0], Profile) if "." in key else Profile

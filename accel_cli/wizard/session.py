@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.syntax import Syntax
 
-from accel_cli import console, machine
+from accel_cli import console, layout, machine
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
@@ -54,8 +54,9 @@ def _before(target: Path, found: Machine) -> dict[str, Any]:
         profile = layers.resolve([layers.file(target, "file")]).profile
         if profile.start.runs != "job":
             # A plan that is never run: it tells whether Enter on every question would launch.
-            profile.start.plan(
-                Job("train.py", (), "script", profile.settings, {}, {}, found, python="python")
+            layout.planned(
+                profile.start,
+                Job("train.py", (), "script", profile.settings, {}, {}, found, python="python"),
             )
     except UsageError as error:
         console.note(f"{target} cannot be used here, so the questions start anew: {error}")

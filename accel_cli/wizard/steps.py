@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
-from accel_cli.fields import Answers, Choice, Offers, Question, question_of
+from accel_cli.fields import Answers, Choice, Offers, Question, Section, question_of
 from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Launcher
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import nested
 from accel_cli.profile.problems import explain
-from accel_cli.profile.schema import Profile
+from accel_cli.profile.schema import DIVIDING, Profile
 from accel_cli.wizard import typed
 
 __all__ = ["Step", "next_step", "profile_from", "suggested", "told"]
@@ -134,12 +134,17 @@ def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profi
     kept = {
         key: value
         for key, value in before.items()
-        if not key.startswith("launcher.") or before.get(_KIND) == answers[_KIND]
+        if (not key.startswith("launcher.") or before.get(_KIND) == answers[_KIND])
+        and (not key.startswith("parallel.") or LAUNCHERS[answers[_KIND]].several(_local(answers)))
     }
     open_ = {step.key for step in _all(answers) if step.key not in answers and not _stays(step, answers)}
     values = {**{key: value for key, value in kept.items() if key not in open_}, **answers}
     try:
-        return Profile.model_validate(_profile(values))
+        profile = Profile.model_validate(_profile(values))
+        idle = profile.fully_shard.settings.idle(profile.parallel.settings)
+        for key in idle:
+            del values[f"fully_shard.{key}"]
+        return Profile.model_validate(_profile(values)) if idle else profile
     except ValidationError as error:
         raise ProfileError(explain(error, {"": "these answers"})) from None
 
@@ -174,10 +179,11 @@ def _all(answers: Mapping[str, Any]) -> list[Step]:
     return [*_of(LAUNCHERS[answers[_KIND]], "launcher."), *_of(Profile, "")]
 
 
-def _of(section: type[Launcher | Profile], prefix: str) -> Iterator[Step]:
+def _of(section: type[Section], prefix: str) -> Iterator[Step]:
     for name, field in section.model_fields.items():
-        question = question_of(section, name)
-        if question:
+        if name in DIVIDING and not prefix:
+            yield from _of(DIVIDING[name], f"{name}.")
+        elif question := question_of(section, name):
             yield Step(f"{prefix}{name}", question, field.annotation)
 
 

@@ -19,6 +19,7 @@ from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.sharding import Sharding
 from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.tensor import divide, plan_of
 from accel_runtime.parallel.wrapping import units_of
 from accel_runtime.precision import FORMATS
 from accel_runtime.topology import Topology
@@ -78,6 +79,8 @@ class Sharded(Distributed):
             return model
         take_over(model, self)
         units = units_of(model, self._fully_shard.wrap) if self._parallel.shards else []
+        if self.mesh.tp is not None:
+            divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         if self.mesh.sizes.averages:
             policy = policy_of(self._fully_shard, self._computes_in)
             Sharding(self.mesh.shard, self._fully_shard, policy).apply(model, units)

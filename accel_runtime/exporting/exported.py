@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,22 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.exporting.export import CHECKSUMS, INDEX, SINGLE
 from accel_runtime.exporting.ties import aliases, completed
 
-__all__ = ["Weights", "fitting", "read_weights", "sharded", "shards", "weights_in"]
+__all__ = [
+    "Weights",
+    "all_there",
+    "checked",
+    "files_of",
+    "fitting",
+    "indexed",
+    "misfits",
+    "read_weights",
+    "refuse",
+    "sharded",
+    "shards",
+    "weights_in",
+]
 
+_ONE, _INDEX = ".safetensors", ".safetensors.index.json"
 _SLICE = 1 << 22
 _LISTED = 10
 """So many names are listed in a message."""
@@ -35,18 +49,36 @@ class Weights:
     """Names that are left out, and under which name each tensor is kept, as far as the files tell."""
 
 
-def weights_in(folder: Path) -> Weights:
-    """The weights in a directory: one file, or shards and their index.
+def files_of(path: Path) -> tuple[Path, bool]:
+    """Where weights are told of: one file that holds them all, or the index of several.
+
+    Args:
+        path: A directory with one of them, or the file or index itself.
+
+    Returns:
+        It, and whether it is an index.
+
+    Raises:
+        CheckpointError: There is no such thing.
+    """
+    if path.is_file() and path.name.endswith((_ONE, _INDEX)):
+        return path, path.name.endswith(_INDEX)
+    single, index = path / SINGLE, path / INDEX
+    if single.is_file():
+        return single, False
+    if not index.is_file():
+        raise CheckpointError(f"{path} holds no weights: there is neither {SINGLE} nor {INDEX}")
+    return index, True
+
+
+def weights_in(path: Path) -> Weights:
+    """The weights in a directory, or of a file: one file, or shards and their index.
 
     Raises:
         CheckpointError: There are none, or something is missing, damaged, or of another export than the index.
     """
-    single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
-        return read_weights([single], single)
-    if not index.is_file():
-        raise CheckpointError(f"{folder} holds no weights: there is neither {SINGLE} nor {INDEX}")
-    return sharded(index)
+    source, several = files_of(path)
+    return sharded(source) if several else read_weights([source], source)
 
 
 def sharded(index: Path) -> Weights:
@@ -55,18 +87,46 @@ def sharded(index: Path) -> Weights:
     Raises:
         CheckpointError: As for `weights_in`.
     """
-    places, checksums = _parsed(index)
+    files, places, checksums = indexed(index)
     for file, wanted in checksums.items():
-        found = _checksum(index.parent / file)
-        if found != wanted:
-            raise CheckpointError(
-                f"{index.parent / file} is not the file that {index} tells of: it is damaged, or of another export "
-                f"({CHECKSUMS} {found} in place of {wanted})"
-            )
-    weights = read_weights(_files(index, places), index)
-    if lost := sorted(places.keys() - weights.tensors.keys()):
-        raise CheckpointError(f"{index} tells of {_listed(lost)}, and no file holds it")
+        checked(index, file, wanted)
+    weights = read_weights(files, index)
+    all_there(index, places, weights.tensors)
     return weights
+
+
+def indexed(index: Path) -> tuple[list[Path], dict[str, str], dict[str, str]]:
+    """What an index says: the files, which of them has each tensor, and what each must hash to.
+
+    Raises:
+        CheckpointError: It is no index, or a file is missing.
+    """
+    places, checksums = _parsed(index)
+    return _files(index, places), places, checksums
+
+
+def checked(index: Path, file: str, wanted: str) -> None:
+    """Compare a file with what its index says that it hashes to.
+
+    Raises:
+        CheckpointError: It is another one.
+    """
+    found = _checksum(index.parent / file)
+    if found != wanted:
+        raise CheckpointError(
+            f"{index.parent / file} is not the file that {index} tells of: it is damaged, or of another export "
+            f"({CHECKSUMS} {found} in place of {wanted})"
+        )
+
+
+def all_there(index: Path, places: Iterable[str], found: Iterable[str]) -> None:
+    """See whether files hold what their index tells of.
+
+    Raises:
+        CheckpointError: Something is in none of them.
+    """
+    if lost := sorted(set(places) - set(found)):
+        raise CheckpointError(f"{index} tells of {_listed(lost)}, and no file holds it")
 
 
 def shards(index: Path) -> list[Path]:
@@ -113,24 +173,41 @@ def fitting(weights: Weights, model: nn.Module, live: Mapping[str, Any] | None =
     state = completed(
         weights.tensors, {k: v for k, v in live.items() if isinstance(v, torch.Tensor)}, weights.ties
     )
-    wrong = [
-        *(f"it has no {name}" for name in sorted(live.keys() - state.keys())),
-        *(f"it has {name}, and the model has not" for name in sorted(state.keys() - live.keys())),
-        *(
-            problem
-            for name in sorted(live.keys() & state.keys())
-            if (problem := _misfit(name, state[name], live[name]))
-        ),
-    ]
-    wrong += _torn(state, live)
-    if wrong:
-        more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
-        lines = "".join(f"\n  {line}" for line in wrong[:_LISTED])
-        raise CheckpointError(f"{weights.source} does not fit the model, which is as it was:{lines}{more}")
+    refuse(weights.source, misfits(state, live) + _torn(state, live))
     return state
 
 
-def _misfit(name: str, stored: torch.Tensor, live: Any) -> str | None:
+def misfits(stored: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """What of stored tensors does not fit a model, a line each.
+
+    Args:
+        stored: By name, what has a `shape` and a `dtype`.
+        live: The model's state.
+    """
+    return [
+        *(f"it has no {name}" for name in sorted(live.keys() - stored.keys())),
+        *(f"it has {name}, and the model has not" for name in sorted(stored.keys() - live.keys())),
+        *(
+            problem
+            for name in sorted(live.keys() & stored.keys())
+            if (problem := _misfit(name, stored[name], live[name]))
+        ),
+    ]
+
+
+def refuse(source: Path, wrong: Sequence[str]) -> None:
+    """Say what does not fit, where something does not.
+
+    Raises:
+        CheckpointError: There is such a thing.
+    """
+    if wrong:
+        more = f"\n  and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        lines = "".join(f"\n  {line}" for line in wrong[:_LISTED])
+        raise CheckpointError(f"{source} does not fit the model, which is as it was:{lines}{more}")
+
+
+def _misfit(name: str, stored: Any, live: Any) -> str | None:
     if not isinstance(live, torch.Tensor):
         return f"{name} is a {type(live).__name__} in the model, and a tensor in it"
     if stored.shape != live.shape:

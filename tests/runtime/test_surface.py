@@ -18,7 +18,7 @@ from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
 
 CHECKPOINTS = "saving and loading weights comes in a later version"
-SHARDING = "models are replicated: no FSDP, DeepSpeed, Megatron-LM or parallelism within a model"
+SHARDING = "models are divided by torch's own means only: no first version of FSDP, no DeepSpeed, no Megatron-LM, no pipelines"
 EIGHT_BITS = "number formats are fp32, bf16 and fp16"
 BIG_MODELS = "big-model inference is no part of training"
 LAUNCHER = "the command line does it, and keeps its own settings"
@@ -31,6 +31,9 @@ STANDARD = "a line of torch or of the standard library"
 # The facade ------------------------------------------------------------------------------
 
 PROPERTIES = [
+    "context_parallel_rank",
+    "data_parallel_rank",
+    "data_parallel_shard_rank",
     "dataloader_config",
     "deepspeed_plugin",
     "device",
@@ -40,6 +43,7 @@ PROPERTIES = [
     "even_batches",
     "gradient_accumulation_steps",
     "gradient_state",
+    "is_composable_parallelism_enabled",
     "is_fsdp2",
     "is_last_process",
     "is_local_main_process",
@@ -63,6 +67,8 @@ PROPERTIES = [
     "state",
     "step_scheduler_with_optimizer",
     "sync_gradients",
+    "tensor_parallel_rank",
+    "torch_device_mesh",
     "trackers",
     "use_distributed",
     "use_fp16",
@@ -120,9 +126,8 @@ METHODS = {
     "wait_for_everyone": "",
 }
 ABSENT = {
-    SHARDING: "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter"
-    " is_composable_parallelism_enabled maybe_context_parallel parallelism_config pipeline_parallel_rank"
-    " should_save_model tensor_parallel_rank torch_device_mesh",
+    SHARDING: "deepspeed_ulysses_dl_adapter maybe_context_parallel parallelism_config pipeline_parallel_rank"
+    " should_save_model",
     EIGHT_BITS: "fp8_backend",
     "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
     BIG_MODELS: "verify_device_map",
@@ -131,7 +136,7 @@ CONSTRUCTOR = (
     "device_placement=True, split_batches=False, mixed_precision=None, gradient_accumulation_steps=1, cpu=False, "
     "dataloader_config=None, rng_types=None, log_with=None, project_dir=None, project_config=None, "
     "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
-    "dynamo_backend=None, dynamo_plugin=None"
+    "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None"
 )
 OUR_OWN = "checkpoints describe load load_model preempted resume settings wait_for_checkpoint"
 """What Accelerate's has no name for."""
@@ -139,9 +144,7 @@ BY_POSITION = 6
 """So many arguments of the constructor may be given by position; then come those for what is absent."""
 EARLY = {"fp16": True, "dispatch_batches": True}
 """Arguments of early versions, honoured."""
-REFUSED = (
-    "deepspeed_plugin deepspeed_plugins fsdp_plugin megatron_lm_plugin parallelism_config torch_tp_plugin"
-)
+REFUSED = "deepspeed_plugin deepspeed_plugins megatron_lm_plugin torch_tp_plugin"
 
 # Functions, of `accelerate` or `accelerate.utils`, which both are in both places here -----
 

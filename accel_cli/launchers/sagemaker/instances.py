@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Literal
 
 from accel_cli.errors import UsageError
@@ -16,6 +17,7 @@ __all__ = [
     "check_known",
     "check_model_parallel",
     "check_smddp",
+    "gpus",
     "has_efa",
     "has_gpu",
     "is_arm",
@@ -32,6 +34,22 @@ _EFA = frozenset({
     *MODEL_PARALLEL, "ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge", "ml.p5en.48xlarge",
     "ml.p6-b200.48xlarge", "ml.p6-b300.48xlarge", "ml.p6e-gb200.36xlarge",
 })  # fmt: skip
+_GPUS: Mapping[str, Mapping[int, str]] = MappingProxyType({
+    "p3": {1: "2xlarge", 4: "8xlarge", 8: "16xlarge"},
+    "p3dn": {8: "24xlarge"},
+    "p4d": {8: "24xlarge"},
+    "p4de": {8: "24xlarge"},
+    "p5": {1: "4xlarge", 8: "48xlarge"},
+    "p5e": {8: "48xlarge"},
+    "p5en": {8: "48xlarge"},
+    "p6-b200": {8: "48xlarge"},
+    "p6-b300": {8: "48xlarge"},
+    "g4dn": {1: "xlarge 2xlarge 4xlarge 8xlarge 16xlarge", 4: "12xlarge"},
+    "g5": {1: "xlarge 2xlarge 4xlarge 8xlarge 16xlarge", 4: "12xlarge 24xlarge", 8: "48xlarge"},
+    "g6": {1: "xlarge 2xlarge 4xlarge 8xlarge 16xlarge", 4: "12xlarge 24xlarge", 8: "48xlarge"},
+    "g6e": {1: "xlarge 2xlarge 4xlarge 8xlarge 16xlarge", 4: "12xlarge 24xlarge", 8: "48xlarge"},
+})  # fmt: skip
+"""How many GPUs there are in which sizes of a family; of others the job says so when it runs."""
 _FORM = re.compile(r"ml\.(?P<family>(?P<letters>[a-z]+)\d+(?P<attributes>[a-z]*)(?P<chip>-[a-z\d-]+)?)\.\w+")
 _NEURON = ("trn", "inf")
 
@@ -108,6 +126,20 @@ def has_gpu(instance_type: str) -> bool:
         UsageError: It is not the name of a type that accel trains on.
     """
     return processor(instance_type) == "gpu"
+
+
+def gpus(instance_type: str | None) -> int | None:
+    """How many GPUs a type has, as far as this is known before a job runs.
+
+    Raises:
+        UsageError: It is not the name of a type that accel trains on.
+    """
+    if instance_type is None:
+        return None
+    if not has_gpu(instance_type):
+        return 1
+    _, family, size = instance_type.split(".")
+    return next((count for count, sizes in _GPUS.get(family, {}).items() if size in sizes.split()), None)
 
 
 def has_efa(instance_type: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -9,12 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.fields import Choice, Question
+from accel_cli.fields import Answers, Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.launchers.sagemaker import asking, instances, keys, running
 from accel_cli.machine import Machine
-from accel_runtime.env import ProcessGroupBackend
+from accel_runtime.env import ProcessGroupBackend, Settings
 
 __all__ = ["SageMaker"]
 
@@ -354,6 +355,11 @@ class SageMaker(Launcher):
     def suits_bf16(cls, machine: Machine) -> bool:
         return True
 
+    @classmethod
+    @override
+    def several(cls, answers: Answers) -> bool:
+        return answers.get("instance_count", 1) != 1 or instances.gpus(answers.get("instance_type")) != 1
+
     @property
     def longest(self) -> int | None:
         """Seconds for waiting and running together; None where nothing waits."""
@@ -362,6 +368,19 @@ class SageMaker(Launcher):
     @property
     def _may_have_gpus(self) -> bool:
         return self.allow_unknown_instance or instances.has_gpu(self.instance_type)
+
+    @override
+    def worlds(self, job: Job, plan: Plan) -> Sequence[int]:
+        each = instances.gpus(self.instance_type) if plan.counted else plan.nproc_per_node
+        each = 1 if job.settings.device == "cpu" and self.nproc_per_node == "auto" else each
+        return (self.instance_count * each,) if each else ()
+
+    @override
+    def check_layout(self, settings: Settings) -> None:
+        if self.model_parallel and not settings.parallel.plain:
+            raise UsageError(
+                "launcher.model_parallel has SageMaker's library divide models, and parallel: has torch do it; take one out"
+            )
 
     @override
     def plan(self, job: Job) -> Plan:

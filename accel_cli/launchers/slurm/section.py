@@ -76,6 +76,12 @@ def _extra(values: list[str]) -> list[str]:
     return values
 
 
+def _gpus_of(asked: int | str | None) -> int:
+    matched = _GPUS.fullmatch(str(asked or 0))
+    assert matched  # what a profile says was checked
+    return int(matched[1])
+
+
 def _without_gpus(answers: Answers) -> bool:
     return not answers.get("gpus_per_node")
 
@@ -209,6 +215,12 @@ class Slurm(Launcher):
                 )
         return self
 
+    @classmethod
+    @override
+    def several(cls, answers: Answers) -> bool:
+        each = answers.get("nproc_per_node", max(1, _gpus_of(answers.get("gpus_per_node"))))
+        return (answers.get("nnodes", 1), each) != (1, 1)
+
     @override
     def plan(self, job: Job) -> Plan:
         if "SLURM_JOB_ID" in job.environ:
@@ -229,9 +241,7 @@ class Slurm(Launcher):
     @property
     def gpus(self) -> int:
         """GPUs of a node, as a number."""
-        matched = _GPUS.fullmatch(str(self.gpus_per_node or 0))
-        assert matched  # what a profile says was checked
-        return int(matched[1])
+        return _gpus_of(self.gpus_per_node)
 
     def _count(self, job: Job) -> int:
         if isinstance(self.nproc_per_node, int):

@@ -101,7 +101,7 @@ class Host:
         self.first = int(children.read_text())
         return self
 
-    def until(self, word, seconds=60):
+    def until(self, word, seconds=180):
         """Read what it says until a word comes."""
         said = ""
         late = threading.Timer(seconds, self.process.kill)

@@ -1,0 +1,56 @@
+"""Values into a profile's file: comments stay, and what could not be used is refused before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_cli.profile import document, edit, layers, store
+from accel_cli.profile.layers import Layer, flat
+from accel_cli.profile.schema import SCHEMA_VERSION, Profile
+from accel_cli.profile.store import DEFAULT, Store
+
+__all__ = ["below", "layer", "update"]
+
+
+def update(where: Store, target: Path, updates: Mapping[str, Any], by: str) -> tuple[Profile, list[str]]:
+    """Set values in a profile file, which is made if there is none.
+
+    Args:
+        where: The folders of profiles.
+        target: The file.
+        updates: New values by dotted key; None takes a key out.
+        by: Who says them, for messages.
+
+    Returns:
+        What holds now, with the user's own profile below it, and the keys that the new launcher does not have.
+
+    Raises:
+        UsageError: The file cannot be read or written, or what it would say could not be used.
+    """
+    text = store.read_text(target) if target.exists() else store.render({"schema_version": SCHEMA_VERSION})
+    found = store.read(target) if target.exists() else document.parse(text, str(target))
+    data, lost = edit.changed(found.data, updates)
+    resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
+    store.write(target, edit.edited(text, found, data))
+    return resolved.profile, lost
+
+
+def below(where: Store, target: Path) -> list[Layer]:
+    """The layers a file stands on: the user's own profile, for any other file."""
+    user = where.path(DEFAULT)
+    return [layers.file(user, "user")] if user.is_file() and user != target else []
+
+
+def layer(data: Mapping[str, Any], target: Path, said: Iterable[str] = (), by: str = "") -> Layer:
+    """The layer of a file that is not written yet.
+
+    Args:
+        data: What it will hold.
+        target: Where.
+        said: The keys that somebody has just said.
+        by: Who that is, for messages.
+    """
+    values = {key: value for key, value in flat(data).items() if key != "schema_version"}
+    return Layer("file", values, {"": str(target)} | dict.fromkeys(said, by))

@@ -1,0 +1,163 @@
+"""Sharded models put together again: tensor by tensor for files, all at once for a while."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["at_rest", "gathered", "is_divided", "units", "whole", "whole_state"]
+
+_LOG = logging.getLogger("accel_runtime.parallel")
+
+
+def units(model: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` gathers and lets go again, the outermost first."""
+    return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether a rank has but a part of a parameter."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or bool(units(model))
+
+
+def at_rest(models: Iterable[nn.Module]) -> None:
+    """See to it that sharded models have their shards for parameters.
+
+    After a forward pass without a backward pass the outermost parameters are still gathered, and those are other objects
+    than the optimizer has.
+    """
+    for model in models:
+        for unit in units(model):
+            unit.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose parts lie on several ranks, all of it; one that is plain is given back. The ranks call it together."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor.detach()
+    sharded: Any = tensor.detach()
+    if sharded.device.type != sharded.device_mesh.device_type:
+        # Offloaded to the host: the ranks speak to each other from their devices.
+        sharded = sharded.to(sharded.device_mesh.device_type)
+    found: torch.Tensor = sharded.full_tensor()
+    return found
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """A model's state with every tensor whole and on the CPU; the ranks call it together.
+
+    Args:
+        model: The script's own module.
+        keep: Whether this rank wants it; else it lets every tensor go as soon as it was put together.
+
+    Returns:
+        The state, in which tied weights are one tensor; nothing where it is not kept.
+    """
+    state = model.state_dict(keep_vars=True)
+    seen: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in seen:
+            found = _copied(value) if isinstance(value, torch.Tensor) else value
+            seen[id(value)] = found if keep else None
+    return {name: seen[id(value)] for name, value in state.items()} if keep else {}
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that no step of an optimizer changes."""
+    found = whole(value)
+    # Of a mesh of one, `full_tensor` is the live memory itself.
+    return found.cpu() if found.device.type != "cpu" else found.clone()
+
+
+@contextmanager
+def gathered(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> Iterator[nn.Module]:
+    """Inside, the parameters of a model that is fully sharded are whole plain tensors, and stay so between forward passes.
+
+    Args:
+        model: A model. One that is not sharded is as it is.
+        optimizers: Those that must not step meanwhile.
+
+    Raises:
+        RuntimeError: An optimizer steps inside.
+    """
+    sharded = units(model)
+    if not sharded:
+        yield model
+        return
+    _tell_of_tensor_parallel(model)
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
+        stack.callback(at_rest, [model])
+        stack.enter_context(_kept(sharded))
+        for unit in sharded:
+            unit.unshard()
+        yield model
+
+
+@contextmanager
+def _kept(sharded: list[Any]) -> Iterator[None]:
+    """Inside, parameters that are gathered are not let go, neither after a forward pass nor for a state dict."""
+    # The outermost module knows which it is from the first forward pass on, and has other settings then.
+    sharded[0]._get_fsdp_state()._lazy_init()  # noqa: SLF001 - nothing public does this without an input
+    groups = [group for unit in sharded for group in unit._get_fsdp_state()._fsdp_param_groups]  # noqa: SLF001
+    before = [group.post_forward_mesh_info for group in groups]
+    hooks = [_without_hooks(group) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+        for restore in hooks:
+            restore()
+
+
+def _without_hooks(group: Any) -> Callable[[], None]:
+    """Take away the hooks with which a state dict lets go of what is gathered; gives what puts them back."""
+    handles = (
+        group._module_to_pre_save_state_dict_hook_handle,  # noqa: SLF001
+        group._module_to_pre_load_state_dict_hook_handle,  # noqa: SLF001
+    )
+    for some in handles:
+        for handle in some.values():
+            handle.remove()
+
+    def restore() -> None:
+        # As long as they are in the dicts, the group takes them to be there.
+        for some in handles:
+            some.clear()
+        group._register_state_dict_hooks()  # noqa: SLF001
+
+    return restore
+
+
+def _tell_of_tensor_parallel(model: nn.Module) -> None:
+    placements = [
+        placement
+        for parameter in model.parameters()
+        for placement, name in zip(
+            getattr(parameter, "placements", ()),
+            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
+            strict=False,
+        )
+        if name == "tp" and placement.is_shard()
+    ]
+    if placements:
+        _LOG.warning(
+            "gathered(): what fully_shard has divided is whole; layers under tensor parallelism stay divided, so the "
+            "ranks of a tp group have to call the model together, and equally often"
+        )
+
+
+def _refuse_step(*_: Any) -> None:
+    raise RuntimeError(
+        "an optimizer steps inside of gathered(model): the step changes shards, and the gathered parameters would be as "
+        "they were. Train outside of it"
+    )

@@ -1,0 +1,248 @@
+"""However a model is divided, training is that of one process: losses, gradient norms and parameters after ten steps.
+
+The bar is 1e-5 in fp32, absolute and relative: sums are taken in another order, and nothing else differs. In bf16 the
+same sums are rounded to 8 bits at every operation, so that two orders differ by 2**-8 = 0.004 of a value where a
+gradient is all but cancelled; there the bar is 0.02 on losses and norms, and two steps' worth of learning rate on
+parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_runtime import Accelerator, DataLoaderConfiguration, ParallelismConfig
+
+BAR = 1e-5
+STEPS = 10
+WORDS, WIDTH, LENGTH, BATCH = 32, 16, 6, 8
+PLAN = {
+    "embed": "embedding_rowwise",
+    "layers.*.q": "colwise",
+    "layers.*.k": "colwise",
+    "layers.*.v": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_rep",
+}
+LAYOUTS = {
+    "replicated": {},
+    "sharded": {"dp_shard_size": "auto"},
+    "tensor": {"tp_size": 2},
+    "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2},
+    "tensor, sharded": {"dp_shard_size": 2, "tp_size": 2},
+    "tensor, replicated": {"dp_replicate_size": 2, "tp_size": 2},
+    "tensor by four": {"tp_size": 4},
+}
+ON_TWO = ("replicated", "sharded", "tensor")
+ON_FOUR = ("replicated", "sharded", "hybrid", "tensor, sharded", "tensor, replicated", "tensor by four")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, but for how it is divided."""
+
+    accumulate: int = 1
+    mixed_precision: str = "no"
+    clip: float | None = None
+    tie: bool = True
+    frozen: bool = False
+    batch_norm: bool = False
+    dynamo: str = "no"
+    optimizer_first: bool = True
+    weighted: bool = False
+    rows: int = STEPS * BATCH
+    schedule: bool = False
+    config: dict = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Case(),
+    "accumulated": Case(accumulate=2),
+    "clipped": Case(clip=0.1),
+    "accumulated, clipped, scheduled": Case(accumulate=2, clip=0.1, schedule=True),
+    "not tied": Case(tie=False, optimizer_first=False),
+    "frozen": Case(frozen=True),
+    "batch norm": Case(batch_norm=True),
+    "optimizer made after": Case(optimizer_first=False),
+    "weighted": Case(weighted=True),
+    "weighted, accumulated": Case(weighted=True, accumulate=2),
+    "ragged": Case(rows=STEPS * BATCH - 5, config={"even_batches": False}),
+    "ragged, accumulated": Case(rows=STEPS * BATCH - 5, accumulate=2, config={"even_batches": False}),
+    "bf16": Case(mixed_precision="bf16"),
+    "bf16, accumulated, clipped": Case(mixed_precision="bf16", accumulate=2, clip=0.1),
+    "compiled": Case(dynamo="aot_eager"),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.size = width // heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Softmax does not see a bias of the keys: its gradient is rounding errors, which Adam makes whole steps of.
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        inside = self.first(x)
+        heads = [
+            part(inside).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        ]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Words(nn.Module):
+    """A small language model; what it has of positions is a buffer."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.register_buffer("places", torch.randn(LENGTH, WIDTH))
+        self.layers = nn.ModuleList(Layer(WIDTH, 4) for _ in range(2))
+        self.normal = nn.BatchNorm1d(LENGTH) if case.batch_norm else nn.Identity()
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if case.tie:
+            self.head.weight = self.embed.weight
+        if case.frozen:
+            self.layers[0].requires_grad_(False)
+
+    def forward(self, words):
+        x = self.embed(words) / 4 + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(self.normal(x)))
+
+
+def data(case):
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(WORDS, (case.rows, LENGTH + 1), generator=generator)
+    if case.batch_norm:
+        # A rank's statistics are those of its own rows: only where ranks have the same rows are they those of all.
+        words = words[: case.rows // 4].reshape(-1, BATCH // 4, LENGTH + 1).repeat_interleave(4, 0)
+        words = words.reshape(STEPS, 4, BATCH // 4, LENGTH + 1).flatten(0, 2)
+    return DataLoader(TensorDataset(words, torch.arange(len(words)) % 3 + 1), batch_size=BATCH)
+
+
+def accelerator(case, layout):
+    sizes = LAYOUTS[layout]
+    parallel = ParallelismConfig(**sizes, tp_plan=PLAN if "tp_size" in sizes else None) if sizes else None
+    return Accelerator(
+        mixed_precision=case.mixed_precision,
+        gradient_accumulation_steps=case.accumulate,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, **case.config),
+        dynamo_backend=case.dynamo,
+        parallelism_config=parallel,
+        step_scheduler_with_optimizer=False,
+    )
+
+
+def trained(case, layout):
+    """Losses, norms, and every parameter and buffer after the steps, on this rank."""
+    torch._dynamo.reset()
+    accel = accelerator(case, layout)
+    torch.manual_seed(1)
+    model = Words(case)
+    if case.optimizer_first:
+        optimizer = optimizer_of(model)
+        model, optimizer, loader = accel.prepare(model, optimizer, data(case))
+    else:
+        model, loader = accel.prepare(model, data(case))
+        optimizer = accel.prepare(optimizer_of(model))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, STEPS) if case.schedule else None
+    losses, norms = [], []
+    for words, weights in loader:
+        with accel.accumulate(model):
+            each = nn.functional.cross_entropy(
+                model(words[:, :-1]).float().transpose(1, 2), words[:, 1:], reduction="none"
+            ).mean(-1)
+            if case.weighted:
+                loss, weight = (each * weights).sum() / weights.sum(), weights.sum()
+                accel.backward(loss, weight=weight)
+            else:
+                accel.backward(each.mean())
+            losses += accel.gather_for_metrics(each.detach()).tolist()
+            if accel.sync_gradients:
+                norms.append(accel.clip_grad_norm_(model.parameters(), case.clip or 1e9).item())
+            optimizer.step()
+            if scheduler and accel.sync_gradients:
+                scheduler.step()
+            optimizer.zero_grad()
+    return losses, norms, whole(accel.unwrap_model(model))
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def whole(model):
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    # The variance that is kept counts a rank's own rows.
+    found = {name: tensor.detach() for name, tensor in tensors.items() if "running_var" not in name}
+    return {
+        name: some.full_tensor() if isinstance(some, DTensor) else some.clone()
+        for name, some in found.items()
+    }
+
+
+def compare(ranks, alone, case):
+    """Hold every rank against the one process."""
+    losses, norms, parameters = alone
+    exact = case.mixed_precision == "no"
+    bar = BAR if exact else 0.02
+    for number, rank in enumerate(ranks):
+        torch.testing.assert_close(
+            rank[0], losses, rtol=bar, atol=bar, msg=lambda m, n=number: f"rank {n}, losses: {m}"
+        )
+        torch.testing.assert_close(
+            rank[1], norms, rtol=bar, atol=bar, msg=lambda m, n=number: f"rank {n}, norms: {m}"
+        )
+        torch.testing.assert_close(
+            rank[2], parameters, rtol=bar, atol=bar, msg=lambda m, n=number: f"rank {n}, parameters: {m}"
+        )
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What one process came to, computed when first asked for."""
+    return {}
+
+
+@pytest.fixture
+def equal(references, alone):
+    """Holds a training on several processes against the one on this process."""
+
+    def check(cluster, name, layout):
+        if name not in references:
+            references[name] = alone.run(trained, CASES[name], "replicated")[0]
+        compare(cluster.run(trained, CASES[name], layout), references[name], CASES[name])
+
+    return check
+
+
+@pytest.mark.parametrize("layout", ON_TWO[1:])
+@pytest.mark.parametrize("case", ["plain", "accumulated, clipped, scheduled", "bf16"])
+def test_training_on_two_processes_is_that_of_one(equal, pair, case, layout):
+    equal(pair, case, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ON_TWO)
+@pytest.mark.parametrize("case", CASES)
+def test_every_training_on_two_processes_is_that_of_one(equal, pair, case, layout):
+    equal(pair, case, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ON_FOUR)
+@pytest.mark.parametrize("case", CASES)
+def test_every_training_on_four_processes_is_that_of_one(equal, four, case, layout):
+    equal(four, case, layout)

@@ -1,0 +1,229 @@
+"""Norms of divided gradients: those that one process would find."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from accel_runtime import Accelerator
+from accel_runtime.parallel import norms
+
+ORDERS = [2.0, 1.0, 0.0, 3.0, 0.5, -1.0, math.inf, -math.inf]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+
+
+def values(size, seed):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) + 0.1
+
+
+def laid_out(whole, mesh, placements):
+    """A parameter with a gradient, laid out; for parts to be added up, half of it is on every rank."""
+    gradient = distribute_tensor(whole, mesh, [Replicate() if p.is_partial() else p for p in placements])
+    if any(p.is_partial() for p in placements):
+        share = mesh.size(next(at for at, p in enumerate(placements) if p.is_partial()))
+        gradient = DTensor.from_local(gradient.to_local() / share, mesh, placements, run_check=False)
+        placements = [Replicate() if p.is_partial() else p for p in placements]
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, placements))
+    parameter.grad = gradient
+    return parameter
+
+
+def zoo():
+    """Parameters of every layout, and the same gradients whole."""
+    size = Accelerator().num_processes
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+    square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "tp"))
+    layouts = [
+        ((7, 3), line, [Shard(0)]),  # uneven
+        ((1, 5), line, [Shard(0)]),  # empty on most ranks
+        ((4, 6), line, [Shard(1)]),
+        ((5,), line, [Replicate()]),
+        ((6, 2), line, [Partial()]),
+        ((8, 4), square, [Replicate(), Shard(0)]),
+        ((5, 3), square, [Shard(0), Shard(1)]),
+        ((8, 4), square, [Shard(0), Shard(0)]),
+        ((3, 4), square, [Replicate(), Partial()]),
+        ((6, 4), square["tp"], [Shard(0)]),  # each of its meshes has all of it
+        ((3,), square["dp_replicate"], [Replicate()]),
+        ((5, 2), square["dp_replicate"], [Shard(0)]),
+    ]
+    whole = [values(shape, at) for at, (shape, _, _) in enumerate(layouts)]
+    divided = [laid_out(one, *where) for one, (_, *where) in zip(whole, layouts, strict=True)]
+    for at, shape in enumerate([(3, 3), (2,)]):
+        plain = nn.Parameter(torch.zeros(shape))
+        plain.grad = values(shape, 50 + at)
+        whole.append(plain.grad.clone())
+        divided.insert(at * 3, plain)
+    return divided, whole
+
+
+def unused(parameters):
+    return [*parameters, nn.Parameter(torch.zeros(2))]
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_norm_of_any_mixture_is_that_of_one_process(order, pair):
+    def measured(order):
+        divided, whole = zoo()
+        norm = norms.get_total_norm([p.grad for p in unused(divided)], order)
+        assert type(norm) is torch.Tensor
+        return norm, torch.nn.utils.get_total_norm(whole, order)
+
+    (first, wanted), *others = pair.run(measured, order)
+    torch.testing.assert_close(first, wanted)
+    assert all(first.equal(other) for other, _ in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_it_is_on_a_mesh_of_two_dimensions(order, four):
+    def measured(order):
+        divided, whole = zoo()
+        return norms.get_total_norm([p.grad for p in unused(divided)], order), whole
+
+    found = four.run(measured, order)
+    wanted = torch.nn.utils.get_total_norm(found[0][1], order)
+    torch.testing.assert_close(found[0][0], wanted)
+    assert all(found[0][0].equal(norm) for norm, _ in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_clipped_gradients_are_those_of_one_process(order, four):
+    def clipped(order):
+        divided, _ = zoo()
+        norms.clip_grad_norm_(unused(divided), 0.7, order)
+        assert not any(p.is_partial() for d in divided if isinstance(d, DTensor) for p in d.grad.placements)
+        return [full(p.grad) for p in divided]
+
+    def plain():
+        parameters = [nn.Parameter(torch.zeros_like(p)) for p in whole]
+        for parameter, gradient in zip(parameters, whole, strict=True):
+            parameter.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.7, order)
+        return [p.grad for p in parameters]
+
+    whole = four.run(originals)[0]
+    for got in four.run(clipped, order):
+        torch.testing.assert_close(got, plain())
+
+
+def originals():
+    divided, _ = zoo()
+    return [full(p.grad) for p in divided]
+
+
+@pytest.mark.slow
+def test_values_are_clipped_after_their_parts_are_added_up(four):
+    def clipped():
+        divided, _ = zoo()
+        norms.clip_grad_value_(unused(divided), 0.3)
+        return [full(p.grad) for p in divided]
+
+    wanted = [one.clamp(-0.3, 0.3) for one in four.run(originals)[0]]
+    for got in four.run(clipped):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_mesh_that_not_all_processes_belong_to_counts_among_its_own(clusters):
+    def measured():
+        Accelerator()
+        mesh = DeviceMesh("cpu", [1, 2])
+        if dist.get_rank() == 0:
+            return None
+        gradient = distribute_tensor(values((5, 2), 1), mesh, [Shard(0)], src_data_rank=None)
+        plain = values((3,), 2)
+        wanted = torch.nn.utils.get_total_norm([values((5, 2), 1), plain])
+        norm = norms.get_total_norm([gradient, plain])
+        largest = norms.get_total_norm([gradient, plain], math.inf)
+        assert largest == torch.nn.utils.get_total_norm([values((5, 2), 1), plain], math.inf)
+        return norm, wanted
+
+    _, *found = clusters[3].run(measured)
+    for norm, wanted in found:
+        torch.testing.assert_close(norm, wanted)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_on_one_rank_is_none_on_all(order, bad, pair):
+    def measured(order, bad):
+        Accelerator()
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.ones(4)
+        whole[3] = bad
+        parameter = laid_out(whole, mesh, [Shard(0)])
+        norm = norms.get_total_norm([parameter.grad], order)
+        try:
+            norms.clip_grad_norm_([parameter], 1.0, order, error_if_nonfinite=True)
+        except RuntimeError as error:
+            return norm, str(error), full(parameter.grad)
+        return norm, None, None
+
+    for norm, told, kept in pair.run(measured, order, bad):
+        assert norm.isnan() if math.isnan(bad) else norm.isinf()
+        assert "cannot be clipped" in told
+        assert kept[0] == 1
+
+
+def test_halves_are_measured_in_full_precision(pair):
+    def measured():
+        Accelerator()
+        mesh = init_device_mesh("cpu", (2,))
+        parameter = laid_out(values((301,), 1).bfloat16(), mesh, [Shard(0)])
+        return norms.clip_grad_norm_([parameter], 1e-3), parameter.grad.dtype
+
+    for norm, dtype in pair.run(measured):
+        torch.testing.assert_close(norm, values((301,), 1).bfloat16().float().norm())
+        assert dtype == torch.bfloat16
+
+
+def test_there_is_one_collective_however_many_layouts_there_are(pair):
+    def counted():
+        divided, _ = zoo()
+        gradients = [
+            p.grad for p in divided if not any(x.is_partial() for x in getattr(p.grad, "placements", ()))
+        ]
+        made, real = [], dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: (made.append(args), real(*args, **kwargs))[1]
+        try:
+            norms.get_total_norm(gradients)
+        finally:
+            dist.all_reduce = real
+        return len(made)
+
+    assert pair.run(counted) == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_model_divided_twice_is_measured_as_it_is_whole(four):
+    def measured():
+        Accelerator()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+        x = values((5, 4), 9)
+        model(x).square().mean().backward()
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        model.zero_grad()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["dp_shard"])
+        model(x).square().mean().backward()
+        kinds = {type(p).__name__ for parameter in model.parameters() for p in parameter.placements}
+        return norms.get_total_norm([p.grad for p in model.parameters()]), wanted, kinds
+
+    for norm, wanted, kinds in four.run(measured):
+        torch.testing.assert_close(norm, wanted)
+        assert "_StridedShard" in kinds

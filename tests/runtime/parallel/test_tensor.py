@@ -1,0 +1,259 @@
+"""Tensor parallel: plans of models and profiles, what cannot be divided, and the same numbers as whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from accel_runtime import Accelerator
+from accel_runtime.parallel import even
+from accel_runtime.parallel.tensor import divide, plan_of
+
+PLAN = (
+    ("embed", "embedding_rowwise"),
+    ("layers.*.attention.q", "colwise"),
+    ("layers.*.attention.k", "colwise"),
+    ("layers.*.attention.v", "colwise"),
+    ("layers.*.attention.q_norm", "replicated_with_grad_allreduce"),
+    ("layers.*.attention.o", "rowwise"),
+    ("layers.*.up", "colwise"),
+    ("layers.*.down", "rowwise"),
+    ("head", "colwise_rep"),
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.n_heads, self.size = heads, width // heads
+        self.q, self.v, self.o = (nn.Linear(width, width) for _ in range(3))
+        # Softmax does not see a bias of the keys: its gradient is rounding errors, which Adam makes whole steps of.
+        self.k = nn.Linear(width, width, bias=False)
+        self.q_norm = nn.LayerNorm(self.size)
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, self.size)) for part in (self.q, self.k, self.v))
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads, dropout):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.first(x)))
+        return x + self.dropout(self.down(torch.relu(self.up(self.second(x)))))
+
+
+class Words(nn.Module):
+    """A small language model whose head is its embedding."""
+
+    def __init__(  # noqa: PLR0913
+        self, words=32, width=16, heads=4, *, dropout=0.0, padding=None, tie=True
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(words, width, padding_idx=padding)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, words):
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+# Plans ---------------------------------------------------------------------------------
+
+
+def words(plan):
+    return {division.name: division.word for division in plan}
+
+
+def test_a_pattern_stands_for_every_module_it_matches():
+    plan = words(plan_of(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep"))))
+    assert plan == {"layers.0.up": "colwise", "layers.1.up": "colwise", "head": "colwise_rep"}
+
+
+def test_a_star_stands_for_no_dot():
+    with pytest.raises(ValueError, match=r"tp_plan: \*\.up matches no module of Words; did you mean"):
+        plan_of(Words(), (("*.up", "colwise"),))
+
+
+@pytest.mark.parametrize("name", ["tp_plan", "_tp_plan"])
+def test_a_models_own_plan_is_taken(name):
+    model = Words()
+    setattr(model, name, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    assert set(words(plan_of(model))) == {f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")}
+
+
+def test_the_profiles_plan_wins_over_the_models():
+    model = Words()
+    model.tp_plan = {"layers.*.up": "colwise"}
+    assert words(plan_of(model, (("head", "colwise_rep"),))) == {"head": "colwise_rep"}
+
+
+def test_a_plan_in_the_configuration_is_taken():
+    model = Words()
+    model.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
+    assert set(words(plan_of(model))) == {"layers.0.up", "layers.1.up"}
+
+
+def test_a_plan_of_a_module_inside_counts_from_there():
+    model = Words()
+    for layer in model.layers:
+        layer._tp_plan = {"up": "colwise", "down": "rowwise"}
+    assert set(words(plan_of(model))) == {f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")}
+
+
+def test_a_models_own_plan_may_name_what_this_model_lacks():
+    model = Words()
+    model.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
+    assert set(words(plan_of(model))) == {"layers.0.up", "layers.1.up"}
+
+
+def test_a_plan_may_hold_torchs_own_styles():
+    model = Words()
+    model.tp_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+    assert words(plan_of(model))["layers.0.up"] == "ColwiseParallel"
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ((("layers.*.up", "colwize"),), r"layers\.0\.up: 'colwize' is no style; did you mean colwise\?"),
+        ((("layers.*.upp", "colwise"),), r"layers\.\*\.upp matches no module of Words"),
+        ((("up", "colwise"),), r"did you mean layers\.\*\.up\?"),
+        ((("layers.*.up", "packed_colwise"),), "only transformers has"),
+        ((("norm", "rowwise"),), "norm: rowwise divides nn.Linear and nn.Embedding, and this is a LayerNorm"),
+        ((("head", "embedding_rowwise"),), "embedding_rowwise is for nn.Embedding, and this is a Linear"),
+        ((("head", "colwise"), ("hea*", "rowwise")), "head is named twice, by colwise and by rowwise"),
+        ((), "Words has no tensor parallel plan of its own"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
+    with pytest.raises(ValueError, match=said):
+        plan_of(Words(), plan)
+
+
+def test_torchs_own_attention_cannot_be_divided():
+    with pytest.raises(ValueError, match="is computed by nn"):
+        plan_of(nn.TransformerEncoderLayer(8, 2), (("self_attn.out_proj", "rowwise"),))
+
+
+# What comes out even -------------------------------------------------------------------
+
+
+def refused(model, tp, *entries):
+    plan = plan_of(model, entries)
+    with pytest.raises(ValueError) as caught:
+        even.check(model, tp, {division.name: division.style for division in plan})
+    return str(caught.value)
+
+
+def test_a_dimension_that_does_not_divide_is_named_with_its_numbers():
+    said = refused(Words(words=33), 2, ("embed", "rowwise"), ("head", "colwise_rep"))
+    assert "parallel.tp=2 does not divide dimension 0 of embed.weight, which is 33" in said
+    assert "pad it to 34" in said
+    assert "dimension 1 of layers.0.down.weight, which is 32" in refused(
+        Words(), 3, ("layers.*.down", "rowwise")
+    )
+
+
+def test_heads_that_do_not_divide_are_named_with_the_numbers_that_do():
+    said = refused(Words(width=24, heads=6), 4, ("layers.*.attention.q", "colwise"))
+    assert "parallel.tp=4 does not divide n_heads=6 of layers.0.attention; tp may be 1, 2, 3, 6" in said
+
+
+def test_heads_of_keys_and_values_are_read_from_the_configuration():
+    model = Words()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+    said = refused(model, 4, ("layers.*.attention.k", "colwise"))
+    assert "num_key_value_heads=2 of model.config; tp may be 1, 2" in said
+
+
+def test_heads_do_not_matter_where_attention_stays_whole():
+    model = Words(width=24, heads=3)
+    plan = plan_of(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
+    even.check(model, 4, {division.name: division.style for division in plan})
+
+
+def test_tied_parameters_that_would_come_apart_are_named():
+    said = refused(Words(), 2, ("head", "colwise_rep"))
+    assert "embed.weight and head.weight are one parameter, and the plan has the first whole" in said
+    assert "and the second divided along dimension 0" in said
+
+
+# The same numbers ----------------------------------------------------------------------
+
+
+def run_of(plan, tp, options):
+    """Losses and the whole parameters after some steps, and how many numbers of `embed` are here."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    Accelerator()
+    torch.manual_seed(1)
+    model = Words(**options)
+    model.layers[0].second.requires_grad_(False)
+    if tp > 1:
+        torch.manual_seed(torch.distributed.get_rank())
+        divide(model, init_device_mesh("cpu", (tp,)), plan_of(model, plan))
+    torch.manual_seed(2) if tp == 1 else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses = torch.Generator().manual_seed(3), []
+    for _ in range(5):
+        batch = torch.randint(options.get("words", 32), (3, 7), generator=generator)
+        out = model(batch[:, :-1])
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    tied = model.head.weight is model.embed.weight
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    embed = model.embed.weight
+    return losses, whole, tied, frozen, (embed.to_local() if isinstance(embed, DTensor) else embed).numel()
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (PLAN, {}),
+        ((*PLAN, ("layers.*.first", "sequence_parallel"), ("layers.*.second", "sequence_parallel")), {}),
+        (PLAN, {"padding": 0}),
+        (PLAN, {"padding": 19}),
+        ((("embed", "embedding_colwise"), ("head", "rowwise_rep")), {"tie": False}),
+    ],
+    ids=["whole layers", "sequences", "padding", "padding of another", "the other way"],
+)
+def test_divided_layers_compute_what_whole_ones_do(pair, alone, plan, options):
+    (losses, parameters, tied, frozen, size) = alone.run(run_of, plan, 1, options)[0]
+    for rank in pair.run(run_of, plan, 2, options):
+        torch.testing.assert_close(rank[0], losses, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rank[1], parameters, rtol=1e-5, atol=1e-5)
+        assert rank[2:] == (tied, frozen, size // 2)
+
+
+def test_dropout_on_what_all_have_is_the_same_dropout(pair):
+    first, second = pair.run(
+        run_of, (("layers.*.up", "colwise"), ("layers.*.down", "rowwise")), 2, {"dropout": 0.5}
+    )
+    assert first[0] == second[0]
+    assert all(torch.equal(parameter, second[1][name]) for name, parameter in first[1].items())

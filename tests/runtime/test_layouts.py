@@ -1,0 +1,138 @@
+"""Into how many parts a model is divided, and what of it cannot be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_runtime.layouts import FSDP1, FullyShard, Parallel, SettingsError, check_layout, fsdp1
+from tests.runtime.test_env import every_parallel
+
+small = st.integers(1, 6)
+shards = small | st.just("auto")
+
+
+@given(small, shards, small, small, st.integers(1, 300))
+def test_sizes_make_the_number_of_processes_exactly_or_are_refused(replicate, shard, tp, cp, world):
+    parallel = Parallel(dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp)
+    others = replicate * cp * tp
+    fits = world % others == 0 if shard == "auto" else world == others * shard
+    if parallel.plain:
+        assert parallel.sizes(world) == (world, 1, 1, 1)
+    elif fits:
+        sizes = parallel.sizes(world)
+        assert math.prod(sizes) == world
+        assert (sizes[0], *sizes[2:]) == (replicate, cp, tp)
+        assert shard in {"auto", sizes[1]}
+    else:
+        with pytest.raises(SettingsError, match=rf"parallel: .*{world}"):
+            parallel.sizes(world)
+
+
+@given(small, small, small, small)
+def test_auto_takes_what_the_other_sizes_leave(replicate, shard, tp, cp):
+    parallel = Parallel(dp_replicate=replicate, dp_shard="auto", tp=tp, cp=cp)
+    assert parallel.sizes(replicate * shard * cp * tp) == (replicate, shard, cp, tp)
+
+
+@given(every_parallel)
+def test_only_a_layout_of_whole_models_is_plain(parallel):
+    sizes = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp)
+    assert parallel.plain == (sizes == (1, 1, 1, 1))
+    assert parallel.sizes(None)[0] == parallel.dp_replicate
+
+
+def test_shards_of_one_process_are_shards():
+    alone = Parallel(dp_shard="auto")
+    assert alone.shards
+    assert not alone.plain
+    assert alone.sizes(1) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "said"),
+    [
+        (Parallel(tp=2), 4, "set dp_replicate: 2 (more copies) or dp_shard: auto (more shards)"),
+        (Parallel(dp_shard=4), 6, "is 4, and there are 6 processes: start 4, or change the sizes"),
+        (Parallel(tp=2), 1, "is 2, and there is 1 process: start 2"),
+        (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is no multiple of 4"),
+    ],
+)
+def test_a_refusal_says_what_would_do(parallel, world, said):
+    with pytest.raises(SettingsError) as caught:
+        parallel.sizes(world)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", "all", None])
+@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "tp", "cp"])
+def test_a_size_is_a_whole_number_above_0(name, size):
+    with pytest.raises(SettingsError, match=f"parallel.{name} must be"):
+        Parallel(**{name: size})
+
+
+@pytest.mark.parametrize("text", ["a,b", "", " a", "a b", "a\0b"])
+def test_text_that_would_not_come_through_a_variable_is_refused(text):
+    with pytest.raises(SettingsError, match=r"fully_shard\.ignore"):
+        FullyShard(ignore=(text,))
+    with pytest.raises(SettingsError, match=r"parallel\.tp_plan"):
+        Parallel(tp_plan=((text, "colwise"),))
+    with pytest.raises(SettingsError, match=r"parallel\.tp_plan"):
+        Parallel(tp_plan=(("layers.*", text),))
+
+
+def test_a_name_of_a_module_has_no_equals_sign():
+    with pytest.raises(SettingsError, match="tp_plan"):
+        Parallel(tp_plan=(("a=b", "colwise"),))
+
+
+@pytest.mark.parametrize("wrap", ["", "0", "-1", "1.5", "Block,", "Block Other", "auto,none", "a-b"])
+def test_what_is_wrapped_is_classes_a_number_or_a_word(wrap):
+    with pytest.raises(SettingsError, match=r"fully_shard\.wrap"):
+        FullyShard(wrap=wrap)
+
+
+def test_resharding_over_a_number_that_cannot_be_is_refused():
+    with pytest.raises(SettingsError, match="reshard_after_forward"):
+        FullyShard(reshard_after_forward=-2)
+    two = FullyShard(reshard_after_forward=2)
+    assert check_layout(Parallel(dp_shard="auto"), two, 4) == (1, 4, 1, 1)
+    assert check_layout(Parallel(dp_shard="auto"), two, None) == (1, 1, 1, 1)
+    with pytest.raises(SettingsError, match="does not divide the 3 processes"):
+        check_layout(Parallel(dp_shard=3), two, None)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "options", "idle"),
+    [
+        (Parallel(), {"cpu_offload": True}, ["cpu_offload"]),
+        (Parallel(dp_replicate=2), {"wrap": "Block"}, ["wrap"]),
+        (Parallel(tp=2), {"activation_checkpointing": True, "wrap": "Block"}, []),
+        (Parallel(tp=2), {"reduce_dtype": "fp32"}, ["reduce_dtype"]),
+        (Parallel(cp=2), {"cpu_offload": True}, []),
+        (Parallel(dp_shard="auto"), {"cpu_offload": True}, []),
+        (Parallel(), {}, []),
+    ],
+)
+def test_an_option_that_has_nothing_to_say_is_refused(parallel, options, idle):
+    said = FullyShard(**options)
+    assert said.idle(parallel) == idle
+    if idle:
+        with pytest.raises(SettingsError, match=rf"fully_shard\.{idle[0]} has no say"):
+            check_layout(parallel, said, None)
+    else:
+        check_layout(parallel, said, None)
+
+
+def test_a_plan_for_layers_that_nothing_divides_is_refused():
+    with pytest.raises(SettingsError, match="tp_plan has no say with tp: 1"):
+        check_layout(Parallel(tp_plan=(("a", "colwise"),)), FullyShard(), 4)
+
+
+def test_words_of_fsdp1_are_known_with_and_without_their_prefix():
+    for word, instead in FSDP1.items():
+        assert fsdp1(word) == fsdp1(f"fsdp_{word}") == instead
+    assert fsdp1("reshard_after_forward") is None
