@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "box_of", "local"]
+__all__ = ["Box", "box_of", "local", "part_of"]
 
 
 class Box(NamedTuple):
@@ -39,6 +39,35 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     if not hasattr(tensor, "device_mesh"):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     return _of_sharded(tensor, name)
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor that every rank has whole, divided as another one is; nothing is sent.
+
+    Args:
+        whole: It, with the same numbers on all ranks.
+        like: A tensor of the same shape, sharded or not.
+        name: What it is called, for the message.
+
+    Raises:
+        ValueError: As for `box_of`.
+    """
+    if not hasattr(like, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it takes a second to load
+
+    assert isinstance(like, DTensor)
+    own = whole
+    for dimension, (begin, length) in enumerate(zip(*_of_sharded(like, name), strict=True)):
+        own = own.narrow(dimension, min(begin, whole.shape[dimension]), length)
+    return DTensor.from_local(
+        own.clone(memory_format=torch.contiguous_format).to(local(like).device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _of_sharded(tensor: torch.Tensor, name: str) -> Box:
