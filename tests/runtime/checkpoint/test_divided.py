@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.folder import find
+from accel_runtime.checkpoint.shell.merging import Wish, merge
 
 PLAN = "blocks.*.up=colwise,blocks.*.down=rowwise"
 SHARDED, HYBRID = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
@@ -215,16 +215,7 @@ def test_resume(ready, tmp_path, monkeypatch):
 def test_the_shell_merges_shards_into_one_file(ready, tmp_path):
     folder = tmp_path / "saved"
     (want, _), _ = ready.run(written, str(folder), {"dp_shard": 2})
-    command = [
-        sys.executable,
-        "-m",
-        "accel_runtime.checkpoint.shell",
-        "export",
-        str(folder),
-        str(tmp_path / "m.safetensors"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    merge(find(folder), tmp_path / "m.safetensors", Wish())
     found = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
     assert found.items() <= want["model"].items()
     assert want["model"].keys() - found.keys() in ({"head.weight"}, {"embedding.weight"})
