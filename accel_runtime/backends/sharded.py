@@ -24,6 +24,7 @@ from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.states import divide_loaded
 from accel_runtime.parallel.tensor import divide, plan_of
 from accel_runtime.parallel.wrapping import Units, units_of
 from accel_runtime.precision import FORMATS
@@ -138,6 +139,10 @@ class Sharded(Distributed):
         told = ["fully_shard"] if isinstance(model, FSDPModule) else []
         told += ["tensor parallel"] if self.mesh.tp is not None else []
         return f"{' and '.join(told) or 'none'} ({self.mesh.sizes.told})"
+
+    @override
+    def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
+        divide_loaded(optimizer)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:
