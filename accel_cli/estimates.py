@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.env import FullyShard
 
 __all__ = ["ask", "none_fits", "said", "sections"]
 
@@ -54,10 +56,9 @@ def said(layout: dict[str, Any]) -> str:
 
 def how(layout: dict[str, Any]) -> str:
     """What saves memory beside the division, in few words."""
-    if not layout["wrapped"]:
-        return ""
     again = ["checkpointing"] if layout["activation_checkpointing"] else []
-    return ", ".join([*again, "reshard" if layout["reshard_after_forward"] else "no reshard"])
+    reshard = ["reshard" if layout["reshard_after_forward"] else "no reshard"] if layout["wrapped"] else []
+    return ", ".join([*again, *reshard])
 
 
 def none_fits(found: dict[str, Any], size: Any) -> str:
@@ -83,18 +84,23 @@ def sections(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
         wrap: What is gathered as a whole.
     """
     alone = layout["sharded"] and layout["devices"] == 1
-    updates: dict[str, Any] = {
+    # An option that has nothing to say it of is refused.
+    updates: dict[str, Any] = (
+        {} if layout["wrapped"] else {f"fully_shard.{f.name}": None for f in fields(FullyShard)}
+    )
+    updates |= {
         "parallel.dp_replicate": layout["dp_replicate"],
         "parallel.dp_shard": "auto" if alone else layout["dp_shard"],
         "parallel.tp": layout["tp"],
         "parallel.cp": None,
     }
+    if layout["tp"] == 1:
+        updates["parallel.tp_plan"] = None
+    if layout["wrapped"] or layout["activation_checkpointing"]:
+        updates["fully_shard.wrap"] = int(wrap) if wrap.isdigit() else wrap
+        updates["fully_shard.activation_checkpointing"] = layout["activation_checkpointing"]
     if layout["wrapped"]:
-        updates |= {
-            "fully_shard.wrap": wrap,
-            "fully_shard.reshard_after_forward": layout["reshard_after_forward"],
-            "fully_shard.activation_checkpointing": layout["activation_checkpointing"],
-        }
+        updates["fully_shard.reshard_after_forward"] = layout["reshard_after_forward"]
     return updates
 
 

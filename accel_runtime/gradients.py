@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.divided import any_divided
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.precision import Precision
 from accel_runtime.weights import Group, Weight, Weights, groups, silenced
@@ -175,8 +175,7 @@ class Gradients:
 
 def _norms(parameters: Sequence[torch.Tensor]) -> Any:
     """What measures and clips: torch itself, unless a parameter is divided over processes."""
-    divided = sys.modules.get("torch.distributed.tensor")
-    if divided is None or not any(isinstance(parameter, divided.DTensor) for parameter in parameters):
+    if not any_divided(parameters):
         return nn.utils
     from accel_runtime.parallel import norms  # noqa: PLC0415 - whose models are whole does not pay for its imports
 

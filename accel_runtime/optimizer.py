@@ -23,6 +23,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation: Says when a window is complete.
         scaler: The loss scaler, for formats that need one.
         stepped: Called after each step, where the device asks for it.
+        first: Called before the first step.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation: Accumulation,
         scaler: LossScaler | None,
         stepped: Callable[[], None] | None = None,
+        first: Callable[[], None] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out on purpose: groups and state stay those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -42,6 +44,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._scaler = scaler
         self._stepped = stepped
+        self._first = first
         self._beat = heartbeat()
         if scaler is not None:
             scaler.join(optimizer)
@@ -74,6 +77,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation = self._accumulation
         if not accumulation.synced:
             return None
+        if self._first is not None:
+            self._first()
+            self._first = None
         accumulation.fresh = True
         self.steps += 1
         if self._beat is not None:
@@ -147,12 +153,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler built on this optimizer put its own `step` on the instance, which cannot be pickled.
         # The heartbeat is this process's own, and so is the device.
-        own = {"step", "_beat", "_stepped"}
+        own = {"step", "_beat", "_stepped", "_first"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beat=heartbeat(), _stepped=None)
+        vars(self).update(state, _beat=heartbeat(), _stepped=None, _first=None)
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime import tree
+from accel_runtime.divided import any_divided
 from accel_runtime.env import MixedPrecision
 
 __all__ = ["FORMATS", "AutocastForward", "Format", "LossScaler", "Precision"]
@@ -75,6 +76,23 @@ class LossScaler(torch.amp.GradScaler):
         if self._stepped >= self._known:
             self.update()
         return not overflowed
+
+    @override
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        def unscale(of: Any) -> dict[torch.device, torch.Tensor]:
+            return super(LossScaler, self)._unscale_grads_(of, inv_scale, found_inf, allow_fp16)
+
+        if not any_divided(p for group in optimizer.param_groups for p in group["params"]):
+            return unscale(optimizer)
+        from accel_runtime.parallel.unscaling import unscaled  # noqa: PLC0415 - its imports take seconds
+
+        return unscaled(optimizer, unscale)
 
     @override
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

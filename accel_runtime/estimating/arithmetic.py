@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "Activations",
@@ -123,7 +123,7 @@ def local(parameter: Parameter, layout: Layout) -> Shape:
     """The part of a parameter that the first rank of each group holds: the largest one.
 
     `tp` divides evenly. `fully_shard` divides the first dimension like `torch.chunk`, and pads every part to the size
-    of the first one; a number alone counts as one row.
+    of the first one.
     """
     shape = list(parameter.shape)
     if parameter.dim is not None:
@@ -180,8 +180,10 @@ def variants(split: tuple[int, int, int]) -> list[Layout]:
     if dp_shard > 1:
         return sharded
     whole = Layout(*split, sharded=dp_replicate > 1 and tp > 1, reshard_after_forward=False)
+    if tp > 1:
+        return [whole, replace(whole, activation_checkpointing=True)]
     # `dp_shard: auto` on one process shards over one: its parts are whole, its activations can be checkpointed.
-    return [whole, *sharded[2:]] if split == (1, 1, 1) else [whole]
+    return [whole, *sharded[2:]] if dp_replicate == 1 else [whole]
 
 
 def _bytes(parameters: Iterable[Parameter], layout: Layout) -> int:

@@ -21,7 +21,7 @@ from accel_runtime.estimating.arithmetic import (
     usage,
     variants,
 )
-from accel_runtime.estimating.dividing import Division, division_of, obstacle, plan_of
+from accel_runtime.estimating.dividing import Division, division_of, obstacle
 from accel_runtime.estimating.errors import EstimateError
 from accel_runtime.estimating.factory import Made
 from accel_runtime.estimating.measuring import Batch, Forward, activations
@@ -90,7 +90,7 @@ class _Measure:
     def __init__(self, made: Made, units: Units, computed: torch.dtype | None, optimizer: str | None) -> None:
         self._made, self._units, self._computed = made, units, computed
         self._named = dict(made.model.named_parameters())
-        self._division = division_of(made.model, plan_of(made.model))
+        self._division = division_of(made.model)
         self._parameters = _parameters(self._named, units, self._division)
         self._optimizer = optimizer_of(made.model, optimizer or made.optimizer or "adamw")
         self._buffers = sum(b.untyped_storage().nbytes() for b in _once(made.model))
@@ -108,7 +108,7 @@ class _Measure:
             return ""
         if isinstance(self._division, str):
             return self._division
-        if why := obstacle(self._division, tp):
+        if why := obstacle(self._made.model, self._division, tp):
             return why
         try:
             self._activations(tp, False)

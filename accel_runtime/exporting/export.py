@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk, write_text
 from accel_runtime.checkpoint.layout import file_name
 from accel_runtime.exporting.ties import aliases
+from accel_runtime.parallel.boxes import local
 
-__all__ = ["CHECKSUMS", "INDEX", "SINGLE", "Export", "export"]
+__all__ = ["CHECKSUMS", "INDEX", "SINGLE", "Export", "Writing", "export"]
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -49,7 +51,7 @@ class Export:
         """Share a state out to files.
 
         Args:
-            state: Tensors by name.
+            state: Tensors by name, sharded ones among them.
             limit: Bytes of tensors in a file, at most; a tensor that is larger has a file of its own.
             tied: Names of tied weights that are left out rather than others.
 
@@ -76,6 +78,82 @@ class Export:
         return json.dumps({"metadata": about, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
 
 
+class Writing:
+    """The files of an export, one after the other: written beside their names, compared, and renamed at the end.
+
+    Args:
+        found: What they hold.
+        folder: Where; it is made if need be.
+        writer: The rank, so that several writers of one directory keep apart until they rename.
+        disk: Does it.
+    """
+
+    def __init__(self, found: Export, folder: Path, *, writer: int = 0, disk: Disk | None = None) -> None:
+        self._found, self._folder, self._writer, self._disk = found, folder, writer, disk or Disk()
+        self._names = [*found.shards, *([INDEX] if len(found.shards) > 1 else [])]
+        self._checksums: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Make the directory.
+
+        Raises:
+            CheckpointError: It cannot be made.
+        """
+        with self._told():
+            self._disk.make(self._folder)
+
+    def file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a file, open it again, and compare every byte with what it was made of.
+
+        Args:
+            name: One of the export's.
+            tensors: What it holds, whole.
+
+        Raises:
+            CheckpointError: It cannot be written, or is not what it was made of.
+        """
+        with self._told():
+            _unlink(self._beside(name), self._disk)
+            parts = [
+                datafile.Part(key, tensor.dtype, tuple(tensor.shape), None, partial(_here, tensor))
+                for key, tensor in tensors.items()
+            ]
+            written = datafile.write(self._beside(name), parts, self._found.about, self._disk)
+            self._checksums[name] = written.file.checksum
+            _compare(self._beside(name), tensors, self._folder / name)
+
+    def commit(self) -> None:
+        """Give all files their names, the index last, and remove those of an earlier export.
+
+        Raises:
+            CheckpointError: That failed.
+        """
+        with self._told():
+            if INDEX in self._names:
+                _unlink(self._beside(INDEX), self._disk)
+                write_text(self._beside(INDEX), self._found.index(self._checksums), self._disk)
+            for name in self._names:
+                self._disk.rename(self._beside(name), self._folder / name)
+                self._disk.sync_directory(self._folder)
+            _clear(self._folder, set(self._names), self._writer, self._disk)
+
+    def forget(self) -> None:
+        """Remove what has not got its name."""
+        for name in self._names:
+            with suppress(OSError):
+                self._beside(name).unlink()
+
+    def _beside(self, name: str) -> Path:
+        return self._folder / f".{name}{_UNFINISHED}{self._writer}"
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"the model could not be written to {self._folder}: {error}") from error
+
+
 def export(found: Export, folder: Path, *, writer: int = 0, disk: Disk | None = None) -> None:
     """Write the files of an export, and remove those of an earlier one.
 
@@ -89,24 +167,14 @@ def export(found: Export, folder: Path, *, writer: int = 0, disk: Disk | None = 
         CheckpointError: They cannot be written, or are not what the model is. An export that was there is untouched,
             unless it is the renaming itself that failed.
     """
-    disk = disk or Disk()
-    names = [*found.shards, *([INDEX] if len(found.shards) > 1 else [])]
-    scratch = {name: folder / f".{name}{_UNFINISHED}{writer}" for name in names}
+    writing = Writing(found, folder, writer=writer, disk=disk)
     try:
-        disk.make(folder)
-        _write(found, scratch, disk)
+        writing.begin()
         for name, tensors in found.shards.items():
-            _compare(scratch[name], tensors, folder / name)
-        for name in names:
-            disk.rename(scratch[name], folder / name)
-            disk.sync_directory(folder)
-        _clear(folder, set(names), writer, disk)
-    except OSError as error:
-        raise CheckpointError(f"the model could not be written to {folder}: {error}") from error
+            writing.file(name, tensors)
+        writing.commit()
     finally:
-        for path in scratch.values():
-            with suppress(OSError):
-                path.unlink()
+        writing.forget()
 
 
 def _checked(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
@@ -126,6 +194,7 @@ def _unfit(value: object) -> str | None:
     """Why the format cannot hold a value."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}, and no tensor"
+    value = local(value)
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         return f"a {type(value).__name__}, whose numbers lie elsewhere"
     if value.is_meta:
@@ -151,20 +220,6 @@ def _groups(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, t
         groups[-1][name] = tensor
         room -= tensor.nbytes
     return [group for group in groups if group] + alone or [{}]
-
-
-def _write(found: Export, scratch: Mapping[str, Path], disk: Disk) -> None:
-    checksums = {}
-    for name, tensors in found.shards.items():
-        _unlink(scratch[name], disk)
-        parts = [
-            datafile.Part(key, tensor.dtype, tuple(tensor.shape), None, lambda tensor=tensor: _here(tensor))  # type: ignore[misc]
-            for key, tensor in tensors.items()
-        ]
-        checksums[name] = datafile.write(scratch[name], parts, found.about, disk).file.checksum
-    if INDEX in scratch:
-        _unlink(scratch[INDEX], disk)
-        write_text(scratch[INDEX], found.index(checksums), disk)
 
 
 def _unlink(path: Path, disk: Disk) -> None:

@@ -16,7 +16,7 @@ from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.exporting.exported import all_there, checked, files_of, indexed, misfits, refuse
 from accel_runtime.exporting.slices import Slice, alike, fill, headers
 from accel_runtime.parallel.boxes import box_of, local
-from accel_runtime.parallel.materializing import empty, materialize, with_buffers
+from accel_runtime.parallel.materializing import Memory, empty, with_buffers
 
 __all__ = ["Streams", "streamed"]
 
@@ -48,15 +48,13 @@ class Streams:
         share: Exchanges objects between the ranks.
         rank: This rank.
         world_size: How many there are.
-        device: What is computed on.
-        home: Where sharded parameters rest, if elsewhere.
+        memory: Where models that have none get theirs.
     """
 
     share: Share
     rank: int
     world_size: int
-    device: torch.device
-    home: torch.device | None = None
+    memory: Memory
 
     def load(self, model: nn.Module, path: Path) -> None:
         """Read weights into a model; every rank calls it.
@@ -72,7 +70,7 @@ class Streams:
         known: list[_Files] = []
         together(self.share, lambda: known.append(self._checked(model, path)))
         with ExitStack() as stack:
-            together(self.share, _said(lambda: stack.enter_context(with_buffers(model, self.device))))
+            together(self.share, _said(lambda: stack.enter_context(with_buffers(model, self.memory.device))))
             try:
                 together(self.share, lambda: self._fill(model, known[0]))
             except CheckpointError as error:
@@ -103,7 +101,7 @@ class Streams:
         return wrong
 
     def _fill(self, model: nn.Module, files: _Files) -> None:
-        materialize(model, self.device, self.home)
+        self.memory.materialize(model)
         done: set[int] = set()
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():

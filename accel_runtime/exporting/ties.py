@@ -53,5 +53,8 @@ def completed(
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    if hasattr(tensor, "device_mesh"):
+        # A rank may have an empty part, which is nowhere; and all must find the same.
+        return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
     return tensor.device, memory, tensor.dtype, tuple(tensor.shape), tensor.stride()

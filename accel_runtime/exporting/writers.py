@@ -7,11 +7,17 @@ from collections.abc import Callable
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.exchange.objects import share_objects
+from accel_runtime.topology import Topology
 from accel_runtime.turns import word_of
 
-__all__ = ["written"]
+__all__ = ["writes", "written"]
 
 _DONE = "done"
+
+
+def writes(topology: Topology, *, each_machine: bool) -> bool:
+    """Whether this rank writes for the others: the first of all, or of each machine."""
+    return (topology.local_rank if each_machine else topology.rank) == 0
 
 
 def written(what: str, write: Callable[[], None], backend: Backend, *, each_machine: bool) -> None:
@@ -30,10 +36,10 @@ def written(what: str, write: Callable[[], None], backend: Backend, *, each_mach
         MismatchError: The ranks do not all call this.
     """
     topology = backend.topology
-    writes = (topology.local_rank if each_machine else topology.rank) == 0
-    writers = [rank for rank, does in enumerate(share_objects(what, writes, backend.agreement)) if does]
+    mine = writes(topology, each_machine=each_machine)
+    writers = [rank for rank, does in enumerate(share_objects(what, mine, backend.agreement)) if does]
     key = f"accel/{what}/{backend.turn(f'accel/{what}')}"
-    if writes:
+    if mine:
         _report(write, lambda word: backend.post(f"{key}/{topology.rank}", word))
     said = {rank: word_of(backend, rank, f"{key}/{rank}", None) for rank in writers}
     _judge(what, said, topology.world_size)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import nn
 
 from accel_runtime.checkpoint.sizes import size_of
 from accel_runtime.checkpoint.together import together
+from accel_runtime.env import Settings
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.exporting import objects
+from accel_runtime.exporting.divided import export_divided
 from accel_runtime.exporting.export import Export, export
 from accel_runtime.exporting.exported import fitting, weights_in
+from accel_runtime.exporting.streams import Streams, streamed
 from accel_runtime.exporting.writers import written
 from accel_runtime.facade.processes import Processes
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.gathering import at_rest, gathered, is_divided, whole_state
+from accel_runtime.parallel.materializing import Memory
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.unwrapping import unwrapped
 
@@ -27,7 +35,9 @@ __all__ = ["Exporting"]
 class Exporting(Processes):
     """What `Accelerator` gives away of a model, and takes over."""
 
+    _optimizers: list[PreparedOptimizer]
     project_configuration: ProjectConfiguration
+    settings: Settings
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -43,15 +53,46 @@ class Exporting(Processes):
             model, self._backend, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
         )
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's whole state on every process, in the dtypes and on the devices it has.
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, *, everywhere: bool = False
+    ) -> dict[str, Any]:
+        """A model's whole state.
+
+        Of a model that every process has whole, on every process, in the dtypes and on the devices it has. Of a sharded
+        model, whole tensors on the CPU of the first process, put together one by one, and an empty dict on the others;
+        every process has to call it.
 
         Args:
             model: A prepared model, or any module.
             unwrap: Use the names of the script's own module, instead of those of what `prepare` made of it.
+            everywhere: Have a sharded model's state on every process too.
         """
-        state: dict[str, Any] = (self.unwrap_model(model) if unwrap else model).state_dict()
+        own = self.unwrap_model(model) if unwrap else model
+        at_rest([own])
+        if is_divided(own):
+            return whole_state(own, keep=everywhere or self.process_index == 0)
+        state: dict[str, Any] = own.state_dict()
         return state
+
+    def gathered(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Inside, a sharded model's parameters are whole plain tensors on every process: for generation, or export.
+
+        They are in the format in which they compute, and nothing is sent in a forward pass, so processes may call the
+        model as often as each likes. At the end, also by an exception, every process has its shards again; changes of the
+        whole tensors are lost. Layers that `tp` divides stay divided, which a warning says. A model that is not sharded is
+        as it is.
+
+        Args:
+            model: A prepared model.
+
+        Returns:
+            A context manager that gives the model. Every process has to enter and leave it.
+
+        Raises:
+            RuntimeError: Inside, an optimizer steps.
+        """
+        optimizers = [prepared.optimizer for prepared in self._optimizers]
+        return gathered(self.unwrap_model(model), optimizers)
 
     def save_model(
         self,
@@ -64,7 +105,8 @@ class Exporting(Processes):
 
         That is `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
         `model.safetensors.index.json`. What was written is read again and compared with the live model before it
-        gets its names. Tied weights are written once. The first process writes; with
+        gets its names. Tied weights are written once. A sharded model is put together tensor by tensor: the process that
+        writes has one file's tensors in memory at a time. The first process writes; with
         `ProjectConfiguration(save_on_each_node=True)` the first of every machine. Every process has to call it, and
         returns when the weights are there.
 
@@ -87,39 +129,58 @@ class Exporting(Processes):
             )
         limit = size_of(max_shard_size, "max_shard_size")
         self._backend.settle()
+        each = self.project_configuration.save_on_each_node
+        own, folder = self.unwrap_model(model), Path(save_directory)
+        at_rest([own])
+        if is_divided(own):
+            export_divided(own, folder, limit, self._backend, tied=_tied(own), each_machine=each)
+            return
 
         def write() -> None:
-            own = self.unwrap_model(model)
             plan = Export.planned(self._backend.hosted(own.state_dict()), limit, _tied(own))
-            export(plan, Path(save_directory), writer=self.process_index)
+            export(plan, folder, writer=self.process_index)
 
-        each = self.project_configuration.save_on_each_node
         written("save_model", write, self._backend, each_machine=each)
 
     def load_model(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
         """Read weights that `save_model` wrote, or another writer of the same layout, into a model.
 
-        Every process reads. Names, shapes and kinds of numbers are checked on all of them before any weight changes;
-        numbers are converted to the formats the model has.
+        Every process reads; of a sharded model, its own parts only, straight into place. Names, shapes and kinds of numbers
+        are checked on all of them before any weight changes; numbers are converted to the formats the model has. A model
+        that was made on the meta device gets its memory here, and its optimizers keep working.
 
         Args:
             model: A prepared model, or any module.
-            directory: What `save_model` was given.
+            directory: What `save_model` was given; or a safetensors file, or the index of several.
 
         Raises:
             CheckpointError: On every process: there are no such weights, they are damaged, or do not fit the model.
         """
         self._backend.settle()
-        own = self.unwrap_model(model)
+        own, share = (
+            self.unwrap_model(model),
+            partial(share_objects, "load_model", agreement=self._backend.agreement),
+        )
+        at_rest([own])
+        if streamed(own):
+            Streams(share, self.process_index, self.num_processes, self._memory).load(own, Path(directory))
+            return
         state: dict[str, Any] = {}
 
         def check() -> None:
             live = self._backend.hosted(own.state_dict())
             state.update(fitting(weights_in(Path(directory)), own, live))
 
-        together(partial(share_objects, "load_model", agreement=self._backend.agreement), check)
+        together(share, check)
         own.load_state_dict(state)
         self._backend.settle()
+
+    @property
+    def _memory(self) -> Memory:
+        """Where models that have none get theirs."""
+        return Memory(
+            self.device, torch.device("cpu") if self.settings.fully_shard.cpu_offload else self.device
+        )
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write an object once, from the main process; a file appears whole or not at all.

@@ -22,6 +22,7 @@ from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.materializing import guard, refuse
 from accel_runtime.precision import Precision
 from accel_runtime.replaced import Replaced
 from accel_runtime.scheduler import PreparedScheduler
@@ -98,12 +99,15 @@ class Preparing:
             evaluation_mode: The model is never trained, so nothing averages its gradients.
 
         Raises:
-            ValueError: Trainable float16 parameters together with the loss scaler of fp16.
+            ValueError: Trainable float16 parameters together with the loss scaler of fp16; a model on the meta device
+                that is not to be divided.
         """
         if any(model is known for known in self._models):
             return model
         if not evaluation_mode:
             self._precision.check(model.parameters())
+        if not self._backend.divides:
+            refuse(model)
         if self._places(device_placement):
             model = self._backend.place(model)
         self._precision.wrap(model)
@@ -119,6 +123,7 @@ class Preparing:
         before = dict(model.named_parameters(remove_duplicate=False))
         prepared = self._backend.replicate(model, self._replication)
         if self._backend.divides:
+            guard(prepared)
             self._replaced.note(before, prepared)
             for optimizer in self._optimizers:
                 self._replaced.bring(optimizer.optimizer)
@@ -142,7 +147,11 @@ class Preparing:
         self._replaced.bring(optimizer)
         self._precision.check(p for group in optimizer.param_groups for p in group["params"])
         prepared = PreparedOptimizer(
-            optimizer, self._accumulation, self._precision.scaler, self._backend.after_step()
+            optimizer,
+            self._accumulation,
+            self._precision.scaler,
+            self._backend.after_step(),
+            partial(self._replaced.check, optimizer, self._models) if self._backend.divides else None,
         )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):

@@ -42,7 +42,7 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
 
 
 def part_of(whole: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor that every rank has whole, laid like another one; nothing is sent.
+    """A tensor that every rank has whole, divided as another one is; nothing is sent.
 
     Args:
         whole: It, with the same numbers on all ranks.
@@ -54,20 +54,19 @@ def part_of(whole: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     """
     if not hasattr(like, "device_mesh"):
         return whole
-    box = _of_sharded(like, name)
-    own = whole
-    for dimension, (begin, length) in enumerate(zip(*box, strict=True)):
-        own = own.narrow(dimension, min(begin, whole.shape[dimension]), length)
-    return laid(own.clone(memory_format=torch.contiguous_format).to(local(like).device), like)
-
-
-def laid(own: torch.Tensor, like: DTensor | torch.Tensor) -> torch.Tensor:
-    """A rank's own part, as a tensor sharded as another one is."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it takes a second to load
 
     assert isinstance(like, DTensor)
+    own = whole
+    for dimension, (begin, length) in enumerate(zip(*_of_sharded(like, name), strict=True)):
+        own = own.narrow(dimension, min(begin, whole.shape[dimension]), length)
     return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        own.clone(memory_format=torch.contiguous_format).to(local(like).device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

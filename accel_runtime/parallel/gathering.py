@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -119,16 +119,23 @@ def _kept(sharded: list[Any]) -> Iterator[None]:
             restore()
 
 
-def _without_hooks(group: Any) -> Any:
+def _without_hooks(group: Any) -> Callable[[], None]:
     """Take away the hooks with which a state dict lets go of what is gathered; gives what puts them back."""
-    for handles in (
+    handles = (
         group._module_to_pre_save_state_dict_hook_handle,  # noqa: SLF001
         group._module_to_pre_load_state_dict_hook_handle,  # noqa: SLF001
-    ):
-        for handle in handles.values():
+    )
+    for some in handles:
+        for handle in some.values():
             handle.remove()
-        handles.clear()
-    return group._register_state_dict_hooks  # noqa: SLF001
+
+    def restore() -> None:
+        # As long as they are in the dicts, the group takes them to be there.
+        for some in handles:
+            some.clear()
+        group._register_state_dict_hooks()  # noqa: SLF001
+
+    return restore
 
 
 def _tell_of_tensor_parallel(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from accel_runtime.checkpoint.live import some
 
-__all__ = ["empty", "guard", "materialize", "refuse", "with_buffers"]
+__all__ = ["Memory", "empty", "guard", "refuse", "with_buffers"]
 
 _CURE = (
     "accelerator.load_model(model, path) gives it those of a safetensors file; for new ones, call "
@@ -40,49 +41,65 @@ def refuse(model: nn.Module) -> None:
         )
 
 
+class _Guard:
+    """Refuses forward passes of a model that has no values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        compiled = getattr(model, "_compiled_call_impl", None) is not None
+        disabled: Any = torch.compiler.disable
+        check = disabled(self._check) if compiled else self._check
+        # Before the hooks of fully_shard, which would say it in other words.
+        self.handle = model.register_forward_pre_hook(check, prepend=True)
+
+    def _check(self, model: nn.Module, _: Any) -> None:
+        if names := empty(model):
+            raise RuntimeError(
+                f"the model has no values yet: {some(names)} {_is(names)} on the meta device. {_CURE}"
+            )
+        self.handle.remove()
+
+
 def guard(model: nn.Module) -> None:
     """See to it that a forward pass of a model without values ends in a message that says what to do.
 
     Args:
         model: A sharded model; nothing is done where it has values.
     """
-    if not empty(model):
-        return
-
-    def check(*_: Any) -> None:
-        if names := empty(model):
-            raise RuntimeError(
-                f"the model has no values yet: {some(names)} {_is(names)} on the meta device. {_CURE}"
-            )
-        handle.remove()
-
-    # Before the hooks of fully_shard, which would say it in other words.
-    handle = model.register_forward_pre_hook(check, prepend=True)
+    if empty(model):
+        _Guard(model)
 
 
-def materialize(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
-    """Give memory to parameters and buffers that have none; every parameter stays the object it is.
+@dataclass(frozen=True)
+class Memory:
+    """Where models that have none get theirs."""
 
-    Args:
-        model: A model, sharded or not. What has memory keeps it.
-        device: What is computed on.
-        home: Where sharded parameters rest, if elsewhere.
-    """
-    before = torch.__future__.get_swap_module_params_on_conversion()
+    device: torch.device
+    """What is computed on."""
+    home: torch.device
+    """Where sharded parameters rest: that, or the host."""
 
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
-        where = home if home is not None and hasattr(tensor, "device_mesh") else device
-        return torch.empty_like(tensor, device=where)
+    def materialize(self, model: nn.Module) -> None:
+        """Give memory to parameters and buffers that have none; every parameter stays the object it is.
 
-    # Without, torch puts new parameters in the places of the old, and optimizers have the old.
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        apply: Any = model._apply  # noqa: SLF001 - to_empty() would take away the values that there are
-        apply(made)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        Args:
+            model: A model, sharded or not. What has memory keeps it.
+        """
+
+        def made(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                return tensor
+            where = self.home if hasattr(tensor, "device_mesh") else self.device
+            return torch.empty_like(tensor, device=where)
+
+        # to_empty() would take away the values that there are.
+        apply: Any = model._apply  # noqa: SLF001
+        # Without, torch puts new parameters in the places of the old, and optimizers have the old.
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            apply(made)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 @contextmanager

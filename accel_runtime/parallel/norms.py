@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-__all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm"]
+__all__ = ["agreed", "clip_grad_norm_", "clip_grad_value_", "get_total_norm", "local", "settle"]
 
 
 def get_total_norm(
@@ -51,9 +51,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that are divided; see `get_total_norm`."""
     every = list(parameters)
-    total = get_total_norm(_settle(every), norm_type, error_if_nonfinite=error_if_nonfinite)
+    total = get_total_norm(settle(every), norm_type, error_if_nonfinite=error_if_nonfinite)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    for alike in _alike([_local(p.grad) for p in every if p.grad is not None]):
+    for alike in _alike([local(p.grad) for p in every if p.grad is not None]):
         # As torch does: to multiply by 1 is cheaper than to ask the device whether to.
         torch._foreach_mul_(alike, factor.to(alike[0].device))
     return total
@@ -63,13 +63,22 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """`torch.nn.utils.clip_grad_value_` for parameters that are divided."""
     limit = float(clip_value)
-    gradients = _settle(list(parameters))
-    for alike in _alike([_local(gradient) for gradient in gradients if gradient is not None]):
+    gradients = settle(list(parameters))
+    for alike in _alike([local(gradient) for gradient in gradients if gradient is not None]):
         torch._foreach_clamp_min_(alike, -limit)
         torch._foreach_clamp_max_(alike, limit)
 
 
-def _settle(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def agreed(value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest that a number is on any rank that has a part of the tensors; all ranks call it together."""
+    own = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    sent = value[None].to(own[0].device_mesh.device_type)
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in own)
+    groups = [None] if _spans_all(own) else [mesh.get_group(at) for mesh in meshes for at in range(mesh.ndim)]
+    return _reduced(sent, _Order(math.inf), groups)[0].to(value.device)
+
+
+def settle(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients; those whose parts are still to be added up are replaced."""
     for parameter in parameters:
         if (
@@ -127,11 +136,11 @@ def _total(tensors: list[torch.Tensor | None], p: float) -> torch.Tensor:
     there = [t for t in tensors if t is not None]
     if not there:
         return torch.tensor(0.0)
-    order, device = _Order(p), _local(there[0]).device
+    order, device = _Order(p), local(there[0]).device
     dtype = torch.float32 if all(t.dtype != torch.float64 for t in there) else torch.float64
     together = _spans_all(there)
     owned = [t is not None and _owns(t, together=together) for t in tensors]
-    mine = [_local(t) if own and t is not None else None for t, own in zip(tensors, owned, strict=True)]
+    mine = [local(t) if own and t is not None else None for t, own in zip(tensors, owned, strict=True)]
     parts = order.summand(_norms(mine, order, device))
     parts = _combined(parts, tensors, order, together=together)
     total: torch.Tensor = torch.linalg.vector_norm(order.norm(parts), p).to(dtype)
@@ -214,7 +223,8 @@ def _first(mesh: DeviceMesh) -> bool:
     return bool((mesh.mesh == 0).any())
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: its own memory, to be changed in place."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

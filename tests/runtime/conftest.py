@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
 _SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
 cluster = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(cluster)
+
+# The model of the tests of sharding, which travels with their functions.
+_SPEC = importlib.util.spec_from_file_location("divided", Path(__file__).parent / "divided.py")
+sys.modules["divided"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(sys.modules["divided"])
+cloudpickle.register_pickle_by_value(sys.modules["divided"])
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,100 @@
+"""A small model with everything that is hard to divide, and runs of it on any mesh, for functions that tests ship."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator
+
+ROWS, WIDTH, HIDDEN = 11, 6, 10
+"""Numbers that neither 2 nor 4 divides evenly, but for what tensor parallelism divides."""
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism can divide, and a norm that it cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Tied, frozen, of one element, with buffers that are saved and one that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.full((5, WIDTH), 0.5), requires_grad=False)
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("scale", torch.arange(WIDTH) / WIDTH, persistent=False)
+
+    def reset_buffers(self):
+        self.scale = torch.arange(WIDTH) / WIDTH
+
+    def forward(self, numbers):
+        x = self.embedding(numbers) * self.scale + self.frozen.sum(0)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain)
+
+
+def net(seed=1, kind=Net):
+    """The model with values of its own, the same in all processes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = kind()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(-1, 1)
+    return model
+
+
+@contextmanager
+def divided(options=None, **sizes):
+    """Inside, an Accelerator divides models like this: `divided(dp_shard=4)`; options are those of fully_shard."""
+    told = {f"ACCEL_PARALLEL_{name.upper()}": str(value) for name, value in sizes.items()}
+    told |= {f"ACCEL_FULLY_SHARD_{name.upper()}": str(value) for name, value in (options or {}).items()}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def accelerator(sizes, options=None, **arguments):
+    """An Accelerator on a mesh; without sizes, each process has all of a model."""
+    with divided(options, **sizes):
+        return Accelerator(**arguments)
+
+
+def full(value):
+    """A tensor, whole; other things as they are."""
+    return value.full_tensor() if hasattr(value, "device_mesh") else value
+
+
+def state_of(model):
+    """All a model has, gathered, as numbers."""
+    return {name: full(value.detach()).tolist() for name, value in model.state_dict().items()}
+
+
+def warm():
+    """Load what takes seconds, before anything is measured against a limit of time."""
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    Accelerator()

@@ -1,0 +1,170 @@
+"""Sharded models are put together for whoever wants them whole, and are sharded again afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from divided import accelerator, net, state_of, warm
+from torch import nn
+
+MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
+
+
+def state(sizes, everywhere):
+    run = accelerator(sizes)
+    model = run.prepare(net())
+    model(torch.arange(3))  # the outermost parameters stay gathered after it
+    found = run.get_state_dict(model, everywhere=everywhere)
+    plain = all(type(value) is torch.Tensor and value.device.type == "cpu" for value in found.values())
+    tied = not found or found["head.weight"] is found["embedding.weight"]
+    before = {name: value.clone() for name, value in found.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    same = all(before[name].equal(value) for name, value in found.items())
+    return {name: value.tolist() for name, value in found.items()}, plain and tied and same
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_state_dict_is_whole_on_the_first_process_or_on_all(pair, everywhere):
+    want = {name: value.tolist() for name, value in net().state_dict().items()}
+    first, second = pair.run(state, {"dp_shard": 2}, everywhere)
+    assert first == (want, True)
+    assert second == (want if everywhere else {}, True)
+
+
+def plain_state():
+    run = accelerator({})
+    model = run.prepare(nn.Linear(2, 2))
+    found = run.get_state_dict(model)
+    return found["weight"].data_ptr() == run.unwrap_model(model).weight.data_ptr()
+
+
+def test_a_model_that_all_have_whole_is_given_as_it_is_to_all(pair):
+    assert pair.run(plain_state) == [True, True]
+
+
+def inside(sizes, options, raises):
+    """Ranks call the model one, two, ... times, in gathered(); then all train a step as if nothing had been."""
+    run = accelerator(sizes, options)
+    model = run.prepare(net())
+    optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    numbers = torch.arange(5)
+    with torch.no_grad():
+        outside = model(numbers)
+    shards = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    calls, kinds, state = [], [], {}
+    try:
+        with run.gathered(model) as same, torch.no_grad():
+            assert same is model
+            for _ in range(1 + 2 * run.process_index):
+                calls.append(model(numbers))
+                kinds += [type(parameter) for parameter in model.parameters()]
+                state = model.state_dict()
+                kinds += [type(value) for value in state.values()]
+            shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+            if raises:
+                {}["on purpose"]
+    except KeyError:
+        assert raises
+    run.wait_for_everyone()
+    held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+    run.backward(model(numbers + run.process_index).square().mean())
+    optimizer.step()
+    again = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+    assert again == shards
+    assert [id(p) for p in model.parameters() if p.requires_grad] == shards
+    return (
+        all(outside.equal(one) for one in calls),
+        {kind.__name__ for kind in kinds} <= {"Parameter", "Tensor"},
+        shapes == {name: list(parameter.shape) for name, parameter in net().named_parameters()},
+        held,
+        state_of(model),
+    )
+
+
+def stepped(sizes, options):
+    run = accelerator(sizes, options)
+    model = run.prepare(net())
+    optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    numbers = torch.arange(5)
+    run.backward(model(numbers + run.process_index).square().mean())
+    optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["to its end", "by an exception"])
+@pytest.mark.parametrize("wrap", ["auto", "none", "Block,Embedding"])
+def test_inside_of_gathered_every_rank_calls_the_model_as_often_as_it_likes(pair, wrap, raises):
+    sizes, options = {"dp_shard": 2}, {"wrap": wrap}
+    trained = pair.run(stepped, sizes, options)[0]
+    total = sum(parameter.numel() for parameter in net().parameters())
+    held = 0
+    for same, plain, whole, own, after in pair.run(inside, sizes, options, raises):
+        assert (same, plain, whole) == (True, True, True)
+        assert after == trained
+        held += own
+    assert held == total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+def test_on_four(four, sizes):
+    four.run(warm)
+    for same, plain, whole, own, _ in four.run(inside, sizes, {}, False):
+        assert (same, plain, whole) == (True, True, True)
+        assert own < sum(parameter.numel() for parameter in net().parameters())
+
+
+def numbers_inside(options):
+    """In the format in which it computes."""
+    run = accelerator({"dp_shard": 2}, options, mixed_precision="bf16")
+    model = run.prepare(net())
+    with torch.no_grad():
+        outside = model(torch.arange(5))
+        with run.gathered(model):
+            same = outside.equal(model(torch.arange(5)))
+            dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    return same, dtypes, {str(parameter.dtype) for parameter in model.parameters()}
+
+
+def test_gathered_parameters_have_the_format_in_which_they_compute(pair):
+    assert pair.run(numbers_inside, {}) == [(True, {"torch.bfloat16"}, {"torch.float32"})] * 2
+
+
+def step_inside():
+    run = accelerator({"dp_shard": 2})
+    model = run.prepare(net())
+    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    said = ""
+    with run.gathered(model):
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said = str(error)
+    optimizer.step()
+    return said
+
+
+def test_a_step_inside_is_refused_and_after_it_is_not(pair):
+    for said in pair.run(step_inside):
+        assert said.startswith("an optimizer steps inside of gathered(model)")
+
+
+def test_a_model_that_is_whole_is_as_it_is():
+    run = accelerator({})
+    model = run.prepare(nn.Linear(2, 2))
+    with run.gathered(model) as same:
+        assert same is model
+
+
+def the_module():
+    run = accelerator({"dp_shard": 2})
+    model = net()
+    prepared = run.prepare(model)
+    own = run.unwrap_model(prepared)
+    return own is model, sorted(own.state_dict()) == sorted(net().state_dict())
+
+
+def test_the_scripts_own_module_is_the_sharded_one_with_the_names_it_had(pair):
+    assert pair.run(the_module) == [(True, True)] * 2

@@ -1,0 +1,85 @@
+"""The processes as a mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_runtime import Accelerator
+from accel_runtime.env import Parallel, SettingsError
+from accel_runtime.parallel.mesh import DIMENSIONS, Mesh, Sizes
+from accel_runtime.topology import Topology
+
+few = st.integers(min_value=1, max_value=4)
+
+
+@given(few, few, few, few)
+def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replicate, shard, cp, tp):
+    world = replicate * shard * cp * tp
+    sizes = Sizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
+    places = [sizes.data(rank) for rank in range(world)]
+    assert [place.rank for place in places] == [
+        part for part in range(world // (cp * tp)) for _ in range(cp * tp)
+    ]
+    assert {(place.world_size, place.copies) for place in places} <= {
+        (replicate * shard, cp * tp),
+        (world, 1),
+    }
+    assert all(
+        places[rank].of(other) == places[other].rank for rank in range(world) for other in range(world)
+    )
+
+
+@given(few, few, few, few)
+def test_the_ranks_that_hold_parameters_are_all_ranks(replicate, shard, cp, tp):
+    world = replicate * shard * cp * tp
+    copies, shards, layers = Sizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world).parameters
+    assert copies * shards * layers == world
+
+
+def test_auto_shards_over_the_ranks_that_are_left():
+    sizes = Sizes.of(Parallel(dp_replicate=2, dp_shard="auto", tp=2), 16)
+    assert (sizes.dp_replicate, sizes.dp_shard, sizes.tp) == (2, 4, 2)
+    assert sizes.told == "dp_replicate 2 x dp_shard 4 x tp 2"
+
+
+def test_a_product_that_is_not_the_number_of_processes_is_refused():
+    with pytest.raises(SettingsError, match="6"):
+        Sizes.of(Parallel(dp_shard=3, tp=2), 4)
+
+
+def meshes(**asked):
+    accelerator = Accelerator()
+    rank, size = accelerator.process_index, accelerator.num_processes
+    mesh = Mesh(Sizes.of(Parallel(**asked), size), torch.device("cpu"), Topology(rank, size))
+    groups = {
+        name: some.mesh.tolist()
+        for name, some in (("shard", mesh.shard), ("tp", mesh.tp))
+        if some is not None
+    }
+    return groups | {"whole": mesh.whole.mesh_dim_names}
+
+
+def test_the_innermost_dimension_is_tensor_parallel(four):
+    found = four.run(lambda: meshes(dp_shard=2, tp=2))
+    assert [one["tp"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["shard"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert found[0]["whole"] == ("dp_shard", "tp")
+
+
+def test_copies_of_shards_are_the_outer_dimension(four):
+    found = four.run(lambda: meshes(dp_replicate=2, dp_shard=2))
+    assert [one["shard"] for one in found] == [[[0, 1], [2, 3]]] * 4
+
+
+def test_ranks_that_divide_sequences_hold_parameters_as_those_that_divide_batches(four):
+    assert [one["shard"] for one in four.run(lambda: meshes(dp_shard=2, cp=2))] == [[0, 1, 2, 3]] * 4
+    assert [one["shard"] for one in four.run(lambda: meshes(dp_replicate=2, cp=2))] == [
+        [[0], [1], [2], [3]]
+    ] * 4
+
+
+def test_dimensions_are_named_as_scripts_know_them():
+    assert DIMENSIONS == ("dp_replicate", "dp_shard", "cp", "tp")

@@ -1,0 +1,50 @@
+"""The first rank's model is that of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator
+from accel_runtime.parallel.starting import take_over
+
+
+def model():
+    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    made[0].weight = made[2].weight if made[0].weight.shape == made[2].weight.shape else made[0].weight
+    return made
+
+
+def taken(make):
+    accelerator = Accelerator()
+    torch.manual_seed(accelerator.process_index)
+    made = make()
+    take_over(made, accelerator._backend)
+    return [tensor.tolist() for tensor in (*made.parameters(), *made.buffers())]
+
+
+def test_every_rank_has_the_values_of_the_first(ranks):
+    torch.manual_seed(0)
+    expected = model()
+    found = ranks.run(taken, model)
+    assert found == [[t.tolist() for t in (*expected.parameters(), *expected.buffers())]] * ranks.size
+
+
+def test_models_of_other_shapes_are_refused_by_name(pair):
+    def other():
+        return nn.Linear(2 + Accelerator().process_index, 2)
+
+    with pytest.raises(
+        AssertionError,
+        match=r"Linear on rank 1 is not the one on rank 0: weight is \[2, 3\] float32, and on rank 0 \[2, 2\]",
+    ):
+        pair.run(taken, other)
+
+
+def test_a_model_that_only_some_ranks_have_on_meta_is_refused(pair):
+    def other():
+        return nn.Linear(2, 2, device="meta" if Accelerator().process_index else "cpu")
+
+    with pytest.raises(AssertionError, match="weight is on the meta device on one of them only"):
+        pair.run(taken, other)

@@ -1,0 +1,79 @@
+"""fp16 where parameters are divided: one rank's overflow is everybody's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from accel_runtime import Accelerator
+from accel_runtime.parallel.norms import local
+from accel_runtime.precision import LossScaler
+
+
+def parameters(size):
+    """Of every layout: copies that differ in one dimension only, parts, and a plain one."""
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp_shard",))
+    square = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_replicate", "tp"))
+    layouts = [(line, [Shard(0)]), (square, [Replicate(), Shard(0)]), (square, [Shard(0), Replicate()])]
+    layouts += [(square["tp"], [Shard(0)])]
+    made = [nn.Parameter(distribute_tensor(torch.zeros(8), *layout)) for layout in layouts]
+    made.append(nn.Parameter(torch.zeros(2)))
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter) * 4
+    return made
+
+
+def steps(size, kind, options, overflowing):
+    """One step, in which the gradient of one parameter overflows on one rank."""
+    accelerator = Accelerator()
+    scaler = LossScaler("cpu", init_scale=4.0)
+    own = parameters(size)
+    if overflowing is not None:
+        rank, index = overflowing
+        if accelerator.process_index == rank:
+            local(own[index].grad)[0] = float("inf")
+    optimizer = kind([{"params": [one]} for one in own], lr=1.0, **options)
+    scaler.join(optimizer)
+    scaler.scale(torch.ones(()))
+    went = scaler.attempt(optimizer)
+    return went, scaler.get_scale(), [local(one).detach().clone() for one in own]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_an_overflow_on_one_rank_leaves_out_the_step_on_all(index, pair):
+    for went, scale, values in pair.run(steps, 2, torch.optim.SGD, {"foreach": False}, (1, index)):
+        assert not went
+        assert scale == 2.0
+        assert all((one == 0).all() for one in values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("rank", range(4))
+def test_so_it_is_for_copies_and_for_ranks_that_divide_layers(rank, index, four):
+    found = four.run(steps, 4, torch.optim.SGD, {"foreach": False}, (rank, index))
+    assert [(went, scale) for went, scale, _ in found] == [(False, 2.0)] * 4
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+def test_without_one_every_part_is_unscaled_and_steps(options, pair):
+    for went, scale, values in pair.run(steps, 2, torch.optim.SGD, options, None):
+        assert went
+        assert scale == 4.0
+        assert all((one == -1).all() for one in values)
+
+
+@pytest.mark.parametrize("overflowing", [None, (1, 0)], ids=["fits", "overflows"])
+def test_an_optimizer_that_reads_the_overflow_itself_reads_it_on_all_ranks(overflowing, pair):
+    def fused(overflowing):
+        found = []
+        for kind in (torch.optim.AdamW, torch.optim.Adam):
+            went, _, values = steps(2, kind, {"fused": True}, overflowing)
+            found.append((went, [bool((one != 0).all()) for one in values]))
+        return found
+
+    went = overflowing is None
+    assert pair.run(fused, overflowing) == [[(went, [went] * 5)] * 2] * 2

@@ -1,0 +1,74 @@
+"""Optimizers made before a model was divided train what took the places of their parameters."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime.replaced import Replaced, named_parameters
+
+
+def replaced(model):
+    """Give a model other parameters with the same values, and say so."""
+    before, known = named_parameters(model), Replaced()
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(old.detach().clone()))
+    known.note(before, model)
+    return known
+
+
+def test_an_optimizer_trains_the_new_parameters_in_the_old_groups():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    groups = [{"params": list(model[1].parameters()), "lr": 0.5}, {"params": list(model[0].parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    replaced(model).bring(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    for group, layer in zip(optimizer.param_groups, (model[1], model[0]), strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in layer.parameters()]
+
+
+def test_the_state_an_optimizer_has_goes_along():
+    model = nn.Linear(2, 2)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(some.parameters(), lr=0.1) for some in (model, twin)]
+    for step in range(2):
+        if step:
+            replaced(model).bring(optimizers[0])
+        for some, optimizer in zip((model, twin), optimizers, strict=True):
+            some(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, twin.weight)
+
+
+def test_an_optimizer_that_keeps_the_list_itself_follows():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    replaced(model).bring(optimizer)
+    assert {id(p) for p in optimizer._params} == {id(p) for p in model.parameters()}
+
+
+def test_parameters_that_nobody_has_are_let_go():
+    model = nn.Linear(2, 2)
+    gone = weakref.ref(model.weight)
+    known = replaced(model)
+    gc.collect()
+    assert gone() is None
+    assert known is not None
+
+
+def test_parameters_of_no_prepared_model_are_refused_before_a_step():
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    known = replaced(model)
+    known.check(torch.optim.SGD(model.parameters()), [model])
+    with pytest.raises(
+        ValueError,
+        match=r"SGD has 2 parameter\(s\) that are in no prepared model, the first of shape \[3, 3\]",
+    ):
+        known.check(torch.optim.SGD([*model.parameters(), *other.parameters()]), [model])
