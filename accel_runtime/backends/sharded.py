@@ -17,12 +17,14 @@ from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
-from accel_runtime.parallel.buffers import Changed
+from accel_runtime.parallel import activations
+from accel_runtime.parallel.buffers import FirstRanks
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.states import divide_loaded
 from accel_runtime.parallel.tensor import divide, plan_of
 from accel_runtime.parallel.wrapping import Units, units_of
 from accel_runtime.precision import FORMATS
@@ -83,16 +85,20 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        units = units_of(model, self._fully_shard.wrap) if self._parallel.shards else []
+        asked = self._fully_shard
+        units = units_of(model, asked.wrap) if self._parallel.shards or asked.activation_checkpointing else []
+        if asked.activation_checkpointing:
+            activations.apply(model, units)
         if self.mesh.tp is not None:
             divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
         if self.mesh.sizes.averages:
-            self._shard(model, units)
+            self._shard(model, units if self._parallel.shards else [])
         elif all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             model.to(self.device)
         self._syncs[model] = True
         if any(True for _ in model.buffers()):
-            buffers = Buffers(lambda: self._syncs.get(model, True), Changed(self.broadcast).share)
+            shared = FirstRanks(model, self.broadcast)
+            buffers = Buffers(lambda: self._syncs.get(model, True), lambda _: shared.take_over())
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         return model
@@ -100,9 +106,8 @@ class Sharded(Distributed):
     def _shard(self, model: nn.Module, units: Units) -> None:
         asked = self._fully_shard
         whole = ignored(model, asked.ignore)
-        Sharding(self.mesh.shard, asked, policy_of(asked, self._computes_in), frozenset(whole)).apply(
-            model, units
-        )
+        policy = policy_of(asked, self._computes_in, model.parameters())
+        Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
         for parameter in whole:
             # torch leaves them where they are, and their gradients alone.
             parameter.data = parameter.data.to(self.device)
@@ -134,6 +139,10 @@ class Sharded(Distributed):
         told = ["fully_shard"] if isinstance(model, FSDPModule) else []
         told += ["tensor parallel"] if self.mesh.tp is not None else []
         return f"{' and '.join(told) or 'none'} ({self.mesh.sizes.told})"
+
+    @override
+    def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
+        divide_loaded(optimizer)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from accel_runtime.env import FullyShard
+from accel_runtime.parallel.precision import apart, refuse_mixtures, within
 from accel_runtime.parallel.wrapping import Units
 
 __all__ = ["Sharding", "ignored", "matches"]
@@ -37,28 +38,34 @@ class Sharding:
         Raises:
             ValueError: A number of ranks to shard over after the forward pass that does not divide them.
         """
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
-            if self.asked.cpu_offload
-            else OffloadPolicy()
-        )
+        left_out = set(self.whole)
+        exact, own = apart(model, self.policy, units, left_out)
+        refuse_mixtures(model, [*exact, *units], left_out)
+        for _, module in exact:
+            self._shard(module, own, left_out, reshard=self.asked.reshard_after_forward)
         for _, module in units:
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                reshard_after_forward=self.asked.reshard_after_forward,
-                mp_policy=self.policy,
-                offload_policy=offload,
-                ignored_params=set(self.whole),
-            )
+            self._shard(module, within(self.policy), left_out, reshard=self.asked.reshard_after_forward)
         # The rest of the model is needed again at once when the backward pass begins.
+        reshard = False if units else self.asked.reshard_after_forward
+        self._shard(model, self.policy, left_out, reshard=reshard)
+
+    def _shard(
+        self,
+        module: nn.Module,
+        policy: MixedPrecisionPolicy,
+        ignored: set[nn.Parameter],
+        *,
+        reshard: bool | int,
+    ) -> None:
         fully_shard(
-            model,
+            module,
             mesh=self.mesh,
-            reshard_after_forward=False if units else self.asked.reshard_after_forward,
-            mp_policy=self.policy,
-            offload_policy=offload,
-            ignored_params=set(self.whole),
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+            if self.asked.cpu_offload
+            else OffloadPolicy(),
+            ignored_params=ignored,
         )
 
 
