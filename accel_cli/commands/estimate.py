@@ -42,7 +42,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="NAME",
-            help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or adafactor; without it the factory's, else adamw.",
+            help="adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; without it the factory's, else adamw.",
         ),
     ] = None,
     mixed_precision: Annotated[_Precision, typer.Option(help="Number format of the forward pass.")] = "no",

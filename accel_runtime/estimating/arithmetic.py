@@ -123,7 +123,7 @@ def local(parameter: Parameter, layout: Layout) -> Shape:
     """The part of a parameter that the first rank of each group holds: the largest one.
 
     `tp` divides evenly. `fully_shard` divides the first dimension like `torch.chunk`, and pads every part to the size
-    of the first one; a number alone counts as one row.
+    of the first one.
     """
     shape = list(parameter.shape)
     if parameter.dim is not None:

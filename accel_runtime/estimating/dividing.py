@@ -32,7 +32,7 @@ def division_of(model: nn.Module) -> Division | str:
     try:
         plan = {division.name: division.style for division in plan_of(model)}
     except ValueError as error:
-        return str(error)
+        return str(error).removeprefix("parallel.tp is more than 1, and ")
     dims = {
         f"{name}.{own}": dim
         for name, style in plan.items()

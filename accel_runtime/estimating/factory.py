@@ -172,8 +172,12 @@ def _file(path: Path) -> ModuleType:
 
 
 def _missing(owner: Any, where: str, name: str) -> str:
-    offered = [other for other, value in vars(owner).items() if callable(value) and not other.startswith("_")]
-    own = [other for other in offered if getattr(getattr(owner, other), "__module__", None) == owner.__name__]
+    offered = [
+        other for other in dir(owner) if not other.startswith("_") and callable(getattr(owner, other, None))
+    ]
+    home = owner.__name__ if isinstance(owner, ModuleType) else None
+    # What a module imports is in it too, and no factory of its own.
+    own = [other for other in offered if home in {None, getattr(getattr(owner, other), "__module__", None)}]
     meant = nearest(name, offered)
     hint = f"did you mean {meant}?" if meant else f"it has {', '.join(sorted(own)) or 'no function'}"
     return f"{where} has no {name}; {hint}"

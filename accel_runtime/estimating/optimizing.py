@@ -21,7 +21,6 @@ _KNOWN: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    "adafactor": torch.optim.Adafactor,
 }
 NAMES = tuple(_KNOWN)
 """Optimizers that need not be made by a factory."""

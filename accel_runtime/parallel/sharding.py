@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from accel_runtime.env import FullyShard
+from accel_runtime.parallel.precision import apart, refuse_mixtures, within
 from accel_runtime.parallel.wrapping import Units
 
 __all__ = ["Sharding", "ignored", "matches"]
@@ -24,6 +25,8 @@ class Sharding:
     """`[shards]`, or `[copies, shards]`."""
     asked: FullyShard
     policy: MixedPrecisionPolicy
+    whole: frozenset[nn.Parameter] = frozenset()
+    """Parameters that are left as they are."""
 
     def apply(self, model: nn.Module, units: Units) -> None:
         """Shard a model in place.
@@ -33,32 +36,36 @@ class Sharding:
             units: What is gathered as a whole, those inside others first; the rest of the model is one more.
 
         Raises:
-            ValueError: A pattern of `ignore` that is no parameter's or module's name; a number of ranks to shard over
-                after the forward pass that does not divide them.
+            ValueError: A number of ranks to shard over after the forward pass that does not divide them.
         """
-        left_out = ignored(model, self.asked.ignore)
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
-            if self.asked.cpu_offload
-            else OffloadPolicy()
-        )
+        left_out = set(self.whole)
+        exact, own = apart(model, self.policy, units, left_out)
+        refuse_mixtures(model, [*exact, *units], left_out)
+        for _, module in exact:
+            self._shard(module, own, left_out, reshard=self.asked.reshard_after_forward)
         for _, module in units:
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                reshard_after_forward=self.asked.reshard_after_forward,
-                mp_policy=self.policy,
-                offload_policy=offload,
-                ignored_params=left_out,
-            )
+            self._shard(module, within(self.policy), left_out, reshard=self.asked.reshard_after_forward)
         # The rest of the model is needed again at once when the backward pass begins.
+        reshard = False if units else self.asked.reshard_after_forward
+        self._shard(model, self.policy, left_out, reshard=reshard)
+
+    def _shard(
+        self,
+        module: nn.Module,
+        policy: MixedPrecisionPolicy,
+        ignored: set[nn.Parameter],
+        *,
+        reshard: bool | int,
+    ) -> None:
         fully_shard(
-            model,
+            module,
             mesh=self.mesh,
-            reshard_after_forward=False if units else self.asked.reshard_after_forward,
-            mp_policy=self.policy,
-            offload_policy=offload,
-            ignored_params=left_out,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+            if self.asked.cpu_offload
+            else OffloadPolicy(),
+            ignored_params=ignored,
         )
 
 

@@ -1,0 +1,181 @@
+"""A factory is found and called, and what is wrong with it is said in its own words and lines."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from accel_runtime.estimating.errors import EstimateError
+from accel_runtime.estimating.factory import Sizes, called, found
+
+MODULE = """
+import torch
+from torch import nn
+
+def plain():
+    return nn.Linear(4, 2)
+
+def with_inputs():
+    return nn.Linear(4, 2), torch.zeros(8, 4)
+
+def sized(batch_size=3, seq_length=5):
+    return {"model": nn.Linear(4, 2), "inputs": {"input": torch.zeros(batch_size, seq_length, 4)}}
+
+def needs_length(seq_length):
+    return sized(1, seq_length)
+
+def needs_width(width):
+    return nn.Linear(width, 2)
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+
+    @classmethod
+    def large(cls):
+        return cls()
+
+built = nn.Linear(1, 1)
+number = 3
+
+def raises():
+    raise ValueError("a width of 0")
+
+def to_cpu():
+    return nn.Linear(4, 2).to("cpu")
+
+def allocates():
+    return nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2, device="cpu"))
+
+def quits():
+    raise SystemExit(3)
+
+def nothing():
+    return None
+
+def wrong_key():
+    return {"model": nn.Linear(4, 2), "input": torch.zeros(8, 4)}
+
+def no_model():
+    return {"inputs": torch.zeros(8, 4)}
+
+def wrong_optimizer():
+    return nn.Linear(4, 2), None, "adamw"
+
+def wrong_loss():
+    return nn.Linear(4, 2), torch.zeros(8, 4), None, 0.5
+"""
+
+
+@pytest.fixture
+def module(cwd, monkeypatch):
+    """A file of factories in the working folder, which is on the path as for `python -m`."""
+    (cwd / "models.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(cwd))
+    yield cwd / "models.py"
+    for name in ("models", "sibling", "broken"):
+        sys.modules.pop(name, None)
+
+
+def make(target, **sizes):
+    return called(found(target), target, Sizes(**sizes))
+
+
+def said(target, **sizes):
+    with pytest.raises(EstimateError) as raised:
+        make(target, **sizes)
+    assert raised.value.__suppress_context__ or raised.value.__context__ is None
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "target", ["models:plain", "models.py:plain", "./models.py:plain", "models:Net", "models:Net.large"]
+)
+def test_a_module_or_a_file_has_a_factory_which_may_be_a_class(module, target):
+    made = make(target)
+    assert made.model.weight.is_meta
+    assert (made.inputs, made.optimizer, made.loss) == (None, None, None)
+
+
+def test_a_file_finds_what_lies_beside_it(module, cwd):
+    (cwd / "deep").mkdir()
+    (cwd / "deep" / "sibling.py").write_text("WIDTH = 7")
+    (cwd / "deep" / "net.py").write_text(
+        "import torch, sibling\ndef make():\n    return torch.nn.Linear(sibling.WIDTH, 1)"
+    )
+    assert make("deep/net.py:make").model.in_features == 7
+
+
+def test_sizes_are_told_to_who_takes_them_and_else_the_rows_of_inputs_are_changed(module):
+    assert make("models:sized").inputs["input"].shape == (3, 5, 4)
+    assert make("models:sized", batch_size=2, seq_length=9).inputs["input"].shape == (2, 9, 4)
+    assert make("models:needs_length", seq_length=9).inputs["input"].shape == (1, 9, 4)
+    assert make("models:with_inputs").inputs.shape == (8, 4)
+    resized = make("models:with_inputs", batch_size=2).inputs
+    assert (resized.shape, resized.is_meta) == ((2, 4), True)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("models", "'models' is neither MODULE:FACTORY"),
+        (":plain", "neither MODULE:FACTORY"),
+        ("modles:plain", "there is no module modles here"),
+        ("models.deeper:plain", "there is no module models.deeper"),
+        ("other.py:plain", "other.py is no file"),
+        ("models:plian", "models has no plian; did you mean plain?"),
+        ("models:xyzzy", "models has no xyzzy; it has Net, allocates"),
+        ("models:Net.larg", "has no larg; did you mean large?"),
+        ("models:number", "models:number is of int"),
+        ("models:built", "is a model already"),
+        ("models:nothing", "models:nothing returned NoneType; a factory returns a torch.nn.Module"),
+        ("models:no_model", "returned dict without one"),
+        ("models:wrong_key", "a dict with 'input'; did you mean inputs?"),
+        ("models:wrong_optimizer", "returned str as optimizer"),
+        ("models:wrong_loss", "returned float as loss"),
+        ("models:needs_width", "needs its argument width: give it a default"),
+        ("models:needs_length", "needs its argument seq_length: --seq-length says it"),
+        ("models:allocates", "whose 1.weight on cpu has memory of its own"),
+    ],
+)
+def test_what_is_wrong_is_one_message(module, target, words):
+    assert words in said(target)
+
+
+def test_what_a_factory_raises_is_said_with_its_line(module):
+    assert (
+        said("models:raises")
+        == f"models:raises failed: {module}:{line('a width of 0')}: ValueError: a width of 0"
+    )
+    assert "SystemExit: 3" in said("models:quits")
+    moved = said("models:to_cpu")
+    assert f"{module}:{line('.to(')}: NotImplementedError" in moved, "the person's line, not torch's"
+    assert "called on the meta device" in moved
+
+
+def test_what_an_import_raises_is_said_with_its_line(module, cwd):
+    (cwd / "broken.py").write_text("import torch\nimport nowhere\n")
+    assert (
+        said("broken:f")
+        == f"broken cannot be imported: {cwd}/broken.py:2: ModuleNotFoundError: No module named 'nowhere'"
+    )
+    (cwd / "broken.py").write_text("def f(:\n")
+    assert f"{cwd}/broken.py:1: SyntaxError" in said(f"{cwd}/broken.py:f")
+
+
+def test_sizes_that_have_no_effect_are_refused(module):
+    assert "--batch-size needs inputs, and models:plain returns none" in said("models:plain", batch_size=2)
+    assert "--seq-length is for factories with a parameter seq_length" in said(
+        "models:with_inputs", seq_length=2
+    )
+
+
+def test_a_factory_that_makes_its_tensors_without_a_device_allocates_none(module):
+    made = make("models:with_inputs")
+    assert made.inputs.device == torch.device("meta")
+
+
+def line(text):
+    return next(number for number, one in enumerate(MODULE.splitlines(), 1) if text in one)

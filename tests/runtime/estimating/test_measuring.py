@@ -1,0 +1,205 @@
+"""Activations measured without memory are those that a real forward pass keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_runtime.estimating.dividing import division_of
+from accel_runtime.estimating.errors import EstimateError
+from accel_runtime.estimating.measuring import Batch, Forward, activations
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32, size=8):
+        super().__init__()
+        self.size = size
+        self.qkv = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width)
+        self.up, self.down, self.dropout = nn.Linear(width, 64), nn.Linear(64, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(x))))
+
+
+class Words(nn.Module):
+    tp_plan = {  # noqa: RUF012
+        "layers.*.attention.qkv.*": "colwise",
+        "layers.*.attention.o": "rowwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": "colwise_rep",
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(32, 40, bias=False)
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, words, labels=None):
+        x = self.embed(words) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        out = self.head(x)
+        return out if labels is None else nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+class Made(TorchDispatchMode):
+    """Every tensor that operators made."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.storages[leaf.untyped_storage()] = None
+        return out
+
+
+def alive(model, batch, dtype=None):
+    """Bytes that are there after a real forward pass, beside parameters and buffers: not by torch's hooks, but by life."""
+    given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    with Made() as made, torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+        loss = model(**batch)
+    inputs = [value.untyped_storage() for value in batch.values()]
+    found = {s.data_ptr(): s.nbytes() for s in (*made.storages, *inputs, loss.untyped_storage())}
+    return sum(size for pointer, size in found.items() if pointer not in given)
+
+
+def saved(model, batch, dtype=None):
+    """Bytes that a real forward pass hands to autograd, with what goes in and comes out."""
+    given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = [*batch.values()]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t),
+        torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext(),
+    ):
+        kept.append(model(**batch))
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for pointer, size in storages.items() if pointer not in given)
+
+
+@dataclass
+class Case:
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+
+    def measured(self, **how):
+        return activations(self.model, list(self.model.layers), Batch(self.batch), Forward(**how))
+
+
+@pytest.fixture
+def meta():
+    with torch.device("meta"):
+        return Case(Words(), batch_of())
+
+
+def batch_of():
+    return {"words": torch.zeros(4, 16, dtype=torch.long), "labels": torch.zeros(4, 16, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_the_figure_is_what_a_real_forward_pass_saves(meta, dtype):
+    assert meta.measured(autocast=dtype).whole == saved(Words(), batch_of(), dtype)
+
+
+def test_and_what_is_alive_after_it(meta):
+    assert meta.measured().whole == alive(Words(), batch_of())
+
+
+def test_checkpointed_is_what_torch_s_checkpointing_keeps_and_the_inside_of_one_layer(meta):
+    real = Words()
+    inside = saved(Layer(), {"x": torch.zeros(4, 16, 32, requires_grad=True)})
+    for index, layer in enumerate(real.layers):
+        real.layers[index] = checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)
+    found = meta.measured()
+    # The layer's input is kept anyway; its output is not saved by the layer itself.
+    row = 4 * 16 * 32 * 4
+    assert found.checkpointed == alive(real, batch_of()) + inside - 2 * row
+    assert found.checkpointed < found.whole
+
+
+def test_the_largest_is_the_largest(meta):
+    assert meta.measured().largest == 4 * 16 * 64 * 4
+
+
+def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
+    cast = meta.measured(autocast=torch.bfloat16).whole
+    gathered = meta.measured(autocast=torch.bfloat16, gathered=torch.bfloat16).whole
+    weights = sum(
+        p.numel() * 2 for name, p in meta.model.named_parameters() if p.ndim == 2 and name != "embed.weight"
+    )
+    assert cast - gathered >= weights
+
+
+def test_each_rank_of_divided_layers_keeps_its_part(meta):
+    division = division_of(meta.model)
+    assert division.gathered == ("head",)
+    whole, half = meta.measured(), meta.measured(tp=2, division=division)
+    # q, k, v, what attention gives back, its sums; up and gelu's: half as much on each of three layers.
+    parts = 4 * 16 * (4 * 32 + 4 + 2 * 64) * 4
+    assert whole.whole - half.whole == 3 * parts // 2
+
+
+def test_nothing_is_left_on_the_model(meta):
+    meta.measured()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in meta.model.modules())
+    assert all(p.is_meta for p in meta.model.parameters())
+
+
+def test_inputs_come_by_place_by_name_or_alone():
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.zeros(2, 4)
+    found = {
+        activations(model, [], Batch(inputs), Forward()).whole for inputs in (x, (x,), [x], {"input": x})
+    }
+    assert found == {2 * 4 * 4 * 2}
+
+
+def test_a_loss_is_part_of_it():
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.zeros(2, 4)
+    found = activations(model, [], Batch(x, lambda out: out.exp().sum()), Forward()).whole
+    assert found == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
+
+
+def test_a_forward_pass_that_fails_says_where_and_leaves_no_hook():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3)])
+
+        def forward(self, x):
+            return {}["nothing", x.shape]
+
+    with torch.device("meta"):
+        model = Wrong()
+    with pytest.raises(EstimateError, match=r"test_measuring.py:\d+: KeyError: ") as raised:
+        activations(model, list(model.layers), Batch(torch.zeros(1, 3, device="meta")), Forward())
+    assert raised.value.__cause__ is None
+    assert not model.layers[0]._forward_hooks

@@ -1,0 +1,98 @@
+"""Models of transformers by their configuration: nothing is fetched, nothing of theirs is run that is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from accel_runtime.estimating.errors import EstimateError
+from accel_runtime.estimating.factory import Sizes
+from accel_runtime.estimating.pretrained import is_configuration, made_of
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 50,
+}  # fmt: skip
+VIT = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def shapes(made):
+    return {name: list(value.shape) for name, value in made.inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "inputs"),
+    [
+        (LLAMA, "LlamaForCausalLM", {"input_ids": [1, 64], "labels": [1, 64]}),
+        (BERT, "BertForSequenceClassification", {"input_ids": [1, 512], "labels": [1]}),
+        (VIT, "ViTForImageClassification", {"pixel_values": [1, 3, 32, 32], "labels": [1]}),
+        ({**LLAMA, "architectures": None}, "LlamaForCausalLM", {"input_ids": [1, 64], "labels": [1, 64]}),
+        (
+            {**LLAMA, "max_position_embeddings": 9000},
+            "LlamaForCausalLM",
+            {"input_ids": [1, 2048], "labels": [1, 2048]},
+        ),
+    ],
+)
+def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transformers, config, name, inputs):
+    made = made_of(str(folder(config)), Sizes())
+    assert type(made.model).__name__ == name
+    assert all(p.is_meta for p in made.model.parameters())
+    assert shapes(made) == inputs
+
+
+def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transformers):
+    file = folder(LLAMA) / "config.json"
+    assert shapes(made_of(str(file), Sizes(3, 7))) == {"input_ids": [3, 7], "labels": [3, 7]}
+
+
+def test_code_of_the_model_s_own_is_never_run(folder, transformers):
+    where = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
+    (where / "evil.py").write_text("raise SystemExit('run')")
+    with pytest.raises(EstimateError, match="transformers could not make the model"):
+        made_of(str(where), Sizes())
+
+
+def test_without_transformers_the_cure_is_named(folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
+    )
+    with pytest.raises(EstimateError, match="python -m pip install transformers"):
+        made_of(str(folder(LLAMA)), Sizes())
+
+
+def test_a_folder_without_a_configuration_is_said(tmp_path):
+    with pytest.raises(EstimateError, match=r"config\.json is not there"):
+        made_of(str(tmp_path), Sizes())
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"), [(".", True), ("a/config.json", True), ("a.py:f", False), ("a:f", False)]
+)
+def test_folders_and_json_are_configurations(target, wanted):
+    assert is_configuration(target) is wanted

@@ -1,0 +1,137 @@
+"""Activations computed again: the same numbers, less memory, nothing else changed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from accel_runtime import Accelerator
+from accel_runtime.parallel import activations
+from accel_runtime.parallel.wrapping import units_of
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(0.3)
+        self.runs = 0
+
+    def forward(self, x, *, scale=1.0):
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        return x + scale * self.down(self.drop(self.up(x).relu()))
+
+
+class Model(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x.sin()
+
+
+def gradients(model):
+    torch.manual_seed(5)
+    model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)()
+    return found
+
+
+def saved_bytes(model):
+    seen = {}
+
+    def pack(tensor):
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.ones(64, 8))
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(size for where, size in seen.items() if where not in parameters)
+
+
+def test_gradients_are_the_same_with_dropout_and_names_stay():
+    plain, again = Model(), Model()
+    activations.apply(again, units_of(again, "Block"))
+    torch.testing.assert_close(gradients(again), gradients(plain), rtol=0, atol=0)
+    assert list(again.state_dict()) == list(plain.state_dict())
+    assert [type(layer) for layer in again.layers] == [Block] * 3
+    assert [layer.runs for layer in again.layers] == [2] * 3
+    assert saved_bytes(again) < saved_bytes(plain) / 2
+
+
+def test_without_gradients_nothing_is_computed_again():
+    model = Model()
+    activations.apply(model, units_of(model, "Block"))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert [layer.runs for layer in model.layers] == [1] * 3
+
+
+def test_the_innermost_modules_are_chosen_once():
+    model = nn.ModuleDict({"a": Model(1), "b": Model(2)})
+    units = units_of(model, "Model,Block")
+    activations.apply(model, units)
+    activations.apply(model, units)
+    assert sorted(name for name, _ in activations.chosen(units)) == ["a.layers.0", "b.layers.0", "b.layers.1"]
+    assert not activations.is_checkpointed(model["a"])
+    assert not isinstance(model["a"].layers[0].forward.forward, activations.CheckpointedForward)
+
+
+def test_a_model_without_such_modules_is_refused():
+    with pytest.raises(ValueError, match="wrap chooses none"):
+        activations.apply(Model(), [])
+
+
+def test_a_model_that_does_it_by_itself_is_refused():
+    model = SimpleNamespace(is_gradient_checkpointing=True)
+    with pytest.raises(ValueError, match="keep one of them"):
+        activations.apply(model, [("a", nn.Linear(1, 1))])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("regional", [False, True], ids=["the model", "its blocks"])
+def test_compiled_modules_compute_again_too(backend, regional):
+    plain, again = Model(), Model()
+    activations.apply(again, units_of(again, "Block"))
+    for module in again.layers if regional else [again]:
+        module.compile(backend=backend)
+    for layer in [*plain.layers, *again.layers]:
+        layer.drop.p = 0.0  # the compiler draws in another order
+    torch.testing.assert_close(gradients(again), gradients(plain))
+    if backend == "aot_eager":
+        assert saved_bytes(again) < saved_bytes(plain)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+def test_sharded_modules_have_the_same_gradients(reshard, nested, pair):
+    def trained(reshard, nested):
+        Accelerator()
+        found = []
+        for again in (False, True):
+            model = Model()
+            units = units_of(model, "Block,Linear" if nested else "Block")
+            if again:
+                activations.apply(model, units_of(model, "Block"))
+            for _, module in units:
+                fully_shard(module, reshard_after_forward=reshard)
+            fully_shard(model)
+            found.append(gradients(model))
+            found.append(gradients(model))
+        return found
+
+    for plain, twice, again, again_twice in pair.run(trained, reshard, nested):
+        torch.testing.assert_close(again, plain, rtol=0, atol=0)
+        torch.testing.assert_close(again_twice, twice, rtol=0, atol=0)

@@ -1,0 +1,40 @@
+"""Which buffers are the first rank's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel_runtime.parallel.buffers import FirstRanks
+
+
+def test_what_is_saved_travels_together_and_tables_stay():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("table", torch.zeros(9), persistent=False)
+    model.register_buffer("none", None)
+    sent = []
+
+    def broadcast(tensor):
+        sent.append(tensor.numel())
+        return tensor + 1
+
+    FirstRanks(model, broadcast).take_over()
+    assert sorted(sent) == [1, 4]
+    assert model.running_mean.tolist() == [1, 1]
+    assert model.running_var.tolist() == [2, 2]
+    assert model.num_batches_tracked.item() == 1
+    assert model.table.tolist() == [0] * 9
+
+
+def test_a_buffer_that_is_another_tensor_now_travels_too():
+    model = nn.BatchNorm1d(2)
+    shared = FirstRanks(model, lambda tensor: tensor + 1)
+    model.running_mean = torch.full((2,), 5.0)
+    shared.take_over()
+    assert model.running_mean.tolist() == [6, 6]
+
+
+def test_what_has_no_values_stays():
+    model = nn.BatchNorm1d(2, device="meta")
+    FirstRanks(model, lambda _: None).take_over()
+    assert model.running_mean.is_meta

@@ -1,0 +1,146 @@
+"""What a sharded model computes, averages and gives back in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from accel_runtime import Accelerator, FullyShardedDataParallelPlugin
+from accel_runtime.env import FullyShard
+from accel_runtime.parallel.precision import apart, own_parameters, policy_of, refuse_mixtures, within
+from accel_runtime.parallel.wrapping import units_of
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+class Block(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4), norm(4)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((x.dtype, self.up.weight.dtype, self.norm.weight.dtype))
+        return self.norm(self.up(x)).relu()
+
+
+class Model(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(norm) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("asked", "computes_in", "own", "wanted"),
+    [
+        ({}, None, FP32, (None, None, None)),
+        ({}, BF16, FP32, (BF16, FP32, None)),
+        ({}, FP16, FP32, (FP16, FP32, None)),
+        ({}, None, BF16, (None, FP32, None)),
+        ({}, BF16, BF16, (BF16, FP32, None)),
+        ({}, None, FP64, (None, None, None)),
+        ({"reduce_dtype": "bf16"}, BF16, FP32, (BF16, BF16, None)),
+        ({"param_dtype": "fp32"}, BF16, FP32, (FP32, FP32, None)),
+        ({"param_dtype": "bf16", "output_dtype": "fp32"}, None, FP32, (BF16, FP32, FP32)),
+    ],
+)
+def test_what_is_not_asked_for_is_exact(asked, computes_in, own, wanted):
+    policy = policy_of(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == wanted
+    assert policy.cast_forward_inputs
+    assert within(policy).output_dtype is None
+
+
+def test_batch_normalisations_keep_the_format_of_their_statistics():
+    model = Model(nn.BatchNorm1d)
+    units = units_of(model, "Block")
+    found, own = apart(model, MixedPrecisionPolicy(BF16, FP32), units)
+    assert [name for name, _ in found] == ["layers.0.norm", "layers.1.norm"]
+    assert own == MixedPrecisionPolicy(None, FP32, cast_forward_inputs=False)
+    assert apart(model, MixedPrecisionPolicy(), units)[0] == []
+    assert apart(model.bfloat16(), MixedPrecisionPolicy(BF16), units)[0] == []
+    assert apart(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
+
+
+def test_parameters_of_different_formats_are_refused_by_name():
+    model = Model().bfloat16()
+    for layer in model.layers:
+        layer.norm.float()
+    with pytest.raises(
+        ValueError, match=r"layers.0 of Model .*bfloat16: layers.0.up.weight.*float32: layers.0.norm"
+    ):
+        refuse_mixtures(model, units_of(model, "Block"))
+    with pytest.raises(ValueError, match=r"outside of what fully_shard.wrap chooses .* and 3 more"):
+        refuse_mixtures(model, [])
+    refuse_mixtures(model, units_of(model, "Block,LayerNorm"))
+    refuse_mixtures(model, units_of(model, "Block"), {p for la in model.layers for p in la.norm.parameters()})
+    for layer in model.layers:
+        layer.norm.requires_grad_(requires_grad=False)
+    refuse_mixtures(model, units_of(model, "Block"))
+
+
+def test_what_is_gathered_by_itself_is_not_gathered_twice():
+    model = Model()
+    units = units_of(model, "Block")
+    assert [name for name, _ in own_parameters(model, units)] == ["head.weight", "head.bias"]
+    assert len(own_parameters(model.layers[0], units)) == 4
+
+
+def trained(mixed_precision, policy, norm, dtype):
+    """One step; what blocks saw, what came out, and what the parameters and gradients are."""
+    plugin = FullyShardedDataParallelPlugin(
+        mixed_precision_policy=policy, transformer_cls_names_to_wrap=["Block"]
+    )
+    accelerator = Accelerator(mixed_precision=mixed_precision, fsdp_plugin=plugin)
+    torch.manual_seed(1)
+    model = accelerator.prepare(Model(norm).to(dtype))
+    out = model(torch.linspace(-1, 1, 32, dtype=dtype).view(8, 4))
+    accelerator.backward(out.float().square().mean())
+    norm_seen = accelerator.clip_grad_norm_(model.parameters(), 10.0)
+    return {
+        "blocks": [layer.seen[0] for layer in model.layers],
+        "out": out.dtype,
+        "parameters": {p.dtype for p in model.parameters()},
+        "gradients": {p.grad.dtype for p in model.parameters()},
+        "norm": norm_seen,
+    }
+
+
+CASES = {
+    "bf16": (("bf16", None, nn.LayerNorm, FP32), [(BF16, BF16, BF16)] * 2, FP32, FP32),
+    "no": (("no", None, nn.LayerNorm, FP32), [(FP32, FP32, FP32)] * 2, FP32, FP32),
+    "a half model": (("no", None, nn.LayerNorm, BF16), [(BF16, BF16, BF16)] * 2, BF16, BF16),
+    "a half model under bf16": (("bf16", None, nn.LayerNorm, BF16), [(BF16, BF16, BF16)] * 2, FP32, BF16),
+    "outputs stay": (("bf16", "bf16", nn.LayerNorm, FP32), [(BF16, BF16, BF16)] * 2, BF16, FP32),
+    "gathered whole": (
+        ("bf16", {"param_dtype": "fp32"}, nn.LayerNorm, FP32),
+        [(FP32, FP32, FP32)] * 2,
+        FP32,
+        FP32,
+    ),
+    "outputs wide inside halves": (
+        ("no", {"param_dtype": "bf16", "output_dtype": "fp32"}, nn.LayerNorm, FP32),
+        [(BF16, BF16, BF16)] * 2,
+        FP32,
+        FP32,
+    ),
+    "batch normalisation": (("bf16", None, nn.BatchNorm1d, FP32), [(BF16, BF16, FP32)] * 2, FP32, FP32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_computes_in_what_was_asked_for(case, pair):
+    given, blocks, out, kept = CASES[case]
+    for found in pair.run(trained, *given):
+        assert found["blocks"] == blocks
+        assert found["out"] == out
+        assert found["parameters"] == found["gradients"] == {kept}
+        assert found["norm"].isfinite()
