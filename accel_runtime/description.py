@@ -207,7 +207,6 @@ def origins(
         given: Which were given as an argument.
         environ: The environment they were read from.
     """
-
     told = dict(flat(Settings.from_env(environ)))
 
     def origin(name: str, value: object) -> str:

@@ -33,13 +33,13 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
             "ACCEL_DEVICE=xla (launcher.kind: xla does, with spmd: true), or leave ACCEL_SPMD out."
         )
     if settings.device == "xla":
-        from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
-
         if not settings.parallel.plain:
             raise ValueError(
                 "parallel: and fully_shard: divide models over torch.distributed, which XLA devices do not use: leave them out. "
                 "launcher.spmd: true shards a model over the XLA devices of a machine."
             )
+        from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
+
         return xla.connect(settings, topology, options or {})
     device = _device(settings.device, topology)
     if not settings.parallel.plain:

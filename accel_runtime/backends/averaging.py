@@ -1,8 +1,8 @@
-"""Gradients averaged at the end of a backward pass, and buffers made the first replica's, where programs are compiled."""
+"""Gradients averaged at the end of a backward pass, where nothing of torch's does it; and buffers made the first rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,25 +20,25 @@ _PASS = Call("backward()", CallSite("", 0, ""), anywhere=True)
 
 
 class Averaging:
-    """What makes a model average its gradients over the replicas, where it stands for DDP.
+    """What makes parameters average their gradients over the ranks, where it stands for DDP.
 
-    All gradients go together, once the last is there: the compiler of the device overlaps and joins the collectives of
-    one graph by itself, so nothing is gained by buckets.
+    All gradients go together, once the last is there: where programs are compiled, collectives of one graph are joined and
+    overlapped anyway, so nothing is gained by buckets.
 
     Args:
-        model: Its trainable parameters are those averaged.
+        named: The parameters by name; those that learn are averaged.
         average: Makes gradients their mean over the replicas, in place.
         agreement: Tells which parameters each replica has gradients of, since all must run the same program.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         average: Callable[[Sequence[torch.Tensor]], None],
         agreement: Agreement,
     ) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        learn = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._names, self._parameters = [name for name, _ in learn], [parameter for _, parameter in learn]
         self._average, self._agreement = average, agreement
         self._agreed: Sequence[bool] = ()
         self._held = 0

@@ -202,7 +202,11 @@ class Backend(ABC):
         """What replicates a model, in a word; `none` where nothing does."""
         return "none" if self.original(model) is model else type(model).__name__
 
-    def groups(self, model: nn.Module, computes_in: torch.dtype | None) -> tuple[GroupFacts, ...]:
+    def groups(
+        self,
+        model: nn.Module,  # noqa: ARG002 - whole here
+        computes_in: torch.dtype | None,  # noqa: ARG002
+    ) -> tuple[GroupFacts, ...]:
         """The parameters of a model by what is gathered together; empty where every rank has all of it.
 
         Args:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
+from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.distributed import Distributed
+from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.parallel import activations
+from accel_runtime.parallel.buffers import Changed
+from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
-from accel_runtime.parallel.sharding import Sharding
+from accel_runtime.parallel.report import groups_of
+from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.styles import divided_dimensions
 from accel_runtime.parallel.tensor import divide, plan_of
-from accel_runtime.parallel.wrapping import units_of
+from accel_runtime.parallel.verifying import Wanted, expected, verify
+from accel_runtime.parallel.wrapping import Units, units_of
 from accel_runtime.precision import FORMATS
 from accel_runtime.topology import Topology
 
@@ -52,8 +60,9 @@ class Sharded(Distributed):
         """The processes, as meshes."""
         self.data = self.mesh.data
         self._parallel, self._fully_shard = settings.parallel, settings.fully_shard
-        # torch can set it, and has no way to ask.
+        # The models divided here, and whether their backward passes combine gradients: torch does not tell.
         self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._averaging: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
         self._computes_in = FORMATS[settings.mixed_precision].dtype
 
     @property
@@ -79,18 +88,73 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        asked = self._fully_shard
+        asked, averages = self._fully_shard, self.mesh.sizes.averages
         units = units_of(model, asked.wrap) if self._parallel.shards or asked.activation_checkpointing else []
+        whole = ignored(model, asked.ignore) if averages else set()
+        parameters = expected(model, whole, shards=averages)
+        plan = plan_of(model, self._parallel.tp_plan) if self.mesh.tp is not None else ()
         if asked.activation_checkpointing:
             activations.apply(model, units)
         if self.mesh.tp is not None:
-            divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
-        if self.mesh.sizes.averages:
-            policy = policy_of(asked, self._computes_in, model.parameters())
-            Sharding(self.mesh.shard, asked, policy).apply(model, units if self._parallel.shards else [])
-        elif all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            model.to(self.device)
+            divide(model, self.mesh.tp, plan)
+        policies = self._shard(model, units if self._parallel.shards else []) if averages else {}
+        self._rest(model)
+        wanted = Wanted(
+            parameters,
+            self.mesh.shard if averages else None,
+            policies,
+            offload=averages and asked.cpu_offload,
+            again=tuple(name for name, _ in activations.chosen(units))
+            if asked.activation_checkpointing
+            else (),
+            layers={
+                part.name: frozenset(divided_dimensions(model.get_submodule(part.name), part.style))
+                for part in plan
+            },
+        )
+        verify(model, wanted)
         return model
+
+    def _rest(self, model: nn.Module) -> None:
+        """What is left to do for a model that is divided."""
+        if not self.mesh.sizes.averages and all(
+            not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+        ):
+            model.to(self.device)
+        self._syncs[model] = True
+        if any(True for _ in model.buffers()):
+            buffers = Buffers(lambda: self._syncs.get(model, True), Changed(self.broadcast).share)
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
+
+    def _shard(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
+        """Shard a model; the policies of the modules that are gathered by themselves."""
+        asked = self._fully_shard
+        whole = ignored(model, asked.ignore)
+        policy = policy_of(asked, self._computes_in, model.parameters())
+        policies = Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
+        for parameter in whole:
+            # torch leaves them where they are, and their gradients alone.
+            parameter.data = parameter.data.to(self.device)
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter in whole]
+        self._averaging[model] = Averaging(named, self._average, self.agreement)
+        return policies
+
+    @torch.no_grad()
+    def _average(self, gradients: Sequence[torch.Tensor]) -> None:
+        mesh = self.mesh.shard
+        for part in in_parts(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in part]) / mesh.size()
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(flat, group=mesh.get_group(dimension))
+            sizes = [gradient.numel() for gradient in part]
+            for gradient, mean in zip(part, torch.split(flat, sizes), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    @override
+    def settle(self) -> None:
+        # After a forward pass without a backward pass, gathered parameters stand where the sharded ones belong.
+        at_rest(self._syncs)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:
@@ -101,6 +165,10 @@ class Sharded(Distributed):
         told = ["fully_shard"] if isinstance(model, FSDPModule) else []
         told += ["tensor parallel"] if self.mesh.tp is not None else []
         return f"{' and '.join(told) or 'none'} ({self.mesh.sizes.told})"
+
+    @override
+    def groups(self, model: nn.Module, computes_in: torch.dtype | None) -> tuple[GroupFacts, ...]:
+        return groups_of(model, computes_in)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:
@@ -131,9 +199,16 @@ class Sharded(Distributed):
         before = self._syncs.get(model, True)
         self._set_syncing(model, wanted=wanted)
         try:
-            yield
+            with self._averaging_now(model, wanted=wanted):
+                yield
         finally:
             self._set_syncing(model, wanted=before)
+
+    def _averaging_now(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        averaging = self._averaging.get(model)
+        if averaging is None:
+            return nullcontext()
+        return averaging.released() if wanted else averaging.held()
 
     def _set_syncing(self, model: nn.Module, *, wanted: bool) -> None:
         self._syncs[model] = wanted

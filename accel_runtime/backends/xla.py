@@ -332,7 +332,7 @@ class Replicas(_Lazy, ByHosts):
         if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
             return model
         self._begin_alike([*model.parameters(), *model.buffers()])
-        averaging = Averaging(model, self._average, self.agreement)
+        averaging = Averaging(model.named_parameters(), self._average, self.agreement)
         self._averaging[model] = averaging
         if options.get("broadcast_buffers", True):
             buffers = Buffers(lambda: averaging.averages, self._alike)

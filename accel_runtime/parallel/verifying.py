@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ class Wanted:
     """Whether shards stay in host memory."""
     again: tuple[str, ...] = ()
     """Modules whose activations are computed again."""
-    layers: Mapping[str, bool] | None = None
-    """Modules that tensor parallel divides, and whether their weight is divided or only known to all ranks."""
+    layers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Modules that have a part in tensor parallel, and which of their parameters it divides."""
 
 
 def expected(model: nn.Module, ignored: Collection[nn.Parameter], *, shards: bool) -> dict[str, Expected]:
@@ -72,7 +72,7 @@ def verify(model: nn.Module, wanted: Wanted) -> None:
         *_parameters(model, wanted),
         *_policies(model, wanted),
         *_again(model, wanted.again),
-        *_layers(model, wanted.layers or {}),
+        *_layers(model, wanted.layers),
     ]
     if wrong:
         more = f"; and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
@@ -147,14 +147,18 @@ def _again(model: nn.Module, names: Collection[str]) -> Iterator[str]:
             yield f"{name} keeps its activations"
 
 
-def _layers(model: nn.Module, layers: Mapping[str, bool]) -> Iterator[str]:
+def _layers(model: nn.Module, layers: Mapping[str, frozenset[str]]) -> Iterator[str]:
     for name, divided in layers.items():
-        weight = getattr(model.get_submodule(name), "weight", None)
-        names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
-        if weight is None or not divided:
-            continue
-        if "tp" not in names or weight.placements[names.index("tp")].is_replicate():
-            yield f"{name} is not divided over tp"
+        own = dict(model.get_submodule(name).named_parameters(recurse=False))
+        for part in sorted(divided & own.keys()):
+            parameter = own[part]
+            names = (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
+            if "tp" not in names or _replicated(parameter, names.index("tp")):
+                yield f"{name}.{part} is not divided over tp"
+
+
+def _replicated(parameter: torch.Tensor, dimension: int) -> bool:
+    return isinstance(parameter, DTensor) and parameter.placements[dimension].is_replicate()
 
 
 def _name(dtype: torch.dtype) -> str:
