@@ -26,6 +26,7 @@ __all__ = [
     "OptionFacts",
     "ProcessFacts",
     "SchedulerFacts",
+    "class_of",
     "loader_facts",
     "model_facts",
     "origins",
@@ -239,7 +240,7 @@ def model_facts(
     dtypes = tuple(sorted({_name(parameter.dtype) for parameter in parameters}))
     averaged = tuple(sorted({_name(parameter.dtype) for parameter in learning}))
     return ModelFacts(
-        name=type(original).__name__,
+        name=class_of(original),
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in learning),
         dtypes=dtypes,
@@ -253,6 +254,14 @@ def model_facts(
         wrapping=wrapping,
         groups=groups,
     )
+
+
+def class_of(model: nn.Module) -> str:
+    """The name of a module's class, as the script knows it."""
+    name = type(model).__name__
+    # fully_shard puts a class of its own before the script's.
+    divided = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    return name.removeprefix("FSDP") if divided else name
 
 
 def loader_facts(loader: PreparedLoader, place: DataPlace, accumulation_steps: int) -> LoaderFacts:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from accel_runtime.description import GroupFacts
+from accel_runtime.description import GroupFacts, class_of
 from accel_runtime.parallel import activations
 from accel_runtime.parallel.precision import own_parameters
 from accel_runtime.parallel.wrapping import Units
@@ -84,13 +84,15 @@ def _groups(model: nn.Module, computes_in: torch.dtype | None) -> Iterator[Group
             param = getattr(gathered, "param_dtype", None)
             yield GroupFacts(
                 modules=(name,),
-                kind=_kind(module),
+                kind=class_of(module),
                 parameters=len(members),
                 elements=sum(member.numel() for member in members),
                 dtype=_name(dtype),
                 gradients=_name(dtype) if learns else "",
                 computes_in=_name(param or computes_in or dtype),
-                reduces_in=_name(gathered.reduce_dtype or param or dtype) if learns and gathered else "",
+                reduces_in=_name(getattr(gathered, "reduce_dtype", None) or param or dtype)
+                if learns and units
+                else "",
                 layout=layout,
                 bytes_here=sum(map(_bytes, members)),
                 computed_again=activations.is_checkpointed(module),
@@ -98,28 +100,16 @@ def _groups(model: nn.Module, computes_in: torch.dtype | None) -> Iterator[Group
 
 
 def _along(name: str, size: int, placement: Placement) -> str:
+    over = f"over {size} rank{'s' if size > 1 else ''} of {name}"
+    if placement.is_replicate() and name == "dp_replicate":
+        return f"{size} copies" if size > 1 else ""
     if placement.is_replicate():
-        return (
-            ("" if size == 1 else f"{size} copies")
-            if name == "dp_replicate"
-            else f"whole on {size} rank(s) of {name}"
-        )
+        return f"the same {over}"
     if placement.is_partial():
-        return f"to be added up over {size} rank(s) of {name}"
+        return f"to be added up {over}"
     dimension = getattr(placement, "dim", 0)
-    if name == "dp_shard":
-        along = f" along dimension {dimension}" if dimension else ""
-        return f"divided over {size} rank(s) of {name}{along}"
-    return f"dimension {dimension} divided over {size} rank(s) of {name}"
-
-
-def _kind(module: nn.Module) -> str:
-    # fully_shard puts a class of its own before the module's.
-    return (
-        type(module).__name__.removeprefix("FSDP")
-        if isinstance(module, FSDPModule)
-        else type(module).__name__
-    )
+    along = "" if name == "dp_shard" and dimension == 0 else f" along dimension {dimension}"
+    return f"divided {over}{along}"
 
 
 def _bytes(parameter: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from accel_runtime.description import class_of
 from accel_runtime.parallel import activations
 from accel_runtime.parallel.report import state_of
 
@@ -77,7 +78,7 @@ def verify(model: nn.Module, wanted: Wanted) -> None:
     if wrong:
         more = f"; and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
         raise RuntimeError(
-            f"{type(model).__name__} is not divided as it was asked for: {'; '.join(wrong[:_TOLD])}{more}. "
+            f"{class_of(model)} is not divided as it was asked for: {'; '.join(wrong[:_TOLD])}{more}. "
             "Has the script changed the model, or sharded a part of it by itself? Leave that to prepare()"
         )
 
