@@ -133,6 +133,11 @@ class Gradients:
             self._groups, self._grouped = groups(models, optimizers), size
         return self._groups
 
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The prepared models, as the script made them."""
+        return [self._backend.original(model) for model in self._models]
+
     def names(self) -> dict[nn.Parameter, str]:
         """Every parameter of what is prepared, with the name it has in a checkpoint."""
         return parameter_names(self._models, self._optimizers, self._backend.original)

@@ -5,13 +5,14 @@ Standard library only: the launcher refuses with it what cannot be before anythi
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["FSDP1", "FullyShard", "Number", "Parallel", "SettingsError", "check_layout", "fsdp1"]
+__all__ = ["FSDP1", "STYLES", "FullyShard", "Number", "Parallel", "SettingsError", "check_layout", "fsdp1"]
 
 Number = Literal["auto", "fp32", "bf16", "fp16"]
 """A number format of sharded parameters; what `auto` is stands with the field."""
@@ -19,6 +20,13 @@ _WORDS = frozenset({"auto", "none"})
 """What `wrap` may say instead of classes or a number."""
 _WITHOUT_SHARDS = frozenset({"wrap", "activation_checkpointing"})
 """Options that say something of a model whose layers are divided, and whose parameters are not sharded."""
+
+STYLES = (
+    "colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
+    "replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input", "sequence_parallel",
+    "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
+)  # fmt: skip
+"""What a module may do under tensor parallel; how, is in `accel_runtime.parallel.styles`."""
 
 FSDP1: Mapping[str, str] = MappingProxyType({
     "sharding_strategy": "say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the "
@@ -37,7 +45,8 @@ FSDP1: Mapping[str, str] = MappingProxyType({
     "offload_params": "say cpu_offload: true",
     "mixed_precision": "say param_dtype, reduce_dtype and output_dtype",
     "mixed_precision_policy": "say param_dtype, reduce_dtype and output_dtype",
-    "cpu_ram_efficient_loading": "create the model on the meta device; leave it out",
+    "cpu_ram_efficient_loading": "create the model on the meta device, and let accelerator.load_model() read the file; leave it "
+    "out",
     "version": "there is only version 2; leave it out",
 })  # fmt: skip
 """Words of FSDP1 and of Accelerate's plugin for it, in place of which `fully_shard:` says something else."""
@@ -85,6 +94,10 @@ class Parallel:
                 raise SettingsError(
                     "parallel.tp_plan must be pairs like layers.*.up=colwise, without commas or spaces in them; it has "
                     f"{pattern!r} and {style!r}"
+                )
+            if style not in STYLES:
+                raise SettingsError(
+                    f"parallel.tp_plan must have styles for modules; {pattern} has {style!r}{_meant(style)}"
                 )
 
     @property
@@ -219,6 +232,11 @@ def _divides(reshard: bool | int, shards: int) -> bool:
 def _travels(text: str) -> bool:
     """Whether a text comes through a variable that has commas between texts."""
     return bool(text) and not any(letter in {",", "\0"} or letter.isspace() for letter in text)
+
+
+def _meant(style: str) -> str:
+    meant = difflib.get_close_matches(style, STYLES, n=1)
+    return f"; did you mean {meant[0]}?" if meant else f"; styles are {', '.join(STYLES)}"
 
 
 def _is_wrap(text: str) -> bool:

@@ -30,6 +30,8 @@ class DataPlace:
     """Number of parts."""
     copies: int = 1
     """Ranks that have the same part, one after the other: those that divide its computation among them."""
+    sequences: int = 1
+    """Of the copies, how many have different places of each sequence; they are `copies // sequences` ranks apart."""
 
     def of(self, rank: int) -> int:
         """The part of another rank."""

@@ -11,7 +11,19 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from benchmarks import between, checkpoints, commands, forked, gradients, imports, inside, skip, start, xla
+from benchmarks import (
+    between,
+    checkpoints,
+    commands,
+    forked,
+    gradients,
+    imports,
+    inside,
+    sharding,
+    skip,
+    start,
+    xla,
+)
 from benchmarks.bench import ACCELERATE, Bench, accelerate_environment
 from benchmarks.report import Table
 
@@ -26,6 +38,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "dispatch": between.measure_dispatch,
     "skip": skip.measure,
     "gradients": gradients.measure,
+    "sharding": sharding.measure,
     "imports": imports.measure,
     "checkpoints": checkpoints.measure,
     "xla": xla.measure,

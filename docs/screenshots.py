@@ -106,6 +106,7 @@ def wizard() -> Iterator[list[Text]]:
         yield terminal.shown()
         terminal.type(_ENTER)
         terminal.answer("Mixed precision?", _ENTER)
+        terminal.answer("fit on one device?", _ENTER)
         terminal.answer("Write home", _ENTER)
         terminal.end()
         yield terminal.shown()

@@ -215,7 +215,7 @@ def import_(
         store.write(target, text)
         console.note(f"{target} is written")
         return
-    imported = accelerate.convert(found.data, str(file))
+    imported = accelerate.convert(found.data, str(file), accelerate.named(found.data, file.parent))
     _check([layer(imported.data, target)])
     store.write(target, store.render(imported.data))
     console.table(("IN THE FILE", "IN ACCEL"), imported.mapped)

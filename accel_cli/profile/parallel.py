@@ -13,6 +13,8 @@ from accel_runtime.env import FullyShard, Number, Parallel, SettingsError, neare
 
 __all__ = ["FullyShardSection", "ParallelSection"]
 
+_WRAPS = "expected auto, none, a number of parameters above 0, or names of classes"
+
 
 def _size(value: int | str) -> int | str:
     if isinstance(value, int) and value < 1:
@@ -20,20 +22,22 @@ def _size(value: int | str) -> int | str:
     return value
 
 
-def _wrap(value: int | str | list[str]) -> int | str | list[str]:
+def _wrap(value: Any) -> Any:
     """Only what `fully_shard` is told the same by any way of writing it; a number as a number."""
-    if isinstance(value, list) and (not value or any("," in name or name.isdigit() for name in value)):
-        raise ValueError("expected auto, none, a number of parameters above 0, or names of classes")
+    names = value if isinstance(value, list) else [value]
+    kinds = {type(name) for name in names}
+    if not names or not kinds <= {str, int} or (isinstance(value, list) and not all(map(_is_class, names))):
+        raise ValueError(_WRAPS)
     text = _wrapped(value)
     try:
         FullyShard(wrap=text)
     except SettingsError:
-        raise ValueError(
-            f"expected auto, none, a number of parameters above 0, or names of classes{_meant(text)}"
-        ) from None
-    if isinstance(value, list) and text in {"auto", "none"}:
-        raise ValueError(f"{text} stands alone, not in a list")
+        raise ValueError(f"{_WRAPS}{_meant(text)}") from None
     return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _is_class(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and name not in {"auto", "none"}
 
 
 def _meant(text: str) -> str:
@@ -45,8 +49,8 @@ def _wrapped(value: int | str | list[str]) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _reshards(value: bool | int) -> bool | int:
-    if not isinstance(value, bool) and value <= 1:
+def _reshards(value: Any) -> Any:
+    if not isinstance(value, int) or (not isinstance(value, bool) and value <= 1):
         raise ValueError("expected true, false, or a number of processes above 1")
     return value
 
@@ -159,7 +163,7 @@ class FullyShardSection(Section):
                 ]
             }
         ),
-        AfterValidator(_wrap),
+        BeforeValidator(_wrap),
     ] = "auto"
     reshard_after_forward: Annotated[
         bool | int,
@@ -168,7 +172,7 @@ class FullyShardSection(Section):
             description="Whether gathered parameters go after the forward pass and are gathered again for the backward pass "
             "(less memory); a number shards over so many processes in between.",
         ),
-        AfterValidator(_reshards),
+        BeforeValidator(_reshards),
     ] = True
     param_dtype: Annotated[
         Number,

@@ -17,6 +17,7 @@ __all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
 
 _WORDS = {
     "int_type": "expected a whole number",
+    "bool_type": "expected true or false",
     "float_type": "expected a number",
     "string_type": "expected text",
     "dict_type": "expected keys and values",

@@ -19,13 +19,14 @@ from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.parallel import activations
-from accel_runtime.parallel.buffers import Changed
+from accel_runtime.parallel.buffers import FirstRanks
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.report import groups_of
 from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.states import divide_loaded
 from accel_runtime.parallel.styles import divided_dimensions
 from accel_runtime.parallel.tensor import divide, plan_of
 from accel_runtime.parallel.verifying import Wanted, expected, verify
@@ -123,7 +124,8 @@ class Sharded(Distributed):
             model.to(self.device)
         self._syncs[model] = True
         if any(True for _ in model.buffers()):
-            buffers = Buffers(lambda: self._syncs.get(model, True), Changed(self.broadcast).share)
+            shared = FirstRanks(model, self.broadcast)
+            buffers = Buffers(lambda: self._syncs.get(model, True), lambda _: shared.take_over())
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
 
@@ -169,6 +171,10 @@ class Sharded(Distributed):
     @override
     def groups(self, model: nn.Module, computes_in: torch.dtype | None) -> tuple[GroupFacts, ...]:
         return groups_of(model, computes_in)
+
+    @override
+    def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
+        divide_loaded(optimizer)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.manifest import Stored
+from accel_runtime.parallel.boxes import part_of
 
 __all__ = [
     "fitting",
@@ -74,6 +75,8 @@ def write(value: Any, live: Any) -> None:
     """Copy into a live tensor what was read elsewhere, where it fits."""
     if not is_tensor(live) or not is_tensor(value) or live.shape != value.shape:
         return
+    if is_sharded(live) and not is_sharded(value):
+        value = part_of(value, live, "the tensor")
     if not _same_memory(live, value):
         live.detach().copy_(value)
 

@@ -33,9 +33,11 @@ class Loading:
         rank: This rank.
         world_size: How many there are.
         strict: False leaves out what does not fit, and says so.
+        copies: How many ranks have the same part of every batch.
     """
 
-    def __init__(self, share: Share, rank: int, world_size: int, *, strict: bool) -> None:
+    def __init__(self, share: Share, rank: int, world_size: int, *, strict: bool, copies: int = 1) -> None:
+        self._copies = copies
         self._share, self._rank, self._world_size, self._strict = share, rank, world_size, strict
         self._disk = Disk()
         self._lock: int | None = None
@@ -110,7 +112,7 @@ class Loading:
             CheckpointError: Something does not fit or is damaged; nothing was changed. If nevertheless something fails
                 after that, the message says that the state is neither the old nor the new.
         """
-        states = States(found, self._rank, self._world_size)
+        states = States(found, self._rank, self._world_size, self._copies)
         left_out = self._own(lambda: self._fit(found, states, items))
         wanted = [item for item in items if item.name in found.manifest.items]
         if not self._verified:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.live import fitting, is_sharded, is_tensor, memory, named, some, unlike, write
 from accel_runtime.checkpoint.manifest import Stored
+from accel_runtime.parallel.materializing import Memory, empty
 
 __all__ = ["Model"]
 
@@ -24,19 +25,28 @@ class Model(Item):
         model: The script's own module.
         state: Its state, where hooks of the script have had a say in it.
         strict: False takes what fits, and leaves the rest as it is.
+        memory: Where a model without memory gets it when it is loaded.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, state: dict[str, Any] | None = None, *, strict: bool = True
+        self,
+        name: str,
+        model: nn.Module,
+        state: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__(name)
-        self._model, self._strict = model, strict
+        self._model, self._strict, self._memory = model, strict, memory
         self._state = model.state_dict() if state is None else state
 
     @property
     @override
     def about(self) -> str:
-        return type(self._model).__qualname__
+        # `fully_shard` makes a class of its own out of that of the script.
+        kind = type(self._model)
+        return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__qualname__
 
     @override
     def tree(self) -> Any:
@@ -59,6 +69,9 @@ class Model(Item):
 
     @override
     def targets(self, text: Any, tensors: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        if self._memory is not None and empty(self._model):
+            self._memory.materialize(self._model)
+            self._state = self._model.state_dict()
         return fitting(named(text, self._state), tensors)
 
     @override

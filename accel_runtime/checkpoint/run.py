@@ -14,12 +14,15 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint import random, window
 from accel_runtime.checkpoint.items import Item, Loader, Stateful
+from accel_runtime.checkpoint.live import is_sharded, name_of
+from accel_runtime.checkpoint.manifest import Stored
 from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.names import parameter_names
 from accel_runtime.checkpoint.optimizers import Optimizer
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.materializing import Memory
 from accel_runtime.precision import Precision
 from accel_runtime.scheduler import PreparedScheduler
 
@@ -43,6 +46,8 @@ class Run:
     accumulation: Accumulation
     gradients: Gradients
     registered: Sequence[Any]
+    memory: Memory | None = None
+    """Where models without memory get theirs when they are loaded."""
 
     @property
     def step(self) -> int:
@@ -85,6 +90,7 @@ class Run:
                 self.backend.original(model),
                 None if states is None else states[index],
                 strict=strict,
+                memory=self.memory,
             )
             for index, model in enumerate(self.models)
             if index not in without and (states is None or index in states)
@@ -101,7 +107,10 @@ class Run:
         items += [Loader(_numbered("loader", index), loader) for index, loader in enumerate(self.loaders)]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
-        items += [Window(self.accumulation, self.gradients), Counters(self.optimizers)]
+        items += [
+            Window(self.accumulation, self.gradients, self.backend.data.copies),
+            Counters(self.optimizers),
+        ]
         items.append(Random(self.backend))
         return items
 
@@ -128,13 +137,24 @@ class Window(Item):
 
     every_rank = True
 
-    def __init__(self, accumulation: Accumulation, gradients: Gradients) -> None:
+    def __init__(self, accumulation: Accumulation, gradients: Gradients, copies: int) -> None:
         super().__init__("window")
-        self._accumulation, self._gradients = accumulation, gradients
+        self._accumulation, self._gradients, self._copies = accumulation, gradients, copies
 
     @override
     def tree(self) -> Any:
-        return window.captured(self._accumulation, self._gradients)
+        return window.captured(self._accumulation, self._gradients, self._copies)
+
+    @override
+    def targets(self, text: Any, tensors: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+        parameters = {name: parameter for parameter, name in self._gradients.names().items()}
+        found = {}
+        for name in text.get("averaged", ()):
+            stored, parameter = name_of(text["gradients"].get(name)), parameters.get(name)
+            if stored in tensors and is_sharded(parameter) and parameter is not None:
+                dtype = getattr(torch, tensors[stored].dtype)
+                found[stored] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return found
 
     @override
     def restore(self, tree: Any) -> None:
@@ -142,7 +162,7 @@ class Window(Item):
 
     @override
     def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
-        return window.merged(trees, world_size)
+        return window.merged(trees, world_size, self._copies)
 
 
 class Random(Item):

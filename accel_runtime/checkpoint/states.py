@@ -16,6 +16,7 @@ from accel_runtime.checkpoint.items import Item
 from accel_runtime.checkpoint.manifest import Stored, own_name
 from accel_runtime.checkpoint.reader import Reader, dtype_of
 from accel_runtime.checkpoint.values import unpacked
+from accel_runtime.checkpoint.window import copies_of
 
 __all__ = ["States"]
 
@@ -27,13 +28,15 @@ class States:
         found: The checkpoint.
         rank: The rank that loads.
         world_size: How many there are.
+        copies: How many of them have the same part of every batch.
     """
 
-    def __init__(self, found: Found, rank: int, world_size: int) -> None:
+    def __init__(self, found: Found, rank: int, world_size: int, copies: int = 1) -> None:
         self._found, self._manifest = found, found.manifest
         self._rank, self._world_size = rank, world_size
-        self.moved = self._manifest.world_size != world_size
-        """Whether another number of ranks saved them."""
+        before = copies_of(self._text("window", 0)) if "window" in self._manifest.items else copies
+        self.moved = self._manifest.world_size != world_size or before != copies
+        """Whether another number of ranks saved them, or ranks that shared batches in another way."""
 
     def wrong(self, item: Item) -> list[str]:
         """Why an item's state does not fit; a sentence each.
@@ -68,27 +71,36 @@ class States:
 
     def read(self, items: Sequence[Item]) -> dict[str, Any]:
         """The states by item, with tensors read into the live ones where an item says so."""
-        plain = [item for item in items if not self._divided(item)]
+        # What differed from rank to rank, and of which that of the first will do, is read into place too.
+        ranks = {
+            item.name: 0 if self._divided(item) else self._rank
+            for item in items
+            if not (self.moved and item.every_rank)
+        }
         targets: dict[str, torch.Tensor] = {}
-        for item in plain:
-            told, names = self._tensors(item.name, self._rank), self._names(item.name, self._rank)
-            rooms = item.targets(self._text(item.name, self._rank), told)
+        for item in (item for item in items if item.name in ranks):
+            rank = ranks[item.name]
+            told, names = self._tensors(item.name, rank), self._names(item.name, rank)
+            rooms = item.targets(self._text(item.name, rank), told)
             for name, stored in told.items():
                 targets[names[name]] = rooms[name] if name in rooms else _empty(stored)
         self._fetch(targets)
-        trees = {item.name: self._put_together(item.name, self._rank, targets) for item in plain}
+        trees = {name: self._put_together(name, rank, targets) for name, rank in ranks.items()}
         for item in items:
             if item.name not in trees:
-                every = [self._of(item.name, rank) for rank in self._ranks(item)]
-                trees[item.name] = item.merged(every, self._rank, self._world_size)
+                trees[item.name] = item.merged(self._of_all(item.name), self._rank, self._world_size)
         return trees
 
-    def _of(self, item: str, rank: int) -> Any:
-        """What a rank of those that saved had."""
-        names = self._names(item, rank)
-        targets = {names[name]: _empty(stored) for name, stored in self._tensors(item, rank).items()}
-        self._fetch(targets)
-        return self._put_together(item, rank, targets)
+    def _of_all(self, item: str) -> list[Any]:
+        """What each rank of those that saved had; a tensor that they had in common is one."""
+        found: dict[str, torch.Tensor] = {}
+        for rank in range(self._manifest.world_size):
+            names = self._names(item, rank)
+            new = {names[name]: stored for name, stored in self._tensors(item, rank).items()}
+            targets = {name: _empty(stored) for name, stored in new.items() if name not in found}
+            self._fetch(targets)
+            found |= targets
+        return [self._put_together(item, rank, found) for rank in range(self._manifest.world_size)]
 
     def _put_together(self, item: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> Any:
         known = {name: tensors[there] for name, there in self._names(item, rank).items()}

@@ -168,7 +168,12 @@ class _Packer:
 
 def _memory(tensor: torch.Tensor) -> Any:
     """What tied tensors have in common, and nobody else."""
-    if hasattr(tensor, "device_mesh") or not tensor.numel() or not tensor.data_ptr():
+    if hasattr(tensor, "device_mesh"):
+        # A rank may have an empty part, and all must find the same: not the address, but the storage itself.
+        own: Any = tensor
+        part = own._local_tensor  # noqa: SLF001
+        return part.untyped_storage()._cdata, part.storage_offset(), tuple(tensor.shape), own.placements  # noqa: SLF001
+    if not tensor.numel() or not tensor.data_ptr():
         return id(tensor)
     same = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
     return *same, tensor.is_conj(), tensor.is_neg()

@@ -10,26 +10,45 @@ from torch import nn
 
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.live import is_sharded
 from accel_runtime.gradients import Gradients
+from accel_runtime.parallel.boxes import part_of
+from accel_runtime.parallel.unreduced import hold, unreduced
 from accel_runtime.weights import Group
 
-__all__ = ["captured", "merged", "restored"]
+__all__ = ["captured", "copies_of", "merged", "restored"]
 
 Tree = dict[str, Any]
 
 
-def captured(accumulation: Accumulation, gradients: Gradients) -> Tree:
+def captured(accumulation: Accumulation, gradients: Gradients, copies: int = 1) -> Tree:
     """What of a window the next backward passes need.
 
     Gradients are kept as long as no optimizer has used them. Of used ones it is only kept which there are: an optimizer
-    leaves out a parameter without a gradient, and does not leave out one whose gradient is zeros.
+    leaves out a parameter without a gradient, and does not leave out one whose gradient is zeros. What sharded models hold
+    back until the window ends is kept by itself.
+
+    Args:
+        accumulation: Counts the window.
+        gradients: Knows the parameters.
+        copies: How many ranks have the same part of every batch.
 
     Returns:
         Numbers, text and tensors. The tensors are the live ones.
+
+    Raises:
+        CheckpointError: A gradient cannot be kept exactly.
     """
-    present = {name: p.grad for p, name in gradients.names().items() if p.grad is not None}
+    names = gradients.names()
+    present = {name: p.grad for p, name in names.items() if p.grad is not None}
     fresh = accumulation.fresh
-    return {
+    held = {} if fresh else {names[p]: gradient for p, gradient in unreduced(gradients.models).items()}
+    divided = {
+        "copies": copies if copies > 1 else None,
+        "averaged": [] if fresh else [name for name, gradient in present.items() if is_sharded(gradient)],
+        "unreduced": held,
+    }
+    return {key: value for key, value in divided.items() if value} | {
         "accumulation": accumulation.state_dict(),
         "unit": gradients.weights.unit,
         "used": list(present) if fresh else [],
@@ -47,11 +66,16 @@ def restored(tree: Tree, accumulation: Accumulation, gradients: Gradients) -> No
     names = gradients.names()
     _check(tree, names)
     used = set(tree["used"])
+    later = {}
     for parameter, name in names.items():
-        if name in tree["gradients"]:
-            parameter.grad = _placed(tree["gradients"][name], parameter)
-        else:
+        now, held = _parted(tree, name, divided=is_sharded(parameter))
+        if held is not None:
+            later[parameter] = held
+        if now is None:
             parameter.grad = torch.zeros_like(parameter) if name in used else None
+        else:
+            parameter.grad = _placed(now, parameter)
+    hold(gradients.models, later)
     unit = tree["unit"]
     gradients.weights.unit = _scalar(unit, gradients.device)
     for name, group in _groups(gradients):
@@ -60,7 +84,25 @@ def restored(tree: Tree, accumulation: Accumulation, gradients: Gradients) -> No
     accumulation.load_state_dict(tree["accumulation"])
 
 
-def merged(trees: Sequence[Tree], world_size: int) -> Tree:
+def _parted(tree: Tree, name: str, *, divided: bool) -> tuple[Any, Any]:
+    """A parameter's gradient that the ranks have in common, and the one that each holds back until the window ends.
+
+    A parameter that is not divided has both in one place, as has a rank that averages whole gradients.
+    """
+    now, held = tree["gradients"].get(name), tree.get("unreduced", {}).get(name)
+    if divided and now is not None and name not in tree.get("averaged", ()):
+        return None, now if held is None else now + held
+    if not divided and held is not None:
+        return held if now is None else now + held, None
+    return now, held
+
+
+def copies_of(text: Any) -> int:
+    """How many ranks had the same part of every batch where a window was saved; its JSON, or the tree."""
+    return int(text.get("copies", 1)) if isinstance(text, dict) else 1
+
+
+def merged(trees: Sequence[Tree], world_size: int, copies: int = 1) -> Tree:
     """The window of every rank of another world size, so that the step that ends it is the one it would have been.
 
     The gradients of a step are the mean over the ranks. With the old ranks' mean held on each of the new ones, what
@@ -71,10 +113,23 @@ def merged(trees: Sequence[Tree], world_size: int) -> Tree:
     Args:
         trees: What `captured` gave on the old ranks, in their order.
         world_size: The new one.
+        copies: How many of the new ranks have the same part of every batch.
+
+    Raises:
+        CheckpointError: Gradients have weights in them, which ranks with the same batch have counted each for itself, and
+            there are as many of such no more.
     """
     held = [tree["gradients"] for tree in trees]
+    back = [tree.get("unreduced", {}) for tree in trees]
     books = [tree["weights"] for tree in trees]
+    if any(books) and copies_of(trees[0]) != copies:
+        raise CheckpointError(
+            f"window: it was saved half-way through an accumulation window of backward(weight=...), by ranks of which "
+            f"{copies_of(trees[0])} had the same batch, and here {copies} have: load it on such a mesh, or save at the end of a "
+            "window"
+        )
     return trees[0] | {
+        "unreduced": {name: _mean([gradients.get(name) for gradients in back]) for name in _names(back)},
         "used": _names([tree["used"] for tree in trees]),
         "gradients": {name: _mean([gradients.get(name) for gradients in held]) for name in _names(held)},
         "weights": {
@@ -102,7 +157,7 @@ def _books(gradients: Gradients) -> Iterator[tuple[str, dict[str, torch.Tensor |
 
 def _check(tree: Tree, names: dict[nn.Parameter, str]) -> None:
     shapes = {name: list(parameter.shape) for parameter, name in names.items()}
-    for name, gradient in tree["gradients"].items():
+    for name, gradient in (*tree["gradients"].items(), *tree.get("unreduced", {}).items()):
         shape = list(gradient["shape"] if isinstance(gradient, dict) else gradient.shape)
         if name not in shapes:
             raise CheckpointError(
@@ -130,6 +185,8 @@ def _plain(gradient: torch.Tensor) -> Any:
 def _placed(gradient: Any, parameter: nn.Parameter) -> torch.Tensor:
     if isinstance(gradient, dict):
         return _sparse(gradient).to(parameter.device)
+    if is_sharded(parameter) and not is_sharded(gradient):
+        return part_of(gradient, parameter, "the gradient")
     # In the parameter's own strides, as autograd makes it.
     return torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
@@ -146,6 +203,9 @@ def _sparse(parts: dict[str, Any]) -> torch.Tensor:
 
 def _mean(gradients: list[Any]) -> Any:
     """The mean over the ranks; one without a gradient has zeros."""
+    if all(one is gradients[0] for one in gradients):
+        # The ranks had it in common.
+        return gradients[0]
     there = [_sparse(one) if isinstance(one, dict) else one for one in gradients if one is not None]
     dtype = torch.promote_types(there[0].dtype, torch.float32)
     # Divided first, as DDP does: the sum may be larger than the numbers go.

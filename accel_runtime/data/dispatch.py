@@ -16,6 +16,7 @@ from accel_runtime.data.sampling import Sharding
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Stream
 from accel_runtime.exchange.samples import scatter_object
+from accel_runtime.randomness import alike, in_force, kept, restore
 
 __all__ = ["DispatchError", "Dispatched"]
 
@@ -37,6 +38,15 @@ class _Failure(NamedTuple):
     """The first rank could not read."""
 
     text: str
+
+
+class _Parcel(NamedTuple):
+    """What a rank is sent."""
+
+    item: Handed | _Failure | None
+    """None at the end."""
+    states: dict[str, Any] | None = None
+    """What reading made of the first rank's random states, for those that compute one part with it."""
 
 
 class Dispatched(Source):
@@ -79,8 +89,10 @@ class Dispatched(Source):
         read = self._read(Loop(loop.epoch), start) if leads else iter(())
         last = False
         while not last:
-            items, error = _fetched(read, parts) if leads else (None, None)
-            item = scatter_object(items, self._backend)
+            parcels, error = self._fetched(read, parts) if leads else (None, None)
+            item, states = scatter_object(parcels, self._backend)
+            if states is not None:
+                restore(states)
             if error is not None:
                 raise error
             if isinstance(item, _Failure):
@@ -91,6 +103,23 @@ class Dispatched(Source):
             loop.share = item.share._replace(factor=sharding.weight(item.share.valid))
             last = item.share.last
             yield item.batch
+
+    def _fetched(
+        self, read: Iterator[list[Handed]], parts: list[int]
+    ) -> tuple[list[_Parcel], Exception | None]:
+        """The next items by rank, whose part is said, or what tells the others of the end or of a failure."""
+        copies = self._backend.data.copies
+        before = in_force() if copies > 1 else {}
+        error: Exception | None = None
+        items: list[Any] = [None] * len(parts)
+        try:
+            handed = next(read, None)
+            items = items if handed is None else [handed[part] for part in parts]
+        except Exception as failed:  # noqa: BLE001 - the others wait: whatever it is, they are told
+            items, error = [_Failure(f"{type(failed).__name__}: {failed}")] * len(parts), failed
+        after = in_force() if copies > 1 else {}
+        states = None if alike(before, after) else kept(after)
+        return [_Parcel(item, states if 0 < r < copies else None) for r, item in enumerate(items)], error
 
     @override
     def steps(self) -> int:
@@ -124,12 +153,3 @@ class Dispatched(Source):
                 del stand["random"]
             told = True
             yield [Handed(batch, share, stand) for batch in batches]
-
-
-def _fetched(read: Iterator[list[Handed]], parts: list[int]) -> tuple[list[Any], Exception | None]:
-    """The next items, or what tells the others of the end or of a failure; `parts` says which part each rank has."""
-    try:
-        items: list[Any] | None = next(read, None)
-    except Exception as error:  # noqa: BLE001 - the others wait: whatever it is, they are told
-        return [_Failure(f"{type(error).__name__}: {error}")] * len(parts), error
-    return [None if items is None else items[part] for part in parts], None

@@ -12,10 +12,12 @@ from accel_runtime import tree
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.source import Share
 from accel_runtime.exchange.agreement import here
+from accel_runtime.exchange.copies import each_once
 from accel_runtime.exchange.objects import deal_objects, share_objects
 from accel_runtime.exchange.structure import Survey, survey
 from accel_runtime.exchange.tensors import gather_tensors, known_rank, replaced
 from accel_runtime.exchange.validity import Steps, merged, trimmed
+from accel_runtime.topology import DataPlace
 
 __all__ = ["broadcast_object_list", "gather_object", "gather_valid", "scatter_object"]
 
@@ -23,7 +25,8 @@ __all__ = ["broadcast_object_list", "gather_object", "gather_valid", "scatter_ob
 def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_objects: bool = False) -> Any:
     """What all ranks computed for the samples of some steps: every sample once, in the dataset's order.
 
-    Of ranks that have the same part of every batch, the first one's counts.
+    Of ranks that have the same part of every batch, the first one's counts. Those that divide sequences have to give the
+    same.
 
     Args:
         data: As for `gather`: a rank's tensors hold its batches of these steps one after the other, with
@@ -40,15 +43,15 @@ def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_obje
 
     Raises:
         ValueError: A tensor's first dimension has nothing to do with the batches, so it is not known which
-            rows are repeats. Raised on every rank.
+            rows are repeats; or ranks that divide sequences gave different values. Raised on every rank.
         MismatchError: The ranks' data or calls differ. Raised on every rank.
         StallError: A rank does not come.
     """
-    if not backend.repeats:
+    if not backend.repeats and backend.data.sequences == 1:
         return data
     known = Steps.of(steps)
     found = survey(data)
-    if backend.data.world_size == 1:
+    if backend.data.world_size == backend.data.sequences == 1:
         return _of_one(data, known, found, as_objects=as_objects)
     if as_objects or found.stranger is not None or not found.tensors:
         return _gather_objects(data, known, backend, as_objects=as_objects)
@@ -56,10 +59,9 @@ def gather_valid(data: Any, steps: Sequence[Share], backend: Backend, *, as_obje
     gathered = gather_tensors(call, found, backend)
     kept = []
     for index, joined in enumerate(gathered.tensors):
-        rows = [counts[index] for counts in gathered.rows]
-        once = _once(joined, rows, backend.data.copies)
-        own = rows[:: backend.data.copies]
-        kept.append(known.kept(once, own) if found.specs[index].shape else once)
+        rows = [own[index] for own in gathered.rows]
+        once, counts = _once(joined, rows, backend.data)
+        kept.append(known.kept(once, counts) if found.specs[index].shape else once)
     return replaced(data, kept)
 
 
@@ -135,14 +137,17 @@ def _gather_objects(data: Any, steps: Steps, backend: Backend, *, as_objects: bo
     listed = as_objects and isinstance(data, (list, tuple))
     operation = f"gather_for_metrics of {'a list of ' if listed else ''}objects{_told(steps)}"
     everyone = share_objects(operation, tree.map_tensors(torch.Tensor.detach, data), backend.agreement)
-    everyone = everyone[:: backend.data.copies]
+    everyone = each_once(everyone, backend.data)
     joined = steps.entries(everyone) if listed else merged(everyone, steps)
     return tree.send(joined, backend.device)
 
 
-def _once(joined: torch.Tensor, rows: Sequence[int], copies: int) -> torch.Tensor:
-    """Without the rows of ranks whose part another rank has given already."""
-    return joined if copies == 1 else torch.cat(torch.split(joined, list(rows))[::copies])
+def _once(joined: torch.Tensor, rows: list[int], place: DataPlace) -> tuple[torch.Tensor, list[int]]:
+    """The rows of every part, without those of ranks that have one that was counted, and how many each part has."""
+    if place.copies == 1:
+        return joined, rows
+    pieces = each_once(torch.split(joined, rows), place)
+    return torch.cat(pieces), [len(piece) for piece in pieces]
 
 
 def _of_one(data: Any, steps: Steps, found: Survey, *, as_objects: bool) -> Any:

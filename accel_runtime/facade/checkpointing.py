@@ -6,6 +6,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from accel_runtime.exchange.objects import share_objects
 from accel_runtime.facade.processes import Processes
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.gathering import at_rest
+from accel_runtime.parallel.materializing import Memory, with_buffers
 from accel_runtime.precision import Precision
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.scheduler import PreparedScheduler
@@ -53,6 +56,7 @@ class Checkpointing(Processes):
     _gradients: Gradients
     _loaders: Mapping[int, PreparedLoader]
     _loaders_prepared: int
+    _memory: Memory
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
@@ -167,17 +171,20 @@ class Checkpointing(Processes):
         share = self._share("load_state")
         if input_dir is not None and share(self.process_index == 0 and recognised(Path(input_dir)))[0]:
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
-        loading = Loading(share, self.process_index, self.num_processes, strict=strict)
-        try:
+        loading = Loading(
+            share, self.process_index, self.num_processes, strict=strict, copies=self._backend.data.copies
+        )
+        with ExitStack() as stack:
+            stack.callback(loading.close)
             found = loading.open(partial(_chosen, self.project_configuration, input_dir), _text(input_dir))
             gone: list[int] = []
             if self._load_hooks:
                 loading.verify(found)
                 loading.run_hooks(lambda: gone.extend(self._taken(found.path)))
+            # Of models on the meta device: what no checkpoint has is computed, before anything changes.
+            together(share, lambda: self._compute_buffers(stack))
             loading.load(found, self._run().items(without=gone, strict=strict))
             self._backend.settle()
-        finally:
-            loading.close()
         if found.number is not None and input_dir is None:
             self.project_configuration.iteration = found.number + 1
         return found
@@ -271,6 +278,13 @@ class Checkpointing(Processes):
         if saving.finish(share) is not None:
             retention.prune(self._disk)
 
+    def _compute_buffers(self, stack: ExitStack) -> None:
+        for model in self._originals():
+            try:
+                stack.enter_context(with_buffers(model, self.device))
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+
     def _adopt(self, path: Path, share: Share, *, strict: bool) -> Found:
         run, gone = self._run(), self._taken(path)
         return adopt(path, run, run.items(without=gone, strict=strict), share, strict=strict)
@@ -283,6 +297,7 @@ class Checkpointing(Processes):
         return [index for index, model in enumerate(models) if not any(model is other for other in left)]
 
     def _run(self) -> Run:
+        at_rest(self._originals())
         return Run(
             self._backend,
             self._models,
@@ -293,6 +308,7 @@ class Checkpointing(Processes):
             self._accumulation,
             self._gradients,
             self._registered,
+            self._memory,
         )
 
     def _originals(self) -> list[nn.Module]:

@@ -66,11 +66,6 @@ class InForce(Processes):
         return self._backend.mesh.whole if self._backend.mesh is not None else None
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Which part of a global batch this process has, from 0."""
-        return self._backend.data.rank
-
-    @property
     def tensor_parallel_rank(self) -> int:
         """The place of this process among those that divide layers, from 0."""
         return self.process_index % self.settings.parallel.tp

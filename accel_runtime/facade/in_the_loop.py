@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel_runtime.accumulation import Accumulation, MicroBatch
@@ -14,6 +15,7 @@ from accel_runtime.backends import Backend
 from accel_runtime.data.loops import Loops
 from accel_runtime.gradients import Gradients
 from accel_runtime.options import AutocastKwargs
+from accel_runtime.parallel.context import divided, gathered
 from accel_runtime.precision import Precision
 
 __all__ = ["InTheLoop"]
@@ -85,6 +87,48 @@ class InTheLoop:
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, the next backward pass averages gradients, though the forward pass ran in `no_sync`."""
         return self._backend.sync_in_backward(model)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Inside, this process has its part of every sequence, and attention is exact over the whole of it.
+
+        Where sequences are not divided (`cp` is 1), nothing changes. Forward and backward pass belong inside; attention
+        has to be `torch.nn.functional.scaled_dot_product_attention`, as in torch's own layers.
+
+        Args:
+            buffers: Tensors with a dimension for the sequence: inputs, labels, positions. They are cut in place.
+            buffer_seq_dims: For each, which dimension that is.
+            no_restore_buffers: Those of them that stay cut at the end.
+
+        Raises:
+            ValueError: The arguments do not fit each other, a sequence cannot be divided equally, or a kind of attention
+                that would see a part only.
+        """
+        return divided(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers)
+
+    context_parallel = maybe_context_parallel
+
+    def gather_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole sequences out of the parts that `maybe_context_parallel` divided them into, with their gradients.
+
+        Args:
+            tensor: What was computed from a part, of equal shape on all processes that divide the sequence.
+            dim: The dimension of the sequence.
+
+        Raises:
+            ValueError: There is no such dimension.
+        """
+        return gathered(tensor, dim, self._sequence_group)
+
+    @property
+    def _sequence_group(self) -> dist.ProcessGroup | None:
+        """The processes that divide sequences; None where none are divided."""
+        mesh = self._backend.mesh
+        return None if mesh is None or mesh.cp is None else mesh.cp.get_group()
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The context in which operations outside a prepared model run in the chosen format.

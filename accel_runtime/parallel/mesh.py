@@ -40,7 +40,7 @@ class Sizes:
     def data(self, rank: int) -> DataPlace:
         """Which part of a global batch a rank has."""
         copies = self.cp * self.tp
-        return DataPlace(rank // copies, self.dp_replicate * self.dp_shard, copies)
+        return DataPlace(rank // copies, self.dp_replicate * self.dp_shard, copies, self.cp)
 
     @property
     def parameters(self) -> tuple[int, int, int]:

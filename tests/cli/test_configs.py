@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_cli import layout
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
 from accel_cli.profile.layers import file, resolve
@@ -16,12 +17,15 @@ EXPECTED = {
     "bf16": ("torchrun", 1, 4, "cuda", "bf16"),
     "cpu": ("single", 1, 1, "cpu", "no"),
     "cpu-two-processes": ("torchrun", 1, 2, "cpu", "no"),
+    "hybrid": ("torchrun", 2, 4, "cuda", "bf16", "dp_replicate 2 x dp_shard 4"),
     "one-gpu": ("single", 1, 1, "cuda", "no"),
     "sagemaker": ("sagemaker", 1, 1, "ml.g5.2xlarge", "bf16"),
     "sagemaker-spot": ("sagemaker", 2, 1, "ml.g5.12xlarge", "bf16"),
     "slurm": ("slurm", 2, 8, "cuda", "bf16"),
+    "sharded": ("torchrun", 1, 4, "cuda", "bf16", "dp_shard 4"),
     "several-gpus": ("torchrun", 1, 4, "cuda", "no"),
     "several-machines": ("torchrun", 2, 4, "cuda", "no"),
+    "tensor-parallel": ("torchrun", 1, 4, "cuda", "bf16", "dp_shard 2 x tp 2"),
     "tpu": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
     "tpu-pod": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
     "tpu-spmd": ("xla", 1, 1, "xla (PJRT_DEVICE=TPU)", "bf16"),
@@ -37,6 +41,7 @@ def test_a_ready_profile_plans_what_its_name_says(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     profile = resolve([file(path, "file")]).profile
     machine = TPU if "tpu" in path.stem else GPUS
-    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
+    job = Job("x.py", (), "script", profile.settings, {}, {}, machine, "python")
+    plan = layout.planned(profile.start, job)
     planned = (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device, profile.mixed_precision)
-    assert planned == EXPECTED[path.stem]
+    assert (*planned, *([plan.layout] if plan.layout else [])) == EXPECTED[path.stem]

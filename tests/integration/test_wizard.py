@@ -7,6 +7,7 @@ from accel_cli.profile.layers import file, resolve
 ENTER, DOWN, CTRL_C = "\r", "\x1b[B", "\x03"
 KIND, NNODES, NPROC = "How should scripts run?", "How many machines?", "How many processes on each machine?"
 PRECISION, WRITE = "Mixed precision?", "default.yaml?"
+FITS = "fit on one device?"
 
 
 def test_enter_on_every_question_writes_a_profile_that_launches(terminal, written, accel, script):
@@ -20,7 +21,7 @@ def test_enter_on_every_question_writes_a_profile_that_launches(terminal, writte
     assert accel("launch", "train.py").stdout == "it ran\n"
 
 
-def test_several_processes_are_four_questions_and_the_yaml_is_shown_before_it_is_written(
+def test_several_processes_are_five_questions_and_the_yaml_is_shown_before_it_is_written(
     terminal, written, home
 ):
     screen = terminal()
@@ -28,12 +29,30 @@ def test_several_processes_are_four_questions_and_the_yaml_is_shown_before_it_is
     screen.answer(NNODES, ENTER)
     screen.answer(NPROC, "3" + ENTER)
     screen.answer(PRECISION, DOWN + ENTER)
+    screen.answer(FITS, ENTER)
     screen.see(WRITE)
     assert "nproc_per_node: 3" in screen.text()
     assert not (home / "profiles").exists()
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
     assert (written().launcher.nproc_per_node, written().mixed_precision) == (3, "bf16")
+
+
+def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal, written):
+    screen = terminal()
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, ENTER)
+    screen.answer(NPROC, "2" + ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer(FITS, DOWN + ENTER)
+    screen.answer("in host memory?", ENTER)
+    screen.answer("again in the backward pass?", DOWN + ENTER)
+    screen.see(WRITE)
+    assert "dp_shard: auto" in screen.text()
+    screen.answer(WRITE, ENTER)
+    assert screen.end() == 0
+    assert (written().parallel.dp_shard, written().fully_shard.activation_checkpointing) == ("auto", True)
+    assert not written().fully_shard.cpu_offload
 
 
 def test_a_person_goes_back_from_every_question(terminal, written):
@@ -47,17 +66,21 @@ def test_a_person_goes_back_from_every_question(terminal, written):
     screen.see("4")
     screen.answer(NPROC, "2" + ENTER)
     screen.answer(PRECISION, ENTER)
+    screen.answer(FITS, ENTER)
     screen.answer(WRITE, DOWN + ENTER)  # Back
+    screen.answer(FITS, "<")
     screen.answer(PRECISION, DOWN + ENTER)
+    screen.answer(FITS, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
     assert (written().launcher.nproc_per_node, written().mixed_precision) == (2, "bf16")
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(6))
 def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
     screen = terminal()
-    keys = [(KIND, DOWN + ENTER), (NNODES, ENTER), (NPROC, ENTER), (PRECISION, ENTER), (WRITE, ENTER)]
+    keys = [(KIND, DOWN + ENTER), (NNODES, ENTER), (NPROC, ENTER), (PRECISION, ENTER), (FITS, ENTER)]
+    keys.append((WRITE, ENTER))
     for question, answer in keys[:at]:
         screen.answer(question, answer)
     screen.answer(keys[at][0], CTRL_C)
@@ -87,6 +110,7 @@ def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written)
     screen.see("expected host:port")
     screen.process.send("\x15node0:29400" + ENTER)
     screen.answer(PRECISION, ENTER)
+    screen.answer(FITS, ENTER)
     screen.answer(WRITE, ENTER)
     assert screen.end() == 0
     assert (written().launcher.nnodes, written().launcher.rdzv_endpoint) == (2, "node0:29400")
@@ -102,7 +126,7 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
         "env.A=1",
     )
     screen = terminal()
-    for question in (KIND, NNODES, NPROC, PRECISION):
+    for question in (KIND, NNODES, NPROC, PRECISION, FITS):
         screen.answer(question, ENTER)
     screen.answer("Replace", ENTER)
     assert screen.end() == 0

@@ -9,6 +9,7 @@ KIND, PROFILE, REGION, ROLE = "How should scripts run?", "Which AWS profile?", "
 TYPE, COUNT, SPOT = "Which instance type?", "How many instances?", "On demand, or spot?"
 RUN, KEEP, PACKAGES, MORE = "How long may it run?", "wait for a next job?", "more packages?", "More? image"
 PRECISION, WRITE = "Mixed precision?", "default.yaml?"
+FITS = "fit on one device?"
 SAGEMAKER = DOWN * 3 + ENTER
 REST = (TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, WRITE)
 
@@ -65,7 +66,7 @@ def test_profile_region_and_role_are_picked_and_a_misspelt_type_is_asked_again(t
     screen.answer(COUNT, "2" + ENTER)
     screen.answer(SPOT, DOWN + ENTER)
     screen.answer(RUN, "2h" + ENTER)
-    enter(screen, PACKAGES, MORE, PRECISION, WRITE)  # instances of spot jobs are not kept
+    enter(screen, PACKAGES, MORE, PRECISION, FITS, WRITE)  # instances of spot jobs are not kept
     assert screen.end() == 0
     said = written().launcher
     assert (said.aws_profile, said.region, said.role) == ("team", "eu-central-1", arn)

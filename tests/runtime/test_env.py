@@ -26,6 +26,7 @@ from accel_runtime.env import (
     placed_by_device,
     variable,
 )
+from accel_runtime.layouts import STYLES
 
 sizes = st.integers(1, 99)
 names = st.from_regex(r"[A-Za-z_*][A-Za-z0-9_.*]*", fullmatch=True)
@@ -36,7 +37,7 @@ every_parallel = st.builds(
     dp_shard=sizes | st.just("auto"),
     tp=sizes,
     cp=sizes,
-    tp_plan=st.lists(st.tuples(names, names), max_size=3).map(tuple),
+    tp_plan=st.lists(st.tuples(names, st.sampled_from(STYLES)), max_size=3).map(tuple),
 )
 every_fully_shard = st.builds(
     FullyShard,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.layouts import FSDP1, FullyShard, Parallel, SettingsError, check_layout, fsdp1
+from accel_runtime.layouts import FSDP1, STYLES, FullyShard, Parallel, SettingsError, check_layout, fsdp1
 from tests.runtime.test_env import every_parallel
 
 small = st.integers(1, 6)
@@ -82,6 +83,20 @@ def test_text_that_would_not_come_through_a_variable_is_refused(text):
         Parallel(tp_plan=((text, "colwise"),))
     with pytest.raises(SettingsError, match=r"parallel\.tp_plan"):
         Parallel(tp_plan=(("layers.*", text),))
+
+
+@pytest.mark.parametrize(
+    ("style", "said"), [("colwize", "did you mean colwise?"), ("no", "styles are colwise, ")]
+)
+def test_a_style_that_is_none_is_refused_with_those_there_are(style, said):
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        Parallel(tp=2, tp_plan=(("layers.*.up", style),))
+
+
+def test_the_styles_of_the_contract_are_those_that_the_runtime_knows():
+    from accel_runtime.parallel import styles
+
+    assert {*STYLES} == {*styles.WORDS, *styles._CLASSES}
 
 
 def test_a_name_of_a_module_has_no_equals_sign():

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from accel_cli.profile.accelerate.convert import Imported, convert, is_accelerate
+from accel_cli.profile.accelerate.deepspeed import named
 
-__all__ = ["Imported", "convert", "is_accelerate"]
+__all__ = ["Imported", "convert", "is_accelerate", "named"]

@@ -6,45 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LOCAL", "NO_DEVICE", "SAGEMAKER", "WAYS", "Asked", "Way"]
+from accel_cli.profile.accelerate import deepspeed
+from accel_cli.profile.accelerate.dividing import Division
+from accel_cli.profile.accelerate.ways import WAYS, Way
+
+__all__ = ["LOCAL", "SAGEMAKER", "Asked"]
 
 LOCAL, SAGEMAKER = "LOCAL_MACHINE", "AMAZON_SAGEMAKER"
 _PORT = 29500
 """Where Accelerate lets machines meet unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a `distributed_type` runs in accel."""
-
-    kind: str
-    device: str = "auto"
-    engine: str = ""
-    """What else it asks for, that accel has not yet."""
-    tpu: bool = False
-    """Whether it is for a TPU, whose machines know each other and whose devices are not counted."""
-
-    @property
-    def several(self) -> bool:
-        """Whether there may be more than one process."""
-        return self.kind != "single"
-
-
-WAYS: Mapping[str, Way] = {
-    "NO": Way("single"),
-    "MPS": Way("single", "mps"),  # of early releases
-    "MULTI_CPU": Way("torchrun", "cpu"),
-    "MULTI_GPU": Way("torchrun", "cuda"),
-    "MULTI_XPU": Way("torchrun", "xpu"),
-    "FSDP": Way("torchrun", engine="sharding (FSDP)"),
-    "DEEPSPEED": Way("torchrun", engine="DeepSpeed"),
-    "MEGATRON_LM": Way("torchrun", engine="Megatron-LM"),
-    "XLA": Way("xla", "xla", tpu=True),
-    "TPU": Way("xla", "xla", tpu=True),  # of early releases
-}
-"""By `distributed_type`."""
-NO_DEVICE = ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
-"""Each asks for a device that accel does not know."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +33,12 @@ class Asked:
     gpu_ids: str = "all"
     main_training_function: str | None = None
     tpu_env: list[str] = field(default_factory=list)
+    fsdp_config: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
+    parallelism_config: Mapping[str, Any] = field(default_factory=dict)
+    tp_config: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed_file: Mapping[str, Any] | None = None
+    """What the JSON file says that `deepspeed_config` names; None where there is none."""
 
     @property
     def unnamed(self) -> list[str]:
@@ -104,7 +80,29 @@ class Asked:
     @property
     def precision(self) -> str:
         """The number format."""
-        return self.mixed_precision or ("fp16" if self.fp16 else "no")
+        by_file = deepspeed.precision(self.deepspeed_file) if self.way.divides == "deepspeed_config" else None
+        return self.mixed_precision or ("fp16" if self.fp16 else by_file or "no")
+
+    @property
+    def division(self) -> Division:
+        """How models are divided."""
+        return Division(
+            engine=self.way.divides,
+            machines=self.num_machines,
+            precision=self.precision,
+            nowhere=self._nowhere,
+            fsdp_config=self.fsdp_config,
+            deepspeed_config=self.deepspeed_config,
+            parallelism_config=self.parallelism_config,
+            tp_config=self.tp_config,
+            file=self.deepspeed_file,
+        )
+
+    @property
+    def _nowhere(self) -> str:
+        if self.way.tpu:
+            return "on a TPU, launcher.spmd: true divides a model, as the script says"
+        return "" if self.way.several else f"distributed_type: {self.distributed_type} is one process"
 
     @property
     def visible(self) -> dict[str, str]:
@@ -140,7 +138,7 @@ class Asked:
 
     def misread(self) -> Iterator[tuple[str, str, str]]:
         """What is wrong below a key: key, what was expected, what came."""
-        yield from ()
+        yield from self.division.misread()
 
     def as_profile(self) -> dict[str, Any]:
         """The keys of a profile that say the same."""
@@ -148,6 +146,8 @@ class Asked:
             "launcher": self.launcher,
             "device": self.device,
             "mixed_precision": self.precision,
+            "parallel": self.division.parallel,
+            "fully_shard": self.division.options,
             "env": self.visible | self.variables,
         }
 

@@ -10,14 +10,15 @@ from pydantic import ValidationError
 
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
+from accel_cli.profile.accelerate.deepspeed import FILE_KEY
 from accel_cli.profile.accelerate.fates import NOT_SET, Fate
 from accel_cli.profile.accelerate.jobs import AskedJob
-from accel_cli.profile.accelerate.keys import CLUSTER, JOB, Key
+from accel_cli.profile.accelerate.keys import CLUSTER, DIVIDING, JOB, Key
 from accel_cli.profile.accelerate.sections import SECTIONS
 from accel_cli.profile.accelerate.values import Refused, shown, without_secrets
 from accel_cli.profile.problems import did_you_mean, explain
 from accel_cli.profile.schema import Profile
-from accel_runtime.env import nearest
+from accel_runtime.env import Parallel, SettingsError, nearest
 
 __all__ = ["Imported", "convert", "is_accelerate"]
 
@@ -42,24 +43,27 @@ def is_accelerate(data: Mapping[str, Any]) -> bool:
     return "compute_environment" in data or "distributed_type" in data
 
 
-def convert(data: Mapping[str, Any], where: str) -> Imported:
+def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, Any] | None = None) -> Imported:
     """The profile that says what an Accelerate config file says, as far as this version of accel can.
 
     Args:
         data: The file, parsed.
         where: What to call it in errors.
+        deepspeed_file: What the JSON file says that it names for DeepSpeed, where there is one.
 
     Raises:
         ProfileError: Everything in it that cannot be understood, or that no profile may say.
     """
     values, problems = _read(data, where)
     form = AskedJob if data.get("compute_environment") == SAGEMAKER else Asked
+    values["deepspeed_file"] = deepspeed_file
     asked = form(**{f.name: values[f.name] for f in fields(form) if f.name in values})
     for key, expected, came in _conflicts(asked, data):
         problems.setdefault(key, Problem(where, key, expected, came))
     if problems:
         raise ProfileError(list(problems.values()))
     fates = [(_line(path, value), _fate(asked, path, value)) for path, value in _leaves(data)]
+    fates += [(_line((FILE_KEY, *path), value), fate) for path, value, fate in asked.division.of_file()]
     return Imported(
         data=_checked(asked, where).data(),
         mapped=tuple((line, fate.text) for line, fate in fates if fate.taken),
@@ -112,6 +116,7 @@ def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str
         yield "tpu_env", "expected a list of NAME=VALUE", shown("tpu_env", asked.unnamed[0])
     if asked.use_cpu and asked.way.device not in {"auto", "cpu"}:
         yield "use_cpu", f"this contradicts distributed_type: {asked.distributed_type}", "true"
+    yield from _unfit(asked)
     if not asked.spread:
         return
     if asked.main_process_ip is None:
@@ -122,6 +127,16 @@ def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str
     if asked.num_processes != -1 and asked.num_processes % asked.num_machines:
         reason = f"expected a multiple of num_machines, {asked.num_machines}: accel starts as many on each"
         yield "num_processes", reason, str(asked.num_processes)
+
+
+def _unfit(asked: Asked) -> Iterator[tuple[str, str, str]]:
+    """Sizes that the processes are not as many as."""
+    if asked.num_processes == -1 or any(asked.misread()):
+        return
+    try:
+        Parallel(**asked.division.parallel).sizes(asked.num_processes)
+    except SettingsError as error:
+        yield "parallelism_config", str(error), ""
 
 
 def _checked(asked: Asked, where: str) -> Profile:
@@ -136,6 +151,8 @@ def _checked(asked: Asked, where: str) -> Profile:
 def _fate(asked: Asked, path: Path, value: Any) -> Fate:
     if len(path) > 1 and path[0] in SECTIONS:
         return SECTIONS[path[0]].fate(path[1], value)
+    if len(path) > 1 and path[0] in DIVIDING:
+        return asked.division.fate(path, value)
     if value is None:
         return NOT_SET
     if isinstance(asked, AskedJob) and len(path) > 1:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_cli.profile.accelerate.asked import Asked
+if TYPE_CHECKING:
+    from accel_cli.profile.accelerate.asked import Asked
 
 __all__ = ["FATES", "NOT_SET", "OFF", "Fate", "left", "tpu_only"]
 
@@ -35,6 +36,11 @@ def _type(asked: Asked, _: str) -> Fate:
         return left(
             f"{way.engine} is not in this version of accel: launcher.kind is {way.kind}, and every process keeps "
             "the whole model (DDP)"
+        )
+    if way.divides:
+        divided = asked.division.said
+        return Fate(
+            f"launcher.kind: {way.kind}, {divided or 'and every process keeps the whole model (DDP)'}"
         )
     device = "" if way.device == "auto" else f", device: {way.device}"
     return Fate(f"launcher.kind: {way.kind}{device}")

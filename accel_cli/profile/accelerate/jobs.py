@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from accel_cli.launchers.sagemaker.instances import SMDDP
 from accel_cli.profile.accelerate import arguments
-from accel_cli.profile.accelerate.asked import Asked, Way
+from accel_cli.profile.accelerate.asked import Asked
 from accel_cli.profile.accelerate.fates import Fate, left
+from accel_cli.profile.accelerate.ways import Way
 
 __all__ = ["FATES", "SAID_BY", "AskedJob"]
 

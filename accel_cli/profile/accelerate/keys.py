@@ -27,7 +27,7 @@ from accel_cli.profile.accelerate.values import (
     whole,
 )
 
-__all__ = ["CLUSTER", "JOB", "Key"]
+__all__ = ["CLUSTER", "DIVIDING", "JOB", "Key"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def _job(read: Read, name: str) -> Key:
 
 _SECTION = Key(section, lambda *_: OFF)
 _LAST_PORT = 65535
+DIVIDING = ("fsdp_config", "deepspeed_config", "parallelism_config", "tp_config")
+"""The sections that say how models are divided."""
 _BASE: Mapping[str, Key] = {
     "compute_environment": Key(choice(LOCAL, SAGEMAKER), FATES["compute_environment"]),
     "mixed_precision": Key(precision, FATES["mixed_precision"]),
@@ -93,6 +95,7 @@ CLUSTER: Mapping[str, Key] = {
     "commands": _tpu(texts, "said at the launch: accel launch --pod-setup LINE, for each"),
     "command_file": _tpu(text, "said at the launch: accel launch --pod-setup LINE, for each line of it"),
     **dict.fromkeys(SECTIONS, _SECTION),
+    **dict.fromkeys(DIVIDING, _SECTION),
 }
 """The keys of a file for machines of one's own."""
 JOB: Mapping[str, Key] = {

@@ -48,54 +48,12 @@ def _keys(names: str, *off: Any) -> dict[str, tuple[Any, ...]]:
 
 
 _CLIPS = {"gradient_clipping": "the script does it: accelerator.clip_grad_norm_()"}
-_MEETS = "the same command runs on every machine, so none is told of the others"
 SECTIONS: Mapping[str, Section] = {
     "dynamo_config": Section(
         "accel does not compile for the script: call torch.compile in it",
         _keys("backend use_fullgraph use_dynamic use_regional_compilation", False) | _keys("mode", "default"),
         prefix="dynamo_",
         bare=True,
-    ),
-    "fsdp_config": Section(
-        "sharding (FSDP) is not in this version of accel",
-        _keys("reshard_after_forward", False, "no_shard")
-        | _keys("sharding_strategy", "no_shard")
-        | _keys("offload_params forward_prefetch cpu_ram_efficient_loading", False)
-        | _keys("activation_checkpointing activation_checkpointing_offload", False)
-        | _keys("auto_wrap_policy", "no_wrap")
-        | _keys("backward_prefetch", "no_prefetch")
-        | _keys("version min_num_params transformer_layer_cls_to_wrap state_dict_type")
-        | _keys("use_orig_params sync_module_states ignored_modules"),
-        prefix="fsdp_",
-        bare=True,
-    ),
-    "deepspeed_config": Section(
-        "DeepSpeed is not in this version of accel",
-        _keys("zero_stage", 0)
-        | _keys("gradient_accumulation_steps", 1)
-        | _keys("offload_optimizer_device offload_param_device", "none")
-        | _keys("offload_optimizer_nvme_path offload_param_nvme_path", "none")
-        | _keys("zero3_init_flag zero3_save_16bit_model", False)
-        | _keys("gradient_clipping deepspeed_config_file deepspeed_moe_layer_cls_names")
-        | _keys("deepspeed_multinode_launcher deepspeed_hostfile")
-        | _keys("deepspeed_exclusion_filter deepspeed_inclusion_filter"),
-        reasons={
-            "deepspeed_config_file": "DeepSpeed is not in this version of accel, and what that file says was not read",
-            "gradient_accumulation_steps": "the script says it: Accelerator(gradient_accumulation_steps=...)",
-            "deepspeed_multinode_launcher": _MEETS,
-            "deepspeed_hostfile": _MEETS,
-            "deepspeed_exclusion_filter": _MEETS,
-            "deepspeed_inclusion_filter": _MEETS,
-            **_CLIPS,
-        },
-    ),
-    "parallelism_config": Section(
-        "parallelism other than copies of the whole model (DDP) is not in this version of accel",
-        _keys("dp_replicate_size dp_shard_size tp_size cp_size sp_size", 1)
-        | _keys("cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable")
-        | _keys("sp_attn_implementation"),
-        prefix="parallelism_config_",
-        reasons={"dp_replicate_size": "accel keeps a copy of the model on every process"},
     ),
     "megatron_lm_config": Section(
         "Megatron-LM is not in this version of accel",
@@ -125,7 +83,6 @@ SECTIONS: Mapping[str, Section] = {
         prefix="fp8_",
         bare=True,
     ),
-    # Earlier releases wrote these two.
+    # Earlier releases wrote this one.
     "ipex_config": Section("accel does not use IPEX", _keys("ipex use_xpu", False)),
-    "tp_config": Section("tensor parallelism is not in this version of accel", _keys("tp_size", 1)),
 }

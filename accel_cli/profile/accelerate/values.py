@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from accel_cli.masking import masked
-from accel_cli.profile.accelerate.asked import NO_DEVICE, WAYS
+from accel_cli.profile.accelerate.ways import NO_DEVICE, WAYS
 from accel_cli.profile.problems import did_you_mean, one_of
 from accel_runtime.env import Device, MixedPrecision, nearest
 

@@ -260,34 +260,10 @@ def test_the_meeting_place_is_left_on_one_machine():
     assert keys(result.left) == ["main_process_ip", "main_process_port"]
 
 
-def test_fsdp_starts_the_same_processes_and_says_that_nothing_is_sharded():
-    result = imported(FSDP)
-    left = reasons(result.left)
-    assert result.data["launcher"]["kind"] == "torchrun"
-    assert result.data["launcher"]["nproc_per_node"] == 4
-    assert "every process keeps the whole model (DDP)" in left["distributed_type"]
-    assert left["fsdp_config.fsdp_version"] == "sharding (FSDP) is not in this version of accel"
-    assert left["fsdp_config.transformer_layer_cls_to_wrap"] == left["fsdp_config.fsdp_version"]
-    assert "parallelism_config.parallelism_config_dp_shard_size" in left
-
-
 def test_what_is_off_in_a_section_is_not_left():
     mapped = reasons(imported(FSDP).mapped)
     assert mapped["fsdp_config.fsdp_offload_params"] == "off in accel too"
     assert mapped["parallelism_config.parallelism_config_tp_size"] == "off in accel too"
-
-
-def test_deepspeed_is_left_with_a_word_on_what_the_script_does_itself():
-    result = imported(DEEPSPEED)
-    left = reasons(result.left)
-    assert result.data["launcher"]["nproc_per_node"] == 2
-    assert "DeepSpeed is not in this version" in left["distributed_type"]
-    assert "DeepSpeed is not in this version" in left["deepspeed_config.zero_stage"]
-    assert (
-        "Accelerator(gradient_accumulation_steps=...)" in left["deepspeed_config.gradient_accumulation_steps"]
-    )
-    assert "clip_grad_norm_" in left["deepspeed_config.gradient_clipping"]
-    assert "deepspeed_config.offload_optimizer_device" in keys(result.mapped)
 
 
 def test_megatron_is_left():
@@ -548,6 +524,45 @@ TRUTH = st.sampled_from([True, False, "yes", "no", None])
 WORD = st.text() | st.none()
 WORDS = st.lists(st.text(), max_size=3) | st.none()
 TYPES = ["NO", False, "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "MPS", "XLA"]
+SIZE = st.sampled_from([1, 2, "2", None])
+DIVIDING = {
+    "fsdp_config": {
+        "fsdp_version": st.sampled_from([1, 2, "2"]),
+        "fsdp_sharding_strategy": st.sampled_from(
+            ["FULL_SHARD", "shard_grad_op", 3, "4", "HYBRID_SHARD_ZERO2"]
+        ),
+        "fsdp_reshard_after_forward": TRUTH | st.just("NO_SHARD"),
+        "offload_params": TRUTH,
+        "fsdp_auto_wrap_policy": st.sampled_from(
+            ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "no_wrap", None]
+        ),
+        "fsdp_transformer_layer_cls_to_wrap": st.sampled_from(["Block", "A, B", ["A"], "", None]),
+        "fsdp_min_num_params": st.sampled_from([1, 1e8, "2000", None]),
+        "fsdp_backward_prefetch": st.sampled_from(["BACKWARD_PRE", "NO_PREFETCH", None]),
+        "fsdp_state_dict_type": st.sampled_from(["SHARDED_STATE_DICT", "FULL_STATE_DICT"]),
+        "fsdp_activation_checkpointing": TRUTH,
+        "fsdp_use_orig_params": TRUTH,
+        "fsdp_ignored_modules": st.sampled_from(["lm_head", ["a.b"], "model.*", [], None]),
+        "typo": ANYTHING,
+    },
+    "deepspeed_config": {
+        "zero_stage": st.integers(0, 3) | st.sampled_from(["2", None]),
+        "offload_optimizer_device": st.sampled_from(["none", "cpu", "nvme", None]),
+        "offload_param_device": st.sampled_from(["none", "cpu", "nvme"]),
+        "offload_param_nvme_path": WORD,
+        "deepspeed_config_file": st.just("nowhere.json") | st.none(),
+        "gradient_clipping": ANYTHING,
+        "typo": ANYTHING,
+    },
+    "parallelism_config": {
+        **{
+            f"parallelism_config_{name}_size": SIZE for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        },
+        "parallelism_config_cp_comm_strategy": st.sampled_from(["allgather", "alltoall"]),
+        "tp_size": ANYTHING,
+    },
+    "tp_config": {"tp_size": SIZE},
+}
 GOOD = {
     "compute_environment": st.just("LOCAL_MACHINE"),
     "mixed_precision": st.sampled_from(["no", "fp16", "bf16", False, "BF16"]),
@@ -573,7 +588,9 @@ GOOD = {
             st.sampled_from(names.split()) | st.from_regex("[a-z]{1,9}", fullmatch=True), ANYTHING
         )
         for section, names in SECTIONS.items()
+        if section not in DIVIDING
     },
+    **{section: st.fixed_dictionaries({}, optional=DIVIDING[section]) for section in DIVIDING},
 }
 
 
@@ -590,11 +607,13 @@ def good_files(draw):
     kind = draw(st.sampled_from(TYPES))
     # fp16 is no number format of a TPU, and text is no variable.
     tpu = {"mixed_precision": "bf16", "tpu_env": ["A=1", "B="]} if kind == "XLA" else {}
+    good = draw(st.fixed_dictionaries({}, optional=GOOD))
+    sized = "parallelism_config" in good or "tp_config" in good
     return {
-        **draw(st.fixed_dictionaries({}, optional=GOOD)),
+        **good,
         "distributed_type": kind,
         "num_machines": machines,
-        "num_processes": draw(st.sampled_from([-1, machines * each])),
+        "num_processes": -1 if sized else draw(st.sampled_from([-1, machines * each])),
         "main_process_ip": draw(st.sampled_from(["node-1", "10.0.0.1", "fd00::1"])),
         "use_cpu": draw(TRUTH) if kind in {"NO", "MULTI_CPU", "FSDP"} else False,
         **tpu,
@@ -643,4 +662,6 @@ def test_every_key_of_accelerate_is_known(key, form):
 def test_every_key_of_a_section_is_known(section):
     names = SECTIONS[section].split()
     result = convert({"distributed_type": "NO", section: dict.fromkeys(names, "x")}, "config.yaml")
-    assert [name for name in names if "this key either" in reasons(result.left)[f"{section}.{name}"]] == []
+    assert [
+        name for name in names if "this key either" in reasons(result.left).get(f"{section}.{name}", "")
+    ] == []

@@ -111,3 +111,36 @@ def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_
     assert "spmd" not in environment(Settings(device="cpu").to_env()).values
     with pytest.raises(UsageError, match=r"ACCEL_SPMD is what accel launch tells .* set launcher.spmd: true"):
         environment({"ACCEL_SPMD": "1"})
+
+
+def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
+    put(store.path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n")
+    put(cwd / "accel.yaml", "parallel:\n  dp_shard: 2\n")
+    environ = {"ACCEL_FULLY_SHARD_CPU_OFFLOAD": "1", "ACCEL_PARALLEL_TP_PLAN": "a.*=colwise"}
+    resolved = resolve(stack(store, environ, None, [assigned(["parallel.cp=3"])]))
+    parallel, options = resolved.profile.parallel, resolved.profile.fully_shard
+    assert (parallel.dp_shard, parallel.tp, parallel.cp) == (2, 2, 3)
+    assert (parallel.tp_plan, options.wrap, options.cpu_offload) == ({"a.*": "colwise"}, ["A", "B"], True)
+    assert resolved.source("parallel.dp_shard") == f"project: {cwd / 'accel.yaml'}:3"
+    assert resolved.source("parallel.tp") == f"user: {store.path('default')}:4"
+    assert resolved.source("parallel.cp") == "--set"
+    assert resolved.source("parallel.tp_plan") == "environment: ACCEL_PARALLEL_TP_PLAN"
+    assert resolved.source("fully_shard.ignore") == "default"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ACCEL_PARALLEL_TP": "two"}, "ACCEL_PARALLEL_TP must be a whole number above 0; it is 'two'"),
+        ({"ACCEL_PARALEL_TP": "2"}, "did you mean ACCEL_PARALLEL_TP?"),
+        ({"ACCEL_FULLY_SHARD_WRAP": "a b"}, "ACCEL_FULLY_SHARD_WRAP must be auto, none"),
+    ],
+)
+def test_a_variable_of_a_section_that_cannot_be_used_is_named(store, environ, said):
+    with pytest.raises(UsageError) as caught:
+        stack(store, environ, None)
+    assert said in str(caught.value)
+
+
+def test_what_a_launch_of_whole_models_tells_its_processes_is_a_profile_of_whole_models():
+    assert resolve([environment(Settings().to_env())]).profile.settings.parallel.plain

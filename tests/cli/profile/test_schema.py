@@ -10,7 +10,8 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.profile import document
-from accel_cli.profile.layers import Layer, flat, resolve
+from accel_cli.profile.layers import Layer, environment, flat, resolve
+from accel_cli.profile.parallel import FullyShardSection, ParallelSection
 from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile, json_schema, known_keys
 
@@ -26,6 +27,28 @@ TORCHRUN = st.builds(
     monitor_interval=st.floats(0.001, 99),
     omp_num_threads=st.none() | st.integers(1, 64),
 )
+NUMBERS = st.sampled_from(["auto", "fp32", "bf16", "fp16"])
+MODULES = st.from_regex(r"[a-z*]+(\.[a-z*]+)*", fullmatch=True)
+PARALLEL = st.builds(
+    ParallelSection,
+    dp_replicate=st.integers(1, 9),
+    dp_shard=st.integers(1, 9) | st.just("auto"),
+    tp=st.integers(1, 9),
+    cp=st.integers(1, 9),
+    tp_plan=st.dictionaries(MODULES, st.sampled_from(["colwise", "rowwise"]), max_size=2),
+)
+FULLY_SHARD = st.builds(
+    FullyShardSection,
+    wrap=st.sampled_from(["auto", "none", 1, 10**8, "Block", "A,B", ["A", "B"]]),
+    reshard_after_forward=st.booleans() | st.integers(2, 9),
+    param_dtype=NUMBERS,
+    reduce_dtype=NUMBERS,
+    output_dtype=NUMBERS,
+    cast_forward_inputs=st.booleans(),
+    cpu_offload=st.booleans(),
+    activation_checkpointing=st.booleans(),
+    ignore=st.lists(MODULES, max_size=2),
+)
 PROFILES = st.builds(
     Profile,
     launcher=st.builds(Single) | TORCHRUN,
@@ -33,6 +56,8 @@ PROFILES = st.builds(
     mixed_precision=st.sampled_from(["no", "bf16", "fp16"]),
     process_group_backend=st.sampled_from(["auto", "gloo", "nccl", "smddp"]),
     process_group_timeout=st.integers(1, 10**6),
+    parallel=PARALLEL,
+    fully_shard=FULLY_SHARD,
     env=st.dictionaries(NAMES, VALUES, max_size=3),
 )
 
@@ -47,6 +72,11 @@ def test_a_profile_that_is_written_is_read_back_the_same(profile):
 def test_a_profile_in_layers_is_the_same_profile(profile):
     values = {key: value for key, value in flat(profile.data()).items() if key != "schema_version"}
     assert resolve([Layer("file", values)]).profile == profile
+
+
+@given(PROFILES)
+def test_what_a_launch_tells_its_processes_is_the_same_profile_again(profile):
+    assert resolve([environment(profile.settings.to_env())]).profile.settings == profile.settings
 
 
 @given(
@@ -90,6 +120,29 @@ def problems(data):
         ({"launcher": {"kind": "slurm", "gpus_per_node": True}}, "launcher.gpus_per_node: expected a whole number"),
         ({"launcher": 3}, "launcher: expected keys and values, got 3"),
         ({"process_group_timeout": 0}, "process_group_timeout: expected at least 1, got 0"),
+        ({"parallel": {"dp_shard": 0}}, "parallel.dp_shard: expected a whole number of at least 1, or auto, got 0"),
+        ({"parallel": {"dp_shard": "all"}}, "parallel.dp_shard: expected a whole number or auto, got 'all'"),
+        ({"parallel": {"tp": 0}}, "parallel.tp: expected at least 1, got 0"),
+        ({"parallel": {"tp": "2"}}, "parallel.tp: expected a whole number, got '2'"),
+        ({"parallel": {"pp": 2}}, "parallel.pp: this key is not known"),
+        ({"parallel": {"dp_shards": 2}}, "parallel.dp_shards: this key is not known (did you mean parallel.dp_shard?)"),
+        ({"dp_shard": 2}, "dp_shard: this key is not known (did you mean parallel.dp_shard?)"),
+        ({"parallel": {"tp_plan": {"a,b": "colwise"}}}, "tp_plan must be pairs like layers.*.up=colwise, without commas"),
+        ({"parallel": {"tp": 2, "tp_plan": {"a": "colwize"}}}, "did you mean colwise?"),
+        ({"parallel": 3}, "parallel: expected keys and values, got 3"),
+        ({"fully_shard": {"wrap": 0}}, "fully_shard.wrap: expected auto, none, a number of parameters above 0, or names"),
+        ({"fully_shard": {"wrap": "a b"}}, "fully_shard.wrap: expected auto, none"),
+        ({"fully_shard": {"wrap": "Auto,none"}}, "fully_shard.wrap: expected auto, none"),
+        ({"fully_shard": {"wrap": ["auto"]}}, "expected auto, none, a number of parameters above 0, or names of classes, got ['auto']"),
+        ({"fully_shard": {"reshard_after_forward": 1}}, "expected true, false, or a number of processes above 1, got 1"),
+        ({"fully_shard": {"wrap": 1.5}}, "fully_shard.wrap: expected auto, none"),
+        ({"fully_shard": {"wrap": True}}, "fully_shard.wrap: expected auto, none"),
+        ({"fully_shard": {"reshard_after_forward": "yes"}}, "expected true, false, or a number of processes above 1, got 'yes'"),
+        ({"fully_shard": {"cpu_offload": "yes"}}, "fully_shard.cpu_offload: expected true or false, got 'yes'"),
+        ({"fully_shard": {"param_dtype": "bfloat16"}}, "expected auto, fp32, bf16 or fp16, got 'bfloat16'"),
+        ({"fully_shard": {"ignore": ["a,b"]}}, "ignore must be names without commas or spaces"),
+        ({"fully_shard": {"fsdp_version": 2}}, "fully_shard.fsdp_version: this is a word of FSDP1; under fully_shard, there is only"),
+        ({"sharding_strategy": "FULL_SHARD"}, "this is a word of FSDP1; under fully_shard, say reshard_after_forward"),
         ({"env": {"A": [1]}}, "env.A: expected text, got [1]"),
         ({"env": {"A=B": "x"}}, "'A=B' is no name of an environment variable"),
     ],
@@ -117,6 +170,17 @@ def test_the_json_schema_knows_every_key_and_is_json():
 def test_every_key_and_launcher_is_described():
     assert all(known_keys().values())
     assert all(launcher.title for launcher in LAUNCHERS.values())
+
+
+def test_what_divides_nothing_is_left_out_of_a_file():
+    assert {"parallel", "fully_shard"}.isdisjoint(Profile().data())
+    said = Profile.model_validate({"parallel": {"dp_shard": "auto", "tp": 1}, "fully_shard": {"wrap": "100"}})
+    assert said.data()["parallel"] == {"dp_shard": "auto"}
+    assert said.data()["fully_shard"] == {"wrap": 100}
+
+
+def test_one_name_is_a_list_of_one():
+    assert Profile.model_validate({"fully_shard": {"ignore": "lm_head"}}).fully_shard.ignore == ["lm_head"]
 
 
 def test_a_profile_does_not_change():

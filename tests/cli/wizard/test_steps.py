@@ -34,8 +34,9 @@ def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind, tm
     assert plan.nnodes * plan.nproc_per_node >= 1
 
 
-def test_the_common_path_is_four_questions_and_a_yes():
-    assert asked({}) == ["launcher.kind", "launcher.nnodes", "launcher.nproc_per_node", "mixed_precision"]
+def test_the_common_path_is_five_questions_and_a_yes():
+    several = ["launcher.kind", "launcher.nnodes", "launcher.nproc_per_node", "mixed_precision"]
+    assert asked({}) == [*several, "parallel.dp_shard"]
     assert asked({"launcher.kind": "single"}) == ["launcher.kind", "mixed_precision"]
 
 
@@ -48,8 +49,55 @@ def test_a_cluster_is_asked_for_nodes_gpus_and_what_is_charged():
     rest = ["launcher.partition", "launcher.account", "launcher.time", "mixed_precision"]
     assert asked({"launcher.kind": "slurm"}) == [*keys, *rest]
     with_gpus = asked({"launcher.kind": "slurm", "launcher.gpus_per_node": "a100:4"})
-    assert with_gpus == [*keys[:-1], *rest]
+    assert with_gpus == [*keys[:-1], *rest, "parallel.dp_shard"]
     assert suggested(MACHINES[0], {"launcher.kind": "slurm"}).launcher.partition is None
+
+
+FITS = "parallel.dp_shard"
+DIVIDED = [FITS, "fully_shard.cpu_offload", "fully_shard.activation_checkpointing"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "keys"),
+    [
+        ({"kind": "single"}, []),
+        ({"kind": "xla"}, []),
+        ({"kind": "torchrun", "nproc_per_node": 1}, []),
+        ({"kind": "torchrun", "nproc_per_node": 2}, [FITS]),
+        ({"kind": "torchrun", "nproc_per_node": 2, FITS: "auto"}, DIVIDED),
+        ({"kind": "torchrun", "nproc_per_node": 1, "nnodes": 2, FITS: "auto"}, [FITS, "parallel.dp_replicate", *DIVIDED[1:]]),
+        ({"kind": "slurm", "gpus_per_node": 1}, []),
+        ({"kind": "slurm", "gpus_per_node": 0, "nproc_per_node": 2}, [FITS]),
+        ({"kind": "sagemaker", "instance_type": "ml.g5.2xlarge"}, []),
+        ({"kind": "sagemaker", "instance_type": "ml.g5.12xlarge"}, [FITS]),
+        ({"kind": "sagemaker", "instance_type": "ml.m5.xlarge", "instance_count": 2}, [FITS]),
+    ],
+)  # fmt: skip
+def test_how_to_divide_a_model_is_asked_where_there_are_processes_to_divide_it_over(answers, keys):
+    given = {key if "." in key else f"launcher.{key}": value for key, value in answers.items()}
+    found = [key for key in asked(given) if key.startswith(("parallel.", "fully_shard."))]
+    assert sorted(found) == sorted(keys)
+    assert found[:1] == keys[:1]
+
+
+def test_what_divides_a_model_is_kept_while_it_is_divided_and_dropped_when_it_is_not():
+    before = {
+        "launcher.kind": "torchrun",
+        "launcher.nproc_per_node": 4,
+        FITS: "auto",
+        "parallel.tp": 2,
+        "fully_shard.wrap": "Block",
+        "fully_shard.cpu_offload": True,
+    }
+    kept = suggested(MACHINES[-1], before)
+    assert (kept.parallel.dp_shard, kept.parallel.tp, kept.fully_shard.wrap) == ("auto", 2, "Block")
+    assert kept.fully_shard.cpu_offload
+    answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1, "launcher.nproc_per_node": 4}
+    fits = profile_from({**answers, "mixed_precision": "no", FITS: 1}, {**before, "parallel.tp": 1})
+    assert fits.settings.parallel.plain
+    assert "fully_shard" not in fits.data()
+    alone = profile_from({"launcher.kind": "single", "mixed_precision": "no"}, before)
+    assert {"parallel", "fully_shard"}.isdisjoint(alone.data())
 
 
 def test_what_was_found_is_suggested():

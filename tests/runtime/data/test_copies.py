@@ -109,9 +109,7 @@ def test_ranks_seeded_apart_read_the_same_with_their_copies(four, kind, workers,
         torch.manual_seed(made.process_index)
         random.seed(made.process_index)
         loader = made.prepare(DataLoader(kind(17), batch_size=2, num_workers=workers, shuffle=kind is range))
-        seen = []
-        for _ in range(2):
-            seen.append([(walks.ids(b), made.gather_for_metrics(b).tolist()) for b in loader])
+        seen = [[(walks.ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
         return seen, torch.rand(1).item(), random.random()
 
     found = four.run(walk, kind, workers, dispatch)
@@ -204,7 +202,7 @@ def test_a_sampler_that_splits_by_process_is_refused(four):
     stream=st.booleans(),
     shuffled=st.booleans(),
 )
-def test_positions_hold_for_as_many_parts_and_for_others(
+def test_positions_hold_for_as_many_parts_and_for_others(  # noqa: PLR0913, PLR0917
     four, pair, count, size, drop, even, stop, stream, shuffled
 ):
     """What four parts left is gone on with by two parts of two, and by two plain ranks, of the same batches."""

@@ -1,36 +1,40 @@
-"""Which buffers travel."""
+"""Which buffers are the first rank's."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from accel_runtime.parallel.buffers import Changed
-
-
-def shared(changed, sent, *buffers):
-    sent.clear()
-    changed.share(buffers)
-    return len(sent)
+from accel_runtime.parallel.buffers import FirstRanks
 
 
-def test_buffers_travel_once_and_again_when_they_were_written():
+def test_what_is_saved_travels_together_and_tables_stay():
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("table", torch.zeros(9), persistent=False)
+    model.register_buffer("none", None)
     sent = []
-    changed = Changed(lambda tensor: sent.append(tensor) or tensor + 1)
-    table, mean = torch.zeros(2), torch.zeros(2)
-    assert shared(changed, sent, table, mean) == 2
-    assert table.tolist() == mean.tolist() == [1, 1]
-    assert shared(changed, sent, table, mean) == 0
-    mean.add_(1)
-    assert shared(changed, sent, table, mean) == 1
-    assert mean.tolist() == [3, 3]
+
+    def broadcast(tensor):
+        sent.append(tensor.numel())
+        return tensor + 1
+
+    FirstRanks(model, broadcast).take_over()
+    assert sorted(sent) == [1, 4]
+    assert model.running_mean.tolist() == [1, 1]
+    assert model.running_var.tolist() == [2, 2]
+    assert model.num_batches_tracked.item() == 1
+    assert model.table.tolist() == [0] * 9
 
 
-def test_a_buffer_that_is_another_tensor_now_travels():
-    sent = []
-    changed = Changed(lambda tensor: sent.append(tensor) or tensor)
-    shared(changed, sent, torch.zeros(2))
-    assert shared(changed, sent, torch.zeros(2)) == 1
+def test_a_buffer_that_is_another_tensor_now_travels_too():
+    model = nn.BatchNorm1d(2)
+    shared = FirstRanks(model, lambda tensor: tensor + 1)
+    model.running_mean = torch.full((2,), 5.0)
+    shared.take_over()
+    assert model.running_mean.tolist() == [6, 6]
 
 
 def test_what_has_no_values_stays():
-    assert shared(Changed(lambda tensor: tensor), [], torch.zeros(2, device="meta")) == 0
+    model = nn.BatchNorm1d(2, device="meta")
+    FirstRanks(model, lambda _: None).take_over()
+    assert model.running_mean.is_meta
