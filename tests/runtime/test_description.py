@@ -86,6 +86,7 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "computes_in": "float32",
                     "reduces_in": "float32" if several else "",
                     "wrapping": "DistributedDataParallel" if several else "none",
+                    "groups": [],
                 }
             ],
             "optimizers": ["SGD"],
