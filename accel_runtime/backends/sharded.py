@@ -90,7 +90,7 @@ class Sharded(Distributed):
             return model
         take_over(model, self)
         asked, averages = self._fully_shard, self.mesh.sizes.averages
-        units = units_of(model, asked.wrap) if self._parallel.shards or asked.activation_checkpointing else []
+        units = units_of(model, asked.wrap)
         whole = ignored(model, asked.ignore) if averages else set()
         parameters = expected(model, whole, shards=averages)
         plan = plan_of(model, self._parallel.tp_plan) if self.mesh.tp is not None else ()
@@ -98,7 +98,7 @@ class Sharded(Distributed):
             activations.apply(model, units)
         if self.mesh.tp is not None:
             divide(model, self.mesh.tp, plan)
-        policies = self._shard(model, units if self._parallel.shards else []) if averages else {}
+        policies = self._shard(model, units) if averages else {}
         self._rest(model)
         wanted = Wanted(
             parameters,

@@ -265,6 +265,20 @@ def test_flexible_attention_is_refused(pair):
     pair.run(refused)
 
 
+def test_sequences_are_not_divided_twice(pair):
+    def refused():
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+        x = torch.randn(3, LENGTH, 8)
+        with divided(dist.group.WORLD, [x], [1]):
+            with pytest.raises(RuntimeError, match="name all buffers in one"):
+                divided(dist.group.WORLD, [x], [1]).__enter__()
+            assert x.shape[1] == LENGTH // 2
+
+    pair.run(refused)
+
+
 def test_views_of_one_tensor_are_cut_and_come_back_unharmed(pair):
     """Inputs and labels often are: writing into the memory of one would change the other."""
 
