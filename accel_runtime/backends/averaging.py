@@ -132,6 +132,16 @@ class Buffers:
         """A forward pass is over."""
         self._due = self._averages is not None and torch.is_grad_enabled() and self._averages()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, nothing is given to anybody; after it all is as before."""
+        share, due = self._share, self._due
+        self._share = None
+        try:
+            yield
+        finally:
+            self._share, self._due = share, due
+
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
         return Buffers, ()
 

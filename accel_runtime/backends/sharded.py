@@ -137,7 +137,8 @@ class Sharded(Distributed):
         policies = Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
         for parameter in whole:
             # torch leaves them where they are, and their gradients alone.
-            parameter.data = parameter.data.to(self.device)
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.device)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter in whole]
         self._averaging[model] = Averaging(named, self._average, self.agreement)
         return policies

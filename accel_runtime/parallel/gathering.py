@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_runtime.backends.averaging import Buffers
+
 __all__ = ["at_rest", "gathered", "is_divided", "units", "whole", "whole_state"]
 
+_GATHERED = "_accel_gathered"
+"""What a model has as long as it is gathered."""
 _LOG = logging.getLogger("accel_runtime.parallel")
 
 
@@ -30,10 +34,22 @@ def at_rest(models: Iterable[nn.Module]) -> None:
 
     After a forward pass without a backward pass the outermost parameters are still gathered, and those are other objects
     than the optimizer has.
+
+    Raises:
+        RuntimeError: A model is gathered on purpose.
     """
     for model in models:
-        for unit in units(model):
-            unit.reshard()
+        if _GATHERED in vars(model):
+            raise RuntimeError(
+                "parameters are whole inside of gathered(model), in the format in which they compute: save, load and take "
+                "state dicts outside of it"
+            )
+        _let_go(model)
+
+
+def _let_go(model: nn.Module) -> None:
+    for unit in units(model):
+        unit.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,10 +106,17 @@ def gathered(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ())
         yield model
         return
     _tell_of_tensor_parallel(model)
+    at_rest([model])
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
-        stack.callback(at_rest, [model])
+        stack.callback(_let_go, model)
+        vars(model)[_GATHERED] = True
+        stack.callback(vars(model).pop, _GATHERED)
+        for hook in (*model._forward_pre_hooks.values(), *model._forward_hooks.values()):  # noqa: SLF001 - torch has no list of them
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, Buffers):
+                stack.enter_context(owner.suspended())
         stack.enter_context(_kept(sharded))
         for unit in sharded:
             unit.unshard()

@@ -100,6 +100,16 @@ class Memory:
             apply(made)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(before)
+        for parameter in model.parameters():
+            _hooked_again(parameter)
+
+
+def _hooked_again(parameter: nn.Parameter) -> None:
+    """Have hooks on a parameter called again: torch swaps its list of them, and leaves what calls them behind."""
+    own: Any = parameter
+    for name in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        if hooks := getattr(own, name):
+            setattr(own, name, hooks)
 
 
 @contextmanager

@@ -137,6 +137,7 @@ def step_inside():
     model = run.prepare(net())
     optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     said = ""
+    optimizer.step()
     with run.gathered(model):
         try:
             optimizer.step()
@@ -156,6 +157,30 @@ def test_a_model_that_is_whole_is_as_it_is():
     model = run.prepare(nn.Linear(2, 2))
     with run.gathered(model) as same:
         assert same is model
+
+
+def first_of_all():
+    """No forward pass before, and the first rank makes none at all; then all make one."""
+    run = accelerator({"dp_shard": 2})
+    model = run.prepare(net())
+    with run.gathered(model):
+        found = [model(torch.arange(3)) for _ in range(2 * run.process_index)]
+        said = []
+        for call in (run.get_state_dict, lambda model: run.save_model(model, "nowhere"), run.gathered):
+            try:
+                with call(model):
+                    pass
+            except RuntimeError as error:
+                said.append(str(error))
+    assert len(found) == 2 * run.process_index
+    return said, model(torch.arange(3)).sum().item()
+
+
+def test_the_very_first_forward_passes_may_be_inside_and_files_are_for_outside(pair):
+    first, second = pair.run(first_of_all)
+    assert first == second
+    assert len(first[0]) == 3
+    assert all(said.endswith("save, load and take state dicts outside of it") for said in first[0])
 
 
 def the_module():
