@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_runtime.backends import sharded
@@ -94,7 +94,7 @@ def test_copies_and_divided_layers_are_told_of(four):
     wanted = {f"{shards}, divided over {tp} along dimension {at}" for at in (0, 1)} | {
         f"{shards}, the same over {tp}"
     }
-    assert four.run(layouts, 2, 1) == [wanted] * 4
+    assert four.run(layouts, 2, 1) == [wanted | {shards}] * 4
 
 
 def test_a_layout_has_words(pair):
@@ -148,7 +148,7 @@ def _new(model):
 
 def _smaller(model):
     mesh = model.layers[0].up.bias.device_mesh
-    model.layers[0].up.bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh))
+    model.layers[0].up.bias = nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
 
 
 def _copied(model):
@@ -158,12 +158,14 @@ def _copied(model):
 
 def _other_mesh(model):
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("elsewhere",))
-    model.layers[0].up.bias = nn.Parameter(distribute_tensor(torch.zeros(32), mesh))
+    model.layers[0].up.bias = nn.Parameter(distribute_tensor(torch.zeros(32), mesh, [Shard(0)]))
 
 
 def _divided(model):
     weight = model.layers[0].up.weight
-    model.layers[0].norm.weight = nn.Parameter(distribute_tensor(torch.ones(8), weight.device_mesh))
+    model.layers[0].norm.weight = nn.Parameter(
+        distribute_tensor(torch.ones(8), weight.device_mesh, [Shard(0)])
+    )
 
 
 def _keeps(model):
