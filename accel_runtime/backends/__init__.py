@@ -9,7 +9,7 @@ import torch
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.backends.single import Single
-from accel_runtime.env import Settings
+from accel_runtime.env import Settings, check_layout
 from accel_runtime.topology import Topology
 
 __all__ = ["Backend", "connect", "seed_device", "standing"]
@@ -27,6 +27,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         RuntimeError: The device asked for is not there, or there are fewer than processes on this machine.
         ValueError: Models are to be divided in a way that does not fit the processes, or the device.
     """
+    check_layout(settings.parallel, settings.fully_shard, topology.world_size)
     if settings.spmd and settings.device != "xla":
         raise RuntimeError(
             f"SPMD (ACCEL_SPMD=1) is a way to use XLA devices, and the device is {settings.device}: set "

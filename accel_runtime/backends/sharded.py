@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
@@ -18,20 +18,14 @@ from accel_runtime.backends.distributed import Distributed
 from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
-from accel_runtime.parallel import activations
 from accel_runtime.parallel.buffers import FirstRanks
+from accel_runtime.parallel.dividing import Dividing
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
-from accel_runtime.parallel.precision import policy_of
 from accel_runtime.parallel.report import groups_of
-from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
 from accel_runtime.parallel.states import divide_loaded
-from accel_runtime.parallel.styles import divided_dimensions
-from accel_runtime.parallel.tensor import divide, plan_of
-from accel_runtime.parallel.verifying import Wanted, expected, verify
-from accel_runtime.parallel.wrapping import Units, units_of
-from accel_runtime.precision import FORMATS
+from accel_runtime.parallel.syncing import Syncing
 from accel_runtime.topology import Topology
 
 __all__ = ["Sharded"]
@@ -60,11 +54,8 @@ class Sharded(Distributed):
         self.mesh: Mesh = Mesh(sizes, device, topology)
         """The processes, as meshes."""
         self.data = self.mesh.data
-        self._parallel, self._fully_shard = settings.parallel, settings.fully_shard
-        # The models divided here, and whether their backward passes combine gradients: torch does not tell.
-        self._syncs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        self._averaging: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
-        self._computes_in = FORMATS[settings.mixed_precision].dtype
+        self._dividing = Dividing(self.mesh, settings, device)
+        self._divided: WeakKeyDictionary[nn.Module, Syncing] = WeakKeyDictionary()
 
     @property
     @override
@@ -89,59 +80,15 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        asked, averages = self._fully_shard, self.mesh.sizes.averages
-        units = units_of(model, asked.wrap)
-        whole = ignored(model, asked.ignore) if averages else set()
-        parameters = expected(model, whole, shards=averages)
-        plan = plan_of(model, self._parallel.tp_plan) if self.mesh.tp is not None else ()
-        if asked.activation_checkpointing:
-            activations.apply(model, units)
-        if self.mesh.tp is not None:
-            divide(model, self.mesh.tp, plan)
-        policies = self._shard(model, units) if averages else {}
-        self._rest(model)
-        wanted = Wanted(
-            parameters,
-            self.mesh.shard if averages else None,
-            policies,
-            offload=averages and asked.cpu_offload,
-            again=tuple(name for name, _ in activations.chosen(units))
-            if asked.activation_checkpointing
-            else (),
-            layers={
-                part.name: frozenset(divided_dimensions(model.get_submodule(part.name), part.style))
-                for part in plan
-            },
-        )
-        verify(model, wanted)
-        return model
-
-    def _rest(self, model: nn.Module) -> None:
-        """What is left to do for a model that is divided."""
-        if not self.mesh.sizes.averages and all(
-            not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
-        ):
-            model.to(self.device)
-        self._syncs[model] = True
+        divided = self._dividing.apply(model)
+        whole = Averaging(divided.whole, self._average, self.agreement)
+        self._divided[model] = syncing = Syncing(divided.gathered, whole)
         if any(True for _ in model.buffers()):
             shared = FirstRanks(model, self.broadcast)
-            buffers = Buffers(lambda: self._syncs.get(model, True), lambda _: shared.take_over())
+            buffers = Buffers(lambda: syncing.wanted, lambda _: shared.take_over())
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
-
-    def _shard(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
-        """Shard a model; the policies of the modules that are gathered by themselves."""
-        asked = self._fully_shard
-        whole = ignored(model, asked.ignore)
-        policy = policy_of(asked, self._computes_in, model.parameters())
-        policies = Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
-        for parameter in whole:
-            # torch leaves them where they are, and their gradients alone.
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(self.device)
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter in whole]
-        self._averaging[model] = Averaging(named, self._average, self.agreement)
-        return policies
+        return model
 
     @torch.no_grad()
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -157,7 +104,7 @@ class Sharded(Distributed):
     @override
     def settle(self) -> None:
         # After a forward pass without a backward pass, gathered parameters stand where the sharded ones belong.
-        at_rest(self._syncs)
+        at_rest(self._divided)
 
     @override
     def original(self, model: nn.Module) -> nn.Module:
@@ -200,25 +147,6 @@ class Sharded(Distributed):
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._syncing(model, wanted=True)
 
-    @contextmanager
-    def _syncing(self, model: nn.Module, *, wanted: bool) -> Iterator[None]:
-        """Inside, backward passes combine gradients, or keep them to this rank."""
-        before = self._syncs.get(model, True)
-        self._set_syncing(model, wanted=wanted)
-        try:
-            with self._averaging_now(model, wanted=wanted):
-                yield
-        finally:
-            self._set_syncing(model, wanted=before)
-
-    def _averaging_now(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
-        averaging = self._averaging.get(model)
-        if averaging is None:
-            return nullcontext()
-        return averaging.released() if wanted else averaging.held()
-
-    def _set_syncing(self, model: nn.Module, *, wanted: bool) -> None:
-        self._syncs[model] = wanted
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_requires_gradient_sync(wanted, recurse=False)
+    def _syncing(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        known = self._divided.get(model)
+        return nullcontext() if known is None else known.set(wanted=wanted)
