@@ -11,7 +11,7 @@ from typing import Any
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime.env import FullyShard
 
-__all__ = ["ask", "none_fits", "said", "sections"]
+__all__ = ["ask", "how", "left_out", "none_fits", "said", "sections"]
 
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
 
@@ -72,7 +72,7 @@ def none_fits(found: dict[str, Any], size: Any) -> str:
     return (
         f"no layout on {found['devices']} device(s) fits: the leanest ({said(leanest)}) takes "
         f"{size(leanest['bytes']['total'])} on each, and {size(found['usable'])} of {size(found['memory'])} may be used. "
-        f"Most of it is {_most(leanest)}"
+        f"Most of it is {_most(leanest, wrapped=bool(found['wrapped']))}"
     )
 
 
@@ -104,10 +104,20 @@ def sections(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
     return updates
 
 
-def _most(layout: dict[str, Any]) -> str:
+def left_out(found: dict[str, Any]) -> list[str]:
+    """Why there are no layouts that divide layers among some numbers of devices; a reason is said once."""
+    reasons: dict[str, list[int]] = {}
+    for one in found["left_out"]:
+        reasons.setdefault(one["why"].replace(f"parallel.tp={one['tp']} ", "this "), []).append(one["tp"])
+    return [f"no layout with tp {', '.join(map(str, sizes))}: {why}" for why, sizes in reasons.items()]
+
+
+def _most(layout: dict[str, Any], *, wrapped: bool) -> str:
     """The largest part, and what makes it smaller."""
     sizes = layout["bytes"]
     largest = max(_BYTES[:-1], key=lambda name: sizes[name] or 0)
+    if largest == "working" and layout["sharded"] and not wrapped:
+        return "working: the model has no list of layers, so all of it is gathered at once; --wrap CLASS says what is"
     if largest in {"activations", "working"}:
         return f"{largest}: a smaller --batch-size or --seq-length, or --mixed-precision bf16, takes less"
     return f"{largest}: more devices, or an optimizer with less state, take less"

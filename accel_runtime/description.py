@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.data.loader import PreparedLoader
-from accel_runtime.env import Settings, variable
+from accel_runtime.env import Settings, flat, variable
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import DataPlace
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Description",
+    "GroupFacts",
     "LoaderFacts",
     "ModelFacts",
     "OptionFacts",
     "ProcessFacts",
     "SchedulerFacts",
+    "class_of",
     "loader_facts",
     "model_facts",
     "origins",
@@ -45,6 +47,34 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True)
+class GroupFacts:
+    """Parameters of a divided model that are treated alike: of one module, or of several that are alike."""
+
+    modules: tuple[str, ...]
+    """The names of the modules; `""` is the model."""
+    kind: str
+    """The class of the modules."""
+    parameters: int
+    """Tensors in each module."""
+    elements: int
+    """Numbers in each module, on all ranks together."""
+    dtype: str
+    """Of the parameters, as the optimizer has them."""
+    gradients: str
+    """Of the gradients, as the optimizer has them; empty where nothing learns."""
+    computes_in: str
+    """What they are gathered in for the forward and the backward pass, else what autocast computes in."""
+    reduces_in: str
+    """In what gradients are averaged between processes; empty where they are not."""
+    layout: str
+    """Who has which part."""
+    bytes_here: int
+    """What this rank has of the parameters of all modules."""
+    computed_again: bool
+    """Whether activations are computed again in the backward pass."""
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """A prepared model."""
 
@@ -59,6 +89,8 @@ class ModelFacts:
     """In what gradients are averaged between processes; empty where they are not."""
     wrapping: str
     """What replicates or shards it; `none` on one process and for models that learn nothing."""
+    groups: tuple[GroupFacts, ...] = ()
+    """The parameters of a divided model; empty where every rank has all of it."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +168,7 @@ class Description:
         yield "precision", self.precision
         for model in self.models:
             yield "model", _model(model)
+            yield from (("", _group(group)) for group in model.groups)
         for optimizer in self.optimizers:
             yield "optimizer", optimizer
         yield "gradients", self.gradients
@@ -143,10 +176,10 @@ class Description:
             yield "scheduler", f"{scheduler.name}: {scheduler.advances}"
         for loader in self.loaders:
             yield "loader", _loader(loader, self.accumulation_steps)
-        usual = Settings()
+        usual = dict(flat(Settings()))
         for name, option in self.options.items():
             # A launcher says all of them, and mostly what they are anyway.
-            if option.value != getattr(usual, name):
+            if option.value != usual[name]:
                 yield "option", f"{name} = {option.value} ({option.origin})"
 
     @override
@@ -175,13 +208,15 @@ def origins(
         given: Which were given as an argument.
         environ: The environment they were read from.
     """
+    told = dict(flat(Settings.from_env(environ)))
 
-    def origin(name: str) -> str:
-        if given.get(name):
+    def origin(name: str, value: object) -> str:
+        # Of a section, an argument may have said a part only.
+        if given.get(name) or (value != told[name] and any(name.startswith(f"{one}_") for one in given)):
             return "argument"
         return variable(name) if variable(name) in environ else "default"
 
-    return {f.name: OptionFacts(getattr(settings, f.name), origin(f.name)) for f in fields(settings)}
+    return {name: OptionFacts(value, origin(name, value)) for name, value in flat(settings)}
 
 
 def model_facts(
@@ -189,6 +224,7 @@ def model_facts(
     computes_in: torch.dtype | None,
     reduces_in: str | None,
     wrapping: str,
+    groups: tuple[GroupFacts, ...] = (),
 ) -> ModelFacts:
     """What there is to say of a prepared model.
 
@@ -197,20 +233,35 @@ def model_facts(
         computes_in: What autocast computes in, if it does.
         reduces_in: What a communication hook makes of gradients, if there is one.
         wrapping: What replicates it; `none` where nothing does.
+        groups: Its parameters, where it is divided.
     """
     parameters = list(original.parameters())
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     dtypes = tuple(sorted({_name(parameter.dtype) for parameter in parameters}))
     averaged = tuple(sorted({_name(parameter.dtype) for parameter in learning}))
     return ModelFacts(
-        name=type(original).__name__,
+        name=class_of(original),
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in learning),
         dtypes=dtypes,
-        computes_in=_name(computes_in) if computes_in else ", ".join(dtypes),
-        reduces_in="" if wrapping == "none" else reduces_in or ", ".join(averaged),
+        computes_in=_each(group.computes_in for group in groups)
+        or (_name(computes_in) if computes_in else ", ".join(dtypes)),
+        reduces_in=_each(group.reduces_in for group in groups)
+        if groups
+        else ""
+        if wrapping == "none"
+        else reduces_in or ", ".join(averaged),
         wrapping=wrapping,
+        groups=groups,
     )
+
+
+def class_of(model: nn.Module) -> str:
+    """The name of a module's class, as the script knows it."""
+    name = type(model).__name__
+    # fully_shard puts a class of its own before the script's.
+    divided = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    return name.removeprefix("FSDP") if divided else name
 
 
 def loader_facts(loader: PreparedLoader, place: DataPlace, accumulation_steps: int) -> LoaderFacts:
@@ -241,6 +292,31 @@ def _model(model: ModelFacts) -> str:
         f"{', '.join(model.dtypes) or 'no dtype'}, computes in {model.computes_in or 'nothing'}{reduced}; "
         f"wrapping {model.wrapping}"
     )
+
+
+def _group(group: GroupFacts) -> str:
+    count = (
+        f"{len(group.modules)} x {group.kind}" if len(group.modules) > 1 else group.modules[0] or group.kind
+    )
+    each = " each" if len(group.modules) > 1 else ""
+    learns = f"gradients {group.gradients}" if group.gradients else "frozen"
+    reduced = f", averaged in {group.reduces_in}" if group.reduces_in else ""
+    again = "; activations computed again" if group.computed_again else ""
+    return (
+        f"{count}: {group.elements:,} parameters{each} in {group.dtype}, {learns}, computed in {group.computes_in}{reduced}; "
+        f"{group.layout}; {_size(group.bytes_here)} here{again}"
+    )
+
+
+def _size(count: int) -> str:
+    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= one:
+            return f"{count / one:.1f} {unit}"
+    return f"{count} B"
+
+
+def _each(names: Iterable[str]) -> str:
+    return ", ".join(sorted({name for name in names if name}))
 
 
 def _loader(loader: LoaderFacts, accumulation_steps: int) -> str:

@@ -96,12 +96,13 @@ class Group:
         return [None if grad is None else (id(grad), _version(grad)) for grad in grads]
 
     def _multiply(self, scale: torch.Tensor) -> None:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        # Divided gradients and whole ones do not go together.
+        alike: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
         for parameter in self.parameters:
             if parameter.grad is not None:
-                by_device.setdefault(parameter.grad.device, []).append(parameter.grad)
+                alike.setdefault((parameter.grad.device, type(parameter.grad)), []).append(parameter.grad)
         with torch.no_grad():
-            for device, grads in by_device.items():
+            for (device, _), grads in alike.items():
                 torch._foreach_mul_(grads, scale.to(device))
 
 

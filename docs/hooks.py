@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ from accel_cli import nodes
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
-from accel_cli.profile.schema import Profile
+from accel_cli.profile.schema import DIVIDING, Profile
 from accel_runtime import env
 from accel_runtime.env import Settings
 
@@ -115,12 +115,15 @@ def profile_page() -> str:
         "# Profile and variables",
         _MADE,
         "## Keys of a profile",
-        _keys(Profile, "", leave_out=("launcher",)),
+        _keys(Profile, "", leave_out=("launcher", *DIVIDING)),
         "## `launcher`",
         _KINDS,
     ]
     for kind, launcher in LAUNCHERS.items():
         parts += [f"### `kind: {kind}`", f"{launcher.title}.", _keys(launcher, "launcher.")]
+    for name, section in DIVIDING.items():
+        said = Profile.model_fields[name].description or ""
+        parts += [f"## `{name}`", f"{said} {_DIVIDES}", _keys(section, f"{name}.")]
     parts += ["## Environment variables", _VARIABLES, _table(("Variable", "Values", "Meaning"), _variables())]
     parts += ["## Variables of schedulers", _SCHEDULERS, _table(("Source", "Variables"), _schedulers())]
     return "\n\n".join(parts) + "\n"
@@ -132,6 +135,7 @@ Made from the models that check a profile. How profiles are found and combined i
 _KINDS = """\
 How the processes start. `kind` chooses the launcher; the other keys of the section are those of the kind that was
 chosen."""
+_DIVIDES = "The same for every launcher but `xla`; see\n[models that are divided](../profile.md#models-that-are-divided)."
 _VARIABLES = """\
 Set one by hand to override the files for one run; `--set` and the other options of `accel launch` are stronger
 still. The launcher passes the same variables on to the processes it starts. A value accel cannot use is an error
@@ -172,6 +176,12 @@ def _words(annotation: Any) -> str:
         return "names with their text"
     if get_origin(annotation) is list:
         return "list of texts"
+    if get_origin(annotation) is tuple:
+        return (
+            "pairs `name=word`, with commas"
+            if get_origin(get_args(annotation)[0]) is tuple
+            else "texts, with commas"
+        )
     return _WORDS[annotation]
 
 
@@ -180,19 +190,29 @@ def _default(name: str, field: FieldInfo) -> str:
     if name == "kind":
         return "none"
     value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return "unset" if value is None else f"`{value}`" if value else "empty"
 
 
 def _variables() -> list[tuple[str, str, str]]:
     """Every variable of `accel_runtime.env`, described by the docstrings that stand there."""
     module = griffe.load("accel_runtime.env", search_paths=[Path(__file__).resolve().parents[1]])
-    hints = get_type_hints(Settings)
-    rows = [
-        (f"`{env.variable(f.name)}`", _words(hints[f.name]), _said(module[f"Settings.{f.name}"]))
-        for f in fields(Settings)
-    ]
+    rows = list(_variables_of(Settings))
     others = {"HOME": "a folder", "PROFILE": "a name", "EARLY_FP16": "`1`, `true`, `0`, `false`"}
     return rows + [(f"`{getattr(env, name)}`", kind, _said(module[name])) for name, kind in others.items()]
+
+
+def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, str, str]]:
+    """The variable of every field, and of every field of a section."""
+    module = griffe.load(settings.__module__, search_paths=[Path(__file__).resolve().parents[1]])
+    hints = get_type_hints(settings)
+    for f in fields(settings):
+        if is_dataclass(hints[f.name]):
+            yield from _variables_of(hints[f.name], f"{f.name}_")
+        else:
+            said = _said(module[f"{settings.__name__}.{f.name}"])
+            yield f"`{env.variable(before + f.name)}`", _words(hints[f.name]), said
 
 
 def _said(item: Any) -> str:

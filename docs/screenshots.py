@@ -127,7 +127,7 @@ def draw(name: str) -> str:
     )
     for index, lines in enumerate(screens()):
         if index:
-            console.rule("and after two more times Enter", style="dim")
+            console.rule("and after three more times Enter", style="dim")
         for line in lines:
             console.print(line, no_wrap=True, highlight=False)
     return console.export_svg(title=title, code_format=_SVG, unique_id=name)

@@ -69,7 +69,7 @@ def main() -> None:
             seen += len(all_labels)
     accelerator.print(f"test accuracy {correct / seen:.4f} ({correct} of {seen})")
 
-    weights = accelerator.unwrap_model(model).state_dict()  # 5: the names your own model has
+    weights = accelerator.get_state_dict(model)  # 5: whole, with the names your own model has
     accelerator.save(weights, args.output, safe_serialization=True)
     accelerator.print(f"weights in {args.output}")
 

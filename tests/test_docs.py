@@ -46,6 +46,7 @@ SLOW = {
             "install",
             "profile",
             "sagemaker",
+            "sharding",
             "tracking",
             "when-it-fails",
         )

@@ -108,6 +108,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 def _show(found: dict[str, Any], *, show_all: bool) -> None:
     from accel_cli import console
+    from accel_cli.estimates import left_out
 
     console.note(_described(found))
     console.note(
@@ -115,8 +116,8 @@ def _show(found: dict[str, Any], *, show_all: bool) -> None:
         if found["inputs"]
         else "activations are not counted: there are no inputs to measure them with"
     )
-    for one in found["left_out"]:
-        console.note(f"no layout with tp {one['tp']}: {one['why']}")
+    for reason in left_out(found):
+        console.note(reason)
     devices = found["devices"]
     rows = (
         [one for one in found["layouts"] if one["devices"] == devices]

@@ -7,6 +7,7 @@ date is no date. Keys that come twice, anchors and tags are refused: a profile n
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from accel_cli.errors import Problem, ProfileError
 
-__all__ = ["Document", "dump", "parse", "scalar"]
+__all__ = ["Document", "dump", "inline", "parse", "scalar"]
 
 Path = tuple[str | int, ...]
 _MAX_DEPTH = 30
@@ -107,6 +108,17 @@ def dump(data: Mapping[str, Any]) -> str:
     return yaml.dump(
         dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
+
+
+def inline(value: Any) -> str:
+    """A value on one line, as YAML writes it behind a key."""
+    if not isinstance(value, (list, dict)):
+        return dump({"v": value}).removeprefix("v:").strip()
+    # As wide as it needs: a line break would end the value for an editor that works line by line.
+    text = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=sys.maxsize
+    )
+    return str(text).strip()
 
 
 class _Reader:

@@ -70,7 +70,7 @@ def _line(found: Document, key: str) -> int:
 def _replaced(line: str, key: str, value: Any) -> str:
     """The line with a new value; what follows ` #` stays."""
     name = re.escape(key.rpartition(".")[2])
-    value_text = _inline(value)
+    value_text = document.inline(value)
     return re.sub(rf"^(\s*{name}\s*:)\s*.*?(\s+#.*)?$", lambda m: f"{m[1]} {value_text}{m[2] or ''}", line)
 
 
@@ -78,18 +78,13 @@ def _insert(lines: list[str], key: str, value: Any) -> None:
     """Add a line: at the end of its section, or of the file."""
     section, dot, name = key.partition(".")
     if not dot:
-        lines.append(f"{key}: {_inline(value)}")
+        lines.append(f"{key}: {document.inline(value)}")
         return
     heads = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
     if heads:
         end = next(
             (i for i, line in enumerate(lines[heads[0] + 1 :], heads[0] + 1) if line[:1] != " "), len(lines)
         )
-        lines.insert(end, f"  {name}: {_inline(value)}")
+        lines.insert(end, f"  {name}: {document.inline(value)}")
     else:
-        lines += [f"{section}:", f"  {name}: {_inline(value)}"]
-
-
-def _inline(value: Any) -> str:
-    """A value on one line, as YAML writes it."""
-    return document.dump({"v": value}).removeprefix("v:").strip()
+        lines += [f"{section}:", f"  {name}: {document.inline(value)}"]

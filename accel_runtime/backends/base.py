@@ -18,6 +18,7 @@ from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
+    from accel_runtime.description import GroupFacts
     from accel_runtime.parallel.mesh import Mesh
 
 __all__ = ["Backend", "Reduction"]
@@ -200,6 +201,19 @@ class Backend(ABC):
     def wrapping(self, model: nn.Module) -> str:
         """What replicates a model, in a word; `none` where nothing does."""
         return "none" if self.original(model) is model else type(model).__name__
+
+    def groups(
+        self,
+        model: nn.Module,  # noqa: ARG002 - whole here
+        computes_in: torch.dtype | None,  # noqa: ARG002
+    ) -> tuple[GroupFacts, ...]:
+        """The parameters of a model by what is gathered together; empty where every rank has all of it.
+
+        Args:
+            model: As it came out of `replicate`.
+            computes_in: What autocast computes in, if it does.
+        """
+        return ()
 
     @property
     def facts(self) -> dict[str, str]:

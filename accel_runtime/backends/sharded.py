@@ -10,11 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from typing_extensions import override
 
 from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
 from accel_runtime.backends.distributed import Distributed
+from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.parallel import activations
@@ -22,10 +23,13 @@ from accel_runtime.parallel.buffers import FirstRanks
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.precision import policy_of
+from accel_runtime.parallel.report import groups_of
 from accel_runtime.parallel.sharding import Sharding, ignored
 from accel_runtime.parallel.starting import take_over
 from accel_runtime.parallel.states import divide_loaded
+from accel_runtime.parallel.styles import divided_dimensions
 from accel_runtime.parallel.tensor import divide, plan_of
+from accel_runtime.parallel.verifying import Wanted, expected, verify
 from accel_runtime.parallel.wrapping import Units, units_of
 from accel_runtime.precision import FORMATS
 from accel_runtime.topology import Topology
@@ -85,15 +89,38 @@ class Sharded(Distributed):
         if isinstance(model, FSDPModule):
             return model
         take_over(model, self)
-        asked = self._fully_shard
-        units = units_of(model, asked.wrap) if self._parallel.shards or asked.activation_checkpointing else []
+        asked, averages = self._fully_shard, self.mesh.sizes.averages
+        units = units_of(model, asked.wrap)
+        whole = ignored(model, asked.ignore) if averages else set()
+        parameters = expected(model, whole, shards=averages)
+        plan = plan_of(model, self._parallel.tp_plan) if self.mesh.tp is not None else ()
         if asked.activation_checkpointing:
             activations.apply(model, units)
         if self.mesh.tp is not None:
-            divide(model, self.mesh.tp, plan_of(model, self._parallel.tp_plan))
-        if self.mesh.sizes.averages:
-            self._shard(model, units if self._parallel.shards else [])
-        elif all(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            divide(model, self.mesh.tp, plan)
+        policies = self._shard(model, units) if averages else {}
+        self._rest(model)
+        wanted = Wanted(
+            parameters,
+            self.mesh.shard if averages else None,
+            policies,
+            offload=averages and asked.cpu_offload,
+            again=tuple(name for name, _ in activations.chosen(units))
+            if asked.activation_checkpointing
+            else (),
+            layers={
+                part.name: frozenset(divided_dimensions(model.get_submodule(part.name), part.style))
+                for part in plan
+            },
+        )
+        verify(model, wanted)
+        return model
+
+    def _rest(self, model: nn.Module) -> None:
+        """What is left to do for a model that is divided."""
+        if not self.mesh.sizes.averages and all(
+            not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
+        ):
             model.to(self.device)
         self._syncs[model] = True
         if any(True for _ in model.buffers()):
@@ -101,19 +128,20 @@ class Sharded(Distributed):
             buffers = Buffers(lambda: self._syncs.get(model, True), lambda _: shared.take_over())
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
-        return model
 
-    def _shard(self, model: nn.Module, units: Units) -> None:
+    def _shard(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
+        """Shard a model; the policies of the modules that are gathered by themselves."""
         asked = self._fully_shard
         whole = ignored(model, asked.ignore)
         policy = policy_of(asked, self._computes_in, model.parameters())
-        Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
+        policies = Sharding(self.mesh.shard, asked, policy, frozenset(whole)).apply(model, units)
         for parameter in whole:
             # torch leaves them where they are, and their gradients alone.
             if not parameter.is_meta:
                 parameter.data = parameter.data.to(self.device)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter in whole]
         self._averaging[model] = Averaging(named, self._average, self.agreement)
+        return policies
 
     @torch.no_grad()
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -140,6 +168,10 @@ class Sharded(Distributed):
         told = ["fully_shard"] if isinstance(model, FSDPModule) else []
         told += ["tensor parallel"] if self.mesh.tp is not None else []
         return f"{' and '.join(told) or 'none'} ({self.mesh.sizes.told})"
+
+    @override
+    def groups(self, model: nn.Module, computes_in: torch.dtype | None) -> tuple[GroupFacts, ...]:
+        return groups_of(model, computes_in)
 
     @override
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_runtime.estimating.arithmetic import Activations
@@ -96,8 +97,10 @@ def activations(model: nn.Module, units: Sequence[nn.Module], batch: Batch, forw
         EstimateError: The forward pass fails.
     """
     with FakeTensorMode(), ExitStack() as stack:
+        apart = _kept_as_they_are(model)
         parameters = {
-            name: _fake(p, _shape(name, p, forward), forward.gathered) for name, p in model.named_parameters()
+            name: _fake(p, _shape(name, p, forward), None if p in apart else forward.gathered)
+            for name, p in model.named_parameters()
         }
         buffers = {name: _fake(b, tuple(b.shape), None) for name, b in model.named_buffers()}
         seen = _Seen(frozenset(t.untyped_storage()._cdata for t in (*parameters.values(), *buffers.values())))  # noqa: SLF001
@@ -124,6 +127,11 @@ def _summed(seen: _Seen) -> Activations:
             again[home] = again.get(home, 0) + seen.all[key]
     checkpointed = sum(seen.all[key] for key in kept) + max(again.values(), default=0)
     return Activations(sum(seen.all.values()), checkpointed, max(seen.all.values(), default=0))
+
+
+def _kept_as_they_are(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters of batch normalisations, which stay in the format of their statistics."""
+    return {p for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()}
 
 
 def _fake(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
@@ -159,7 +167,7 @@ def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _watched(units: Sequence[nn.Module], seen: _Seen) -> Iterator[None]:
-    """Inside, it is known which wrapped module computes; one inside another is a part of it."""
+    """Inside, it is known which wrapped module computes; none of them is inside another."""
 
     def enter(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if seen.inside is None:

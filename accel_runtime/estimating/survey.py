@@ -26,11 +26,13 @@ from accel_runtime.estimating.errors import EstimateError
 from accel_runtime.estimating.factory import Made
 from accel_runtime.estimating.measuring import Batch, Forward, activations
 from accel_runtime.estimating.optimizing import optimizer_of, state_bytes
+from accel_runtime.parallel.activations import chosen
 from accel_runtime.parallel.wrapping import Units, units_of
 
 __all__ = ["Estimate", "Survey", "survey"]
 
 _COMPUTED: Mapping[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def survey(made: Made, *, devices: int, mixed_precision: str, wrap: str, optimiz
             if split[2] not in left_out and (why := measure.obstacle(split[2])):
                 left_out[split[2]] = why
             if split[2] not in left_out:
-                estimates += [Estimate(layout, measure.usage(layout)) for layout in variants(split)]
+                # Without a wrapped module there is nothing to compute again, and accel refuses to.
+                possible = (one for one in variants(split) if units or not one.activation_checkpointing)
+                estimates += [Estimate(layout, measure.usage(layout)) for layout in possible]
     return Survey(made, units, estimates, left_out, measure.optimizer)
 
 
@@ -92,6 +96,7 @@ class _Measure:
         self._named = dict(made.model.named_parameters())
         self._division = division_of(made.model)
         self._parameters = _parameters(self._named, units, self._division)
+        self._half = any(p.requires_grad and p.dtype in _HALVES for p in self._named.values())
         self._optimizer = optimizer_of(made.model, optimizer or made.optimizer or "adamw")
         self._buffers = sum(b.untyped_storage().nbytes() for b in _once(made.model))
         self._state = cache(self._measure_state)
@@ -119,7 +124,7 @@ class _Measure:
     def usage(self, layout: Layout) -> Usage:
         """What a layout takes."""
         size = self._computed.itemsize if self._computed else None
-        formats = Formats(size, 4 if size else None)
+        formats = Formats(size, 4 if size or self._half else None)
         state = self._state(tuple(local(p, layout) for p in self._parameters))
         kept = self._activations(layout.tp, layout.sharded and self._computed is not None)
         return usage(self._parameters, layout, formats, Measured(state, self._buffers, kept))
@@ -133,7 +138,7 @@ class _Measure:
         division = self._division if isinstance(self._division, Division) and tp > 1 else None
         forward = Forward(self._computed, self._computed if gathered else None, tp, division)
         batch = Batch(self._made.inputs, self._made.loss)
-        return activations(self._made.model, [module for _, module in self._units], batch, forward)
+        return activations(self._made.model, [module for _, module in chosen(self._units)], batch, forward)
 
 
 def _parameters(named: Mapping[str, nn.Parameter], units: Units, division: Division | str) -> list[Parameter]:

@@ -12,11 +12,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parsed
 from safetensors.torch import load_file, save_file
 
+from accel_runtime import tree
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.exporting.unpickling import read_pickle
 from accel_runtime.exporting.whole import whole
 
-__all__ = ["load", "write"]
+__all__ = ["load", "refuse_divided", "write"]
+
+
+def refuse_divided(obj: Any) -> None:
+    """Refuse tensors of which this process has but a part: the others' parts would be missing.
+
+    Raises:
+        ValueError: There is one in `obj`.
+    """
+    divided = next((leaf for leaf in tree.leaves(obj) if hasattr(leaf, "device_mesh")), None)
+    if divided is not None:
+        raise ValueError(
+            f"save() was given a tensor of shape {list(divided.shape)} that is divided among processes, and it writes what one "
+            "process has. accelerator.save_model(model, directory) and accelerator.save(accelerator.get_state_dict(model), "
+            "file) write whole weights, accelerator.save_state(directory) everything"
+        )
 
 
 def write(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_serialization: bool) -> None:

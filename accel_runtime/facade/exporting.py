@@ -193,8 +193,12 @@ class Exporting(Processes):
             f: A path, or an open binary file.
             safe_serialization: Write safetensors; `f` must then be a path. Tensors that share memory, as tied
                 weights do, are written under each of their names.
+
+        Raises:
+            ValueError: On every process: a tensor that is divided among processes.
         """
         self._backend.settle()
+        objects.refuse_divided(obj)
         each = self.project_configuration.save_on_each_node
         if self.is_local_main_process if each else self.is_main_process:
             objects.write(self._backend.hosted(obj), f, safe_serialization=safe_serialization)

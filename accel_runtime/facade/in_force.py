@@ -229,4 +229,5 @@ class InForce(Processes):
             self._precision.format.dtype,
             getattr(hook, "value", None),
             self._backend.wrapping(model),
+            self._backend.groups(model, self._precision.format.dtype),
         )

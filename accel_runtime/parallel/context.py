@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import overrides
 from torch.nn.attention.bias import CausalBias
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from accel_runtime.parallel.spans import own_part, sequence_dim, spans, whole_of
@@ -60,7 +60,14 @@ def divided(
 
     Raises:
         ValueError: The arguments do not fit each other, or a sequence cannot be divided equally.
+        RuntimeError: Sequences are divided already.
     """
+    # What torch's own compiler asks; nothing public names it (torch 2.13).
+    modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
+    if any(isinstance(mode, _Intercepted) for mode in modes):
+        raise RuntimeError(
+            "maybe_context_parallel inside maybe_context_parallel would divide sequences twice: name all buffers in one"
+        )
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     lasting = {id(tensor) for tensor in no_restore_buffers or ()}
     _check(tensors, dims, lasting)
@@ -227,7 +234,7 @@ class _Attention:
         return mask if rows in {1, own} else own_part(mask, -2, self._parts, self._rank)
 
 
-class _Intercepted(TorchFunctionMode):
+class _Intercepted(overrides.TorchFunctionMode):
     """Inside, torch's attention is this one, whoever calls it; also where activations are computed again."""
 
     def __init__(self, attention: _Attention) -> None:

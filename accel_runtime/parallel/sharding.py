@@ -28,45 +28,54 @@ class Sharding:
     whole: frozenset[nn.Parameter] = frozenset()
     """Parameters that are left as they are."""
 
-    def apply(self, model: nn.Module, units: Units) -> None:
+    def plan(self, model: nn.Module, units: Units) -> list[tuple[str, nn.Module, MixedPrecisionPolicy]]:
+        """Every module that is gathered by itself with its policy, those inside others first; the last is the model.
+
+        Args:
+            model: The script's model.
+            units: What was chosen, those inside others first; the rest of the model is one more.
+
+        Raises:
+            ValueError: Parameters that would be gathered together have different dtypes.
+        """
+        exact, own = apart(model, self.policy, units, self.whole)
+        refuse_mixtures(model, [*exact, *units], self.whole)
+        inside = [(name, module, own) for name, module in exact]
+        inside += [(name, module, within(self.policy)) for name, module in units]
+        return [*inside, ("", model, self.policy)]
+
+    def apply(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
         """Shard a model in place.
 
         Args:
             model: The script's model.
             units: What is gathered as a whole, those inside others first; the rest of the model is one more.
 
-        Raises:
-            ValueError: A number of ranks to shard over after the forward pass that does not divide them.
-        """
-        left_out = set(self.whole)
-        exact, own = apart(model, self.policy, units, left_out)
-        refuse_mixtures(model, [*exact, *units], left_out)
-        for _, module in exact:
-            self._shard(module, own, left_out, reshard=self.asked.reshard_after_forward)
-        for _, module in units:
-            self._shard(module, within(self.policy), left_out, reshard=self.asked.reshard_after_forward)
-        # The rest of the model is needed again at once when the backward pass begins.
-        reshard = False if units else self.asked.reshard_after_forward
-        self._shard(model, self.policy, left_out, reshard=reshard)
+        Returns:
+            The policies of the modules that are gathered by themselves, by name; '' is the model.
 
-    def _shard(
-        self,
-        module: nn.Module,
-        policy: MixedPrecisionPolicy,
-        ignored: set[nn.Parameter],
-        *,
-        reshard: bool | int,
-    ) -> None:
-        fully_shard(
-            module,
-            mesh=self.mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+        Raises:
+            ValueError: Parameters that would be gathered together have different dtypes; a number of ranks to shard over
+                after the forward pass that does not divide them.
+        """
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
             if self.asked.cpu_offload
-            else OffloadPolicy(),
-            ignored_params=ignored,
+            else OffloadPolicy()
         )
+        plan = self.plan(model, units)
+        for _, module, policy in plan:
+            # The rest of the model is needed again at once when the backward pass begins.
+            keep = module is model and bool(units)
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                reshard_after_forward=False if keep else self.asked.reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=set(self.whole),
+            )
+        return {name: policy for name, _, policy in plan}
 
 
 def ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:

@@ -19,6 +19,7 @@ PRINTED = {
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
     "profiler": ([], r"traces of [12] process\(es\) in traces"),
     "token_weights": (["--epochs", "1"], r"loss \d"),
+    "sharded": (["--epochs", "2"], r"of 450\)\nthe plain model in reader computes the same"),
     "tracking": (["--epochs", "1"], r"\d+ steps are recorded in logs"),
     "evaluation": (
         ["--epochs", "1"],
@@ -65,3 +66,15 @@ def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel)
         printed.append([line for line in done.stdout.splitlines() if "loss" in line])
     assert len(printed[0]) == 3
     assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("layout", [{"DP_SHARD": "auto"}, {"TP": 2}], ids=str)
+def test_a_divided_model_is_exported_whole(accel, monkeypatch, layout):
+    for name, size in layout.items():
+        monkeypatch.setenv(f"ACCEL_PARALLEL_{name}", str(size))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    done = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
+    assert done.returncode == 0, done.stderr
+    here, everywhere = map(int, re.search(r"(\d+) of (\d+) numbers are on this process", done.stdout).groups())
+    assert here < 0.6 * everywhere
+    assert "computes the same" in done.stdout

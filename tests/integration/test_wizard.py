@@ -152,6 +152,7 @@ def test_a_narrow_window_asks_the_same(terminal, written, columns):
     screen.answer(NNODES, ENTER)
     screen.answer(NPROC, "2" + ENTER)
     screen.answer(PRECISION, ENTER)
+    screen.answer(FITS, ENTER)
     screen.answer("Write", ENTER)
     assert screen.end() == 0
     assert written().launcher.nproc_per_node == 2

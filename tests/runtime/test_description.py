@@ -86,6 +86,7 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "computes_in": "float32",
                     "reduces_in": "float32" if several else "",
                     "wrapping": "DistributedDataParallel" if several else "none",
+                    "groups": [],
                 }
             ],
             "optimizers": ["SGD"],
@@ -98,6 +99,8 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "samples": 10,
                     "steps": -(-10 // (2 * ranks.size)),
                     "batch_size": 2,
+                    "parts": ranks.size,
+                    "ranks_a_part": 1,
                     "global_batch": 2 * ranks.size,
                     "samples_a_step": 8 * ranks.size,
                     "end": found["loaders"][0]["end"],

@@ -96,6 +96,7 @@ METHODS = {
     "local_main_process_first": "",
     "log": "values, step=None, log_kwargs={}",
     "main_process_first": "",
+    "maybe_context_parallel": "buffers=None, buffer_seq_dims=None, no_restore_buffers=None",
     "no_sync": "model",
     "on_last_process": "function",
     "on_local_main_process": "function=None",
@@ -126,8 +127,7 @@ METHODS = {
     "wait_for_everyone": "",
 }
 ABSENT = {
-    SHARDING: "deepspeed_ulysses_dl_adapter maybe_context_parallel parallelism_config pipeline_parallel_rank"
-    " should_save_model",
+    SHARDING: "deepspeed_ulysses_dl_adapter parallelism_config pipeline_parallel_rank should_save_model",
     EIGHT_BITS: "fp8_backend",
     "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
     BIG_MODELS: "verify_device_map",
@@ -138,7 +138,10 @@ CONSTRUCTOR = (
     "gradient_accumulation_plugin=None, step_scheduler_with_optimizer=True, kwargs_handlers=None, "
     "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None"
 )
-OUR_OWN = "checkpoints describe load load_model preempted resume settings wait_for_checkpoint"
+OUR_OWN = (
+    "checkpoints context_parallel data_parallel_size describe gather_sequence load load_model preempted resume settings"
+    " wait_for_checkpoint"
+)
 """What Accelerate's has no name for."""
 BY_POSITION = 6
 """So many arguments of the constructor may be given by position; then come those for what is absent."""

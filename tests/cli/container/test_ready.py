@@ -14,7 +14,7 @@ from accel_cli.launchers.base import Job
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.machine import Machine, cpus
 from accel_cli.nodes import Facts
-from accel_runtime.env import Settings
+from accel_runtime.env import Parallel, Settings, SettingsError
 
 NAMES = ("algo-1", "algo-2")
 
@@ -99,3 +99,10 @@ def test_the_name_of_the_first_host_is_waited_for(monkeypatch, capfd):
         ContainerError, match="the name of the first host, algo-1, did not resolve within 300 s"
     ):
         host._wait_for("algo-1", time.monotonic() - 1)
+
+
+def test_a_layout_that_the_hosts_cannot_have_is_refused_before_processes_start(tmp_path):
+    said = Settings(parallel=Parallel(dp_shard=8)).to_env()
+    assert ready(tmp_path, settings=said).plan().nproc_per_node == 4
+    with pytest.raises(SettingsError, match="there are 4 processes"):
+        ready(tmp_path, names=NAMES[:1], settings=said).plan()

@@ -13,8 +13,19 @@ launcher:  # how
   nproc_per_node: 2   # of four
 device: cuda
 """
-KEYS = ["device", "mixed_precision", "launcher.nproc_per_node", "launcher.max_restarts", "env.A", "env.B"]
+KEYS = [
+    "device",
+    "mixed_precision",
+    "launcher.nproc_per_node",
+    "launcher.max_restarts",
+    "env.A",
+    "env.B",
+    "fully_shard.wrap",
+]
 VALUES = st.integers(0, 9) | st.text(alphabet="ab#: '\"-", max_size=6) | st.none()
+VALUES |= st.lists(VALUES, max_size=2) | st.dictionaries(
+    st.text(alphabet="a*.", min_size=1, max_size=3), VALUES, max_size=2
+)
 
 
 def change(text, updates):
@@ -35,6 +46,14 @@ def test_a_new_value_goes_to_its_section_and_a_none_takes_its_line_out():
     assert text == TEXT.replace("# of four\n", "# of four\n  max_restarts: 3\n").replace(
         "device: cuda\n", "env:\n  A: '1'\n"
     )
+
+
+def test_lists_and_keys_with_values_go_on_one_line_and_comments_stay():
+    names = [f"Block{number}" for number in range(30)]
+    text, _ = change(TEXT, {"fully_shard.wrap": names, "parallel.tp_plan": {"*.up": "colwise"}})
+    assert text.startswith(TEXT)
+    assert parse(text, "x").data["fully_shard"] == {"wrap": names}
+    assert parse(text, "x").data["parallel"] == {"tp_plan": {"*.up": "colwise"}}
 
 
 def test_another_kind_of_launcher_loses_the_keys_it_does_not_have_and_says_so():

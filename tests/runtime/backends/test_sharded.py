@@ -221,3 +221,21 @@ def test_running_means_are_the_first_ranks_at_an_evaluation(pair):
     assert first != second
     assert shared == same == first
     assert steps == others == 2
+
+
+def test_a_part_of_a_tensor_is_not_saved_for_a_whole_one(pair, tmp_path):
+    def saved(path):
+        accelerator = sharded()
+        model = accelerator.prepare(Model())
+        try:
+            accelerator.save(model.state_dict(), path)
+        except ValueError as error:
+            said = str(error)
+        accelerator.save(accelerator.get_state_dict(model), path)
+        accelerator.wait_for_everyone()
+        return said, list(accelerator.load(path)["head.weight"].shape)
+
+    for said, shape in pair.run(saved, str(tmp_path / "model.pt")):
+        assert "divided among processes" in said
+        assert "get_state_dict" in said
+        assert shape == [1, 4]

@@ -177,3 +177,25 @@ def test_the_factory_s_optimizer_counts_unless_another_is_named():
     assert surveyed(made).estimates[0].usage.optimizer == 0
     assert surveyed(made).optimizer == "SGD"
     assert surveyed(made, optimizer="adamw").estimates[0].usage.optimizer > 0
+
+
+def test_without_wrapped_modules_nothing_is_checkpointed():
+    assert not any(one.layout.activation_checkpointing for one in surveyed(wrap="none").estimates)
+    assert any(one.layout.activation_checkpointing for one in surveyed().estimates)
+
+
+def test_halves_are_averaged_in_full():
+    def working(dtype, precision):
+        with torch.device("meta"):
+            made = Made(Uneven().to(dtype))
+        found = surveyed(made, 2, mixed_precision=precision).estimates
+        return next(one.usage.working for one in found if one.layout.dp_shard == 2)
+
+    assert working(torch.bfloat16, "no") == working(torch.bfloat16, "bf16")
+
+
+def test_batch_normalisation_is_measured_in_mixed_precision():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        made = Made(net, torch.zeros(2, 3, 8, 8))
+    assert all(one.usage.activations for one in surveyed(made, 2, mixed_precision="bf16").estimates)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.parallel.context import divided, gathered
 
@@ -170,3 +175,206 @@ def test_padding_is_masked_for_torchs_layers(pair):
 
     for found, wanted in pair.run(both):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+# Refused ---------------------------------------------------------------------------------
+
+REFUSALS = {
+    "a length": (
+        lambda x, _: divided(dist.group.WORLD, [x[:, :7]], [1]).__enter__(),
+        "pad or cut it to 6 or 8",
+    ),
+    "no dimension": (lambda x, _: divided(dist.group.WORLD, [x], [5]).__enter__(), "has no such dimension"),
+    "unlike lists": (
+        lambda x, _: divided(dist.group.WORLD, [x], []).__enter__(),
+        "1 buffers and 0 dimensions",
+    ),
+    "a stranger": (lambda x, _: divided(dist.group.WORLD, [], [], {x}).__enter__(), "give it in both"),
+    "a parameter": (
+        lambda x, _: divided(dist.group.WORLD, [nn.Parameter(x)], [1]).__enter__(),
+        "that requires gradients",
+    ),
+    "keys that were not cut": (
+        lambda x, inside: inside(
+            lambda: F.scaled_dot_product_attention(x, torch.ones(3, 9, 8), torch.ones(3, 9, 8))
+        ),
+        "attention has 9 keys on this rank, and its part of the sequence is 8 long",
+    ),
+    "a mask of one part only": (
+        lambda x, inside: inside(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8))),
+        "the attention mask has 8 rows and 8 columns",
+    ),
+    "two masks": (
+        lambda x, inside: inside(
+            lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 16), is_causal=True)
+        ),
+        "one of them",
+    ),
+    "a causal rectangle": (
+        lambda x, inside: inside(lambda: F.scaled_dot_product_attention(x[:, :1], x, x, is_causal=True)),
+        "as many queries as keys",
+    ),
+    "attention weights": (
+        lambda x, inside: inside(lambda: nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)),
+        "call it with need_weights=False",
+    ),
+    "keys that are added": (
+        lambda x, inside: inside(
+            lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True, batch_first=True)(
+                x, x, x, need_weights=False
+            )
+        ),
+        "add_zero_attn",
+    ),
+}
+
+
+def test_what_would_see_a_part_only_is_refused(pair):
+    def refused(cases):
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+
+        for case, (act, said) in cases.items():
+            x = torch.randn(3, LENGTH, 8)
+
+            def inside(act, x=x):
+                with divided(dist.group.WORLD, [x], [1]):
+                    act()
+
+            with pytest.raises(ValueError, match=re.escape(said)):
+                act(x, inside)
+            assert x.shape[1] == LENGTH, case
+
+    pair.run(refused, REFUSALS)
+
+
+def test_flexible_attention_is_refused(pair):
+    """torch compiles it on its own, and says what was raised inside as an error of the compiler."""
+
+    def refused():
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+        x = torch.randn(3, 2, LENGTH, 8)
+        with divided(dist.group.WORLD, [x], [2]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises((ValueError, RuntimeError), match="flex_attention sees this rank's part"):
+                flex_attention(x, x, x)
+
+    pair.run(refused)
+
+
+def test_sequences_are_not_divided_twice(pair):
+    def refused():
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+        x = torch.randn(3, LENGTH, 8)
+        with divided(dist.group.WORLD, [x], [1]):
+            with pytest.raises(RuntimeError, match="name all buffers in one"):
+                divided(dist.group.WORLD, [x], [1]).__enter__()
+            assert x.shape[1] == LENGTH // 2
+
+    pair.run(refused)
+
+
+def test_views_of_one_tensor_are_cut_and_come_back_unharmed(pair):
+    """Inputs and labels often are: writing into the memory of one would change the other."""
+
+    def cut():
+        import accel_runtime
+
+        accel_runtime.Accelerator()
+        tokens = torch.arange(17)[None].clone()
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        with divided(dist.group.WORLD, [inputs, labels], [1, 1]):
+            inside = inputs.tolist(), labels.tolist()
+        return inside, tokens.tolist(), inputs.tolist(), labels.tolist()
+
+    numbers = list(range(17))
+    front, back = [[*numbers[:4], *numbers[12:16]]], [numbers[4:12]]
+    for own, ((inputs, labels), *after) in zip((front, back), pair.run(cut), strict=True):
+        assert inputs == own
+        assert labels == [[number + 1 for number in own[0]]]
+        assert after == [[numbers], [numbers[:-1]], [numbers[1:]]]
+
+
+# Through an Accelerator ------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """A causal model that gives every token a class."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.block, self.head = nn.Embedding(11, 8), Block("causal"), nn.Linear(8, 5, bias=False)
+
+    def forward(self, tokens, positions):
+        return self.head(self.block(self.words(tokens), positions))
+
+
+def sentences():
+    """Six sentences, and their labels, of which some do not count."""
+    torch.manual_seed(2)
+    tokens, labels = torch.randint(11, (6, LENGTH)), torch.randint(5, (6, LENGTH))
+    labels[torch.rand(6, LENGTH) < 0.4] = -100
+    return TensorDataset(tokens, labels, torch.arange(LENGTH).expand(6, LENGTH).contiguous())
+
+
+def loss_of(logits, labels):
+    """The mean over the labels that count, and how many do."""
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return mean, (labels != -100).sum()
+
+
+def learned(sizes, batch):
+    """Parameters after an epoch, losses and predictions, of one rank; all by an Accelerator."""
+    from accel_runtime import Accelerator, ParallelismConfig
+
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = DataLoader(sentences(), batch_size=batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen, refused = [], 0
+    for tokens, labels, positions in loader:
+        with accelerator.maybe_context_parallel([tokens, labels, positions], [1, 1, 1], {labels}):
+            logits = model(tokens, positions)
+            loss, count = loss_of(logits, labels)
+            accelerator.backward(loss, weight=count)
+        optimizer.step()
+        optimizer.zero_grad()
+        if sizes and sizes.get("cp_size", 1) > 1:
+            with pytest.raises(ValueError, match=r"accelerator\.gather_sequence"):
+                accelerator.gather_for_metrics(logits.argmax(-1))
+            with pytest.raises(ValueError, match=r"accelerator\.gather_sequence"):
+                accelerator.gather_for_metrics(logits.argmax(-1).tolist())
+            refused += 1
+        whole = accelerator.gather_sequence(logits.detach())
+        seen.append(accelerator.gather_for_metrics(whole))
+        assert accelerator.gather_for_metrics(tokens).shape[1] == LENGTH
+        texts = accelerator.gather_for_metrics([str(row) for row in tokens.tolist()])
+        assert len(texts) == len(seen[-1])
+    state = {
+        name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()
+    }
+    return {name.removeprefix("module."): p for name, p in state.items()}, torch.cat(seen)
+
+
+LAYOUTS = {
+    "cp 2": ({"cp_size": 2}, 2, 2),
+    "dp_shard 2 x cp 2": ({"dp_shard_size": 2, "cp_size": 2}, 4, 1),
+    "dp_replicate 2 x cp 2": ({"dp_replicate_size": 2, "cp_size": 2}, 4, 1),
+    "cp 4": ({"cp_size": 4}, 4, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_that_of_one_process(clusters, layout):
+    sizes, world, batch = LAYOUTS[layout]
+    wanted = learned(None, 2)
+    for found in clusters[world].run(learned, sizes, batch):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

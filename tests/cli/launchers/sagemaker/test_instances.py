@@ -91,6 +91,28 @@ def test_model_parallel_is_refused_elsewhere_with_the_types_it_runs_on():
     assert "ml.p4d.24xlarge, ml.p4de.24xlarge, ml.p5.48xlarge or ml.p5e.48xlarge" in said
 
 
+def test_gpus_are_counted_of_types_that_are_known_and_of_no_others():
+    counted = {
+        kind: instances.gpus(f"ml.{kind}")
+        for kind in ("p4d.24xlarge", "g5.xlarge", "g5.12xlarge", "m5.large")
+    }
+    assert counted == {"p4d.24xlarge": 8, "g5.xlarge": 1, "g5.12xlarge": 4, "m5.large": 1}
+    assert instances.gpus("ml.g99.xlarge") is None
+    assert instances.gpus(None) is None
+    for family, sizes in instances._GPUS.items():
+        for size in " ".join(sizes.values()).split():
+            assert instances.gpus(f"ml.{family}.{size}")
+
+
+def test_the_types_whose_gpus_are_counted_are_types_of_aws():
+    names = [
+        f"ml.{family}.{size}"
+        for family, sizes in instances._GPUS.items()
+        for size in " ".join(sizes.values()).split()
+    ]
+    assert {*names} <= {*instances.known()}
+
+
 def test_without_boto3_the_message_says_what_to_install(monkeypatch):
     service.model.cache_clear()
     monkeypatch.setitem(sys.modules, "botocore.loaders", None)

@@ -1,0 +1,36 @@
+"""Values are set in a profile's file, or refused before it changes."""
+
+import pytest
+
+from accel_cli.errors import ProfileError
+from accel_cli.profile.store import Store
+from accel_cli.profile.updating import update
+
+
+@pytest.fixture
+def where(tmp_path):
+    return Store(tmp_path / "profiles", tmp_path)
+
+
+def test_a_file_is_made_and_changed_with_its_comments_kept(where):
+    file = where.path("gpu")
+    update(where, file, {"mixed_precision": "bf16", "parallel.dp_shard": 2}, "test")
+    file.write_text(file.read_text() + "# mine\n")
+    profile, lost = update(where, file, {"mixed_precision": None, "parallel.dp_shard": "auto"}, "test")
+    assert (profile.mixed_precision, profile.parallel.dp_shard, lost) == ("no", "auto", [])
+    assert "# mine" in file.read_text()
+    assert "mixed_precision" not in file.read_text()
+
+
+def test_the_user_s_own_profile_is_below(where):
+    update(where, where.path("default"), {"log_level": "info"}, "test")
+    profile, _ = update(where, where.path("gpu"), {"mixed_precision": "bf16"}, "test")
+    assert profile.log_level == "info"
+    assert "log_level" not in where.path("gpu").read_text()
+
+
+def test_what_could_not_be_used_is_refused_and_nothing_is_written(where):
+    file = where.path("gpu")
+    with pytest.raises(ProfileError, match="test"):
+        update(where, file, {"parallel.dp_shard": 0}, "test")
+    assert not file.exists()

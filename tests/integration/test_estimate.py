@@ -1,0 +1,228 @@
+"""`accel estimate` as it is typed: the table, the layout to take, what it writes, and what it refuses."""
+
+import json
+
+import pytest
+import yaml
+
+MODULE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(64, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def make(batch_size=8):
+    print("this is said while the model is made")
+    return Net(8), torch.zeros(batch_size, 64), torch.optim.AdamW, torch.sum
+
+def alone():
+    return nn.Linear(1000, 1000)
+
+def enormous():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(50_000, 50_000, bias=False) for _ in range(40))
+    return model
+
+def unwrapped():
+    return nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+
+def raises():
+    return nn.Linear("a", 2)
+"""
+WHOLE = (8 * (2 * 64 * 256 + 64 + 256) + 64 * 3 + 3) * 4
+
+
+@pytest.fixture
+def models(script):
+    return script(MODULE, "models.py")
+
+
+def rows(done):
+    return [line.split("\t") for line in done.stdout.splitlines()]
+
+
+def test_a_table_shows_each_split_and_the_notes_say_which_to_take(accel, models):
+    done = accel("estimate", "models:make", "--devices", 4, "--memory", "3.2MB")
+    assert done.returncode == 0, done.stderr
+    found = rows(done)
+    assert [row[:3] for row in found] == [
+        ["4", "1", "1"], ["2", "2", "1"], ["1", "4", "1"], ["2", "1", "2"], ["1", "2", "2"], ["1", "1", "4"]
+    ]  # fmt: skip
+    assert found[0][3:6] == ["1.1 MB", "1.1 MB", "2.1 MB"]
+    assert found[2][3:6] == ["265.0 kB", "265.0 kB", "530.1 kB"]
+    assert [row[9] for row in found] == ["no", "yes", "yes", "no", "yes", "yes"]
+    said = done.stderr.splitlines()
+    assert said[0] == "this is said while the model is made"
+    assert (
+        "Net with 264,899 parameters, AdamW, mixed precision no, a batch of [8, 64] on each device" in said[1]
+    )
+    assert "exact" in said[2]
+    assert (
+        said[-2] == "accel: on 4 device(s) the least divided that fits: dp_replicate 2 x dp_shard 2, reshard"
+    )
+    assert said[-1] == "accel: it fits on 2 device(s) already: dp_shard 2, reshard"
+
+
+def test_all_shows_what_resharding_and_checkpointing_save(accel, models):
+    found = rows(accel("estimate", "models.py:make", "--devices", 2, "--all"))
+    assert [row[-1] for row in found] == [
+        "-", "no reshard", "reshard", "checkpointing, no reshard", "checkpointing, reshard", "-", "checkpointing"
+    ]  # fmt: skip
+
+
+def test_json_has_bytes_and_every_layout(accel, models):
+    done = accel("estimate", "models:make", "--devices", 2, "--memory", "80GB", "--json")
+    found = json.loads(done.stdout)
+    assert found["memory"] == 80 * 10**9
+    assert found["usable"] == 72 * 10**9
+    best = found["layouts"][found["best"]]
+    assert (best["dp_replicate"], best["dp_shard"], best["tp"], best["fits"]) == (2, 1, 1, True)
+    assert (best["bytes"]["parameters"], best["bytes"]["gradients"]) == (WHOLE, WHOLE)
+    assert found["layouts"][found["fewest"]]["devices"] == 1
+    sizes = best["bytes"]
+    assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
+
+
+def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(accel, models):
+    done = accel("estimate", "models:enormous", "--devices", 64, "--memory", "80GB")
+    assert done.returncode == 0, done.stderr
+    assert "activations are not counted: there are no inputs" in done.stderr
+    assert "Module with 100,000,000,000 parameters" in done.stderr
+    assert "least divided that fits: dp_shard 64, reshard" in done.stderr
+    assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tensor parallel plan") == 1
+
+
+def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(accel, models):
+    done = accel("estimate", "models:make", "--devices", 2, "--memory", "1MB")
+    assert done.returncode == 1
+    assert {row[9] for row in rows(done)} == {"no"}
+    error = done.stderr.splitlines()[-1]
+    assert "no layout on 2 device(s) fits: the leanest (" in error
+    assert "and 900.0 kB of 1.0 MB may be used" in error
+    assert json.loads(accel("estimate", "models:make", "--memory", "1MB", "--json").stdout)["best"] is None
+
+
+def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(accel, models):
+    done = accel("estimate", "models:unwrapped", "--devices", 4, "--memory", "18MB")
+    assert (
+        "the model has no list of layers, so all of it is gathered at once; --wrap CLASS says what is"
+        in done.stderr
+    )
+    again = accel(
+        "estimate", "models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json"
+    )
+    assert json.loads(again.stdout)["wrapped"] == ["0", "1"]
+
+
+def test_without_memory_nothing_is_judged(accel, models):
+    done = accel("estimate", "models:alone")
+    assert done.returncode == 0
+    assert rows(done)[0][:4] == ["1", "1", "1", "4.0 MB"]
+    assert rows(done)[0][6] == "-", "there is nothing to measure activations with"
+    assert "fits" not in done.stderr
+
+
+def test_a_smaller_batch_and_another_optimizer_take_less(accel, models):
+    def total(*options):
+        done = accel("estimate", "models:make", "--json", *options)
+        return json.loads(done.stdout)["layouts"][0]["bytes"]
+
+    first = total()
+    assert total("--batch-size", 800)["activations"] > 50 * first["activations"]
+    assert total("--optimizer", "sgd")["optimizer"] == 0
+    assert total("--dtype", "bf16")["parameters"] == WHOLE // 2
+    assert total("--no-activations")["activations"] is None
+    assert total("--mixed-precision", "bf16")["parameters"] == WHOLE
+
+
+def test_the_layout_is_written_beside_what_the_profile_says(accel, models, home, cwd):
+    accel("config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
+    file = home / "profiles" / "gpu.yaml"
+    file.write_text(file.read_text() + "# mine\n")
+    done = accel("estimate", "models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
+    assert done.returncode == 0, done.stderr
+    text = file.read_text()
+    assert "# mine" in text
+    data = yaml.safe_load(text)
+    assert (data["mixed_precision"], data["log_level"]) == ("bf16", "info")
+    assert data["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    assert data["fully_shard"]["reshard_after_forward"] is True
+    assert "the estimate is for mixed_precision: no, and" in done.stderr
+    assert accel("config", "validate", file).returncode == 0
+
+
+def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(accel, models, cwd):
+    file = cwd / "new.yaml"
+    first = accel("estimate", "models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
+    assert first.returncode == 0, first.stderr
+    assert "fully_shard" in yaml.safe_load(file.read_text())
+    again = accel("estimate", "models:make", "--devices", 2, "--memory", "80GB", "--output", file)
+    assert again.returncode == 0, again.stderr
+    data = yaml.safe_load(file.read_text())
+    assert data["parallel"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}
+    assert "fully_shard" not in data
+    assert accel("config", "validate", file).returncode == 0
+
+
+def test_nothing_is_written_where_nothing_fits(accel, models, cwd):
+    assert accel("estimate", "models:make", "--memory", "1MB", "-o", "new.yaml").returncode == 1
+    assert not (cwd / "new.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("models:mak",), "models has no mak; did you mean make?"),
+        (("models:raises",), "models:raises failed: "),
+        (("models:make", "--memory", "80Gb"), "--memory is a number of bytes, at least 1"),
+        (("models:make", "--optimizer", "adan"), "--optimizer is one of adamw"),
+        (("models:make", "--wrap", "Blok"), "did you mean Block?"),
+        (("models:make", "--seq-length", "9"), "--seq-length is for factories with a parameter seq_length"),
+        (("models:make", "--devices", "0"), "Invalid value for '--devices'"),
+        (("models:make", "--mixed-precision", "fp8"), "Invalid value for '--mixed-precision'"),
+        (("models:make", "-o", "a.yaml", "--write-profile", "b"), "mean different files"),
+        (("models:make", "--write-profile", "../b"), "is no profile name"),
+        ((".",), "config.json is not there"),
+        ((), "Missing argument 'MODEL'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_message_and_code_2(accel, models, args, said):
+    done = accel("estimate", *args)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_configuration_of_transformers_is_estimated(accel, cwd):
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+    (cwd / "config.json").write_text(json.dumps(config))
+    done = accel(
+        "estimate", ".", "--devices", 4, "--memory", "24GB", "--mixed-precision", "bf16", "--seq-length", 128
+    )
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM" in done.stderr
+    assert "input_ids [1, 128], labels [1, 128]" in done.stderr
+    assert "no layout with tp 4: " in done.stderr
+    assert [row[:3] for row in rows(done)][-1] == ["1", "2", "2"]
