@@ -75,6 +75,8 @@ def test_a_divided_model_is_exported_whole(accel, monkeypatch, layout):
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     done = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
     assert done.returncode == 0, done.stderr
-    here, everywhere = map(int, re.search(r"(\d+) of (\d+) numbers are on this process", done.stdout).groups())
+    here, everywhere = map(
+        int, re.search(r"(\d+) of (\d+) numbers are on this process", done.stdout).groups()
+    )
     assert here < 0.6 * everywhere
     assert "computes the same" in done.stdout
