@@ -139,8 +139,8 @@ CONSTRUCTOR = (
     "dynamo_backend=None, dynamo_plugin=None, fsdp_plugin=None, parallelism_config=None"
 )
 OUR_OWN = (
-    "checkpoints context_parallel data_parallel_size describe gather_sequence load load_model preempted resume settings"
-    " wait_for_checkpoint"
+    "checkpoints context_parallel data_parallel_size describe gather_sequence gathered load load_model preempted resume"
+    " settings wait_for_checkpoint"
 )
 """What Accelerate's has no name for."""
 BY_POSITION = 6

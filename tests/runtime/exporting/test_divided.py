@@ -221,7 +221,7 @@ def test_a_file_twice_the_memory_of_a_rank_is_loaded(tmp_path, limit):
     Accelerator().save_model(model, tmp_path / "weights", max_shard_size=limit)
     (tmp_path / "script.py").write_text(LIMITED)
     size = sum(path.stat().st_size for path in (tmp_path / "weights").glob("*.safetensors"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [*command, str(tmp_path / "script.py"), str(tmp_path / "weights"), str(size // 2)],
