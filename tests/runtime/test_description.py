@@ -20,6 +20,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
+from accel_runtime.env import FullyShard, Parallel, flat
 
 
 class Stream(IterableDataset):
@@ -156,7 +157,10 @@ def test_every_rank_says_the_same_but_for_who_it_is(several):
 def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
     monkeypatch.setenv("ACCEL_LOG_LEVEL", "warning")
     options = Accelerator(mixed_precision="bf16").describe().options
+    divided = {f"parallel_{name}": value for name, value in flat(Parallel())}
+    divided |= {f"fully_shard_{name}": value for name, value in flat(FullyShard())}
     assert {name: (option.value, option.origin) for name, option in options.items()} == {
+        **{name: (value, "default") for name, value in divided.items()},
         "device": ("cpu", "ACCEL_DEVICE"),
         "mixed_precision": ("bf16", "argument"),
         "process_group_backend": ("auto", "default"),
