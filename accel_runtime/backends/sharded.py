@@ -18,6 +18,7 @@ from accel_runtime.backends.distributed import Distributed
 from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
+from accel_runtime.parallel.boxes import local
 from accel_runtime.parallel.buffers import FirstRanks
 from accel_runtime.parallel.dividing import Dividing
 from accel_runtime.parallel.gathering import at_rest
@@ -93,7 +94,7 @@ class Sharded(Distributed):
     @torch.no_grad()
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         mesh = self.mesh.shard
-        for part in in_parts(gradients):
+        for part in in_parts([local(gradient) for gradient in gradients]):
             flat = torch.cat([gradient.reshape(-1) for gradient in part]) / mesh.size()
             for dimension in range(mesh.ndim):
                 dist.all_reduce(flat, group=mesh.get_group(dimension))
