@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -96,14 +96,18 @@ class Group:
         return [None if grad is None else (id(grad), _version(grad)) for grad in grads]
 
     def _multiply(self, scale: torch.Tensor) -> None:
-        # Divided gradients and whole ones do not go together.
-        alike: dict[tuple[torch.device, type], list[torch.Tensor]] = {}
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                alike.setdefault((parameter.grad.device, type(parameter.grad)), []).append(parameter.grad)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
         with torch.no_grad():
-            for (device, _), grads in alike.items():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    by_device.setdefault(parameter.grad.device, []).append(_here(parameter.grad))
+            for device, grads in by_device.items():
                 torch._foreach_mul_(grads, scale.to(device))
+
+
+def _here(grad: torch.Tensor) -> Any:
+    """What this rank has of a gradient: torch does not take divided ones and whole ones, or other meshes, together."""
+    return grad.to_local() if hasattr(grad, "to_local") else grad
 
 
 class Weights:

@@ -109,7 +109,7 @@ class Words(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.register_buffer("places", torch.randn(LENGTH, WIDTH))
         self.layers = nn.ModuleList(Layer(WIDTH, 4) for _ in range(2))
-        self.normal = nn.BatchNorm1d(LENGTH) if case.batch_norm else nn.Identity()
+        self.normal = nn.BatchNorm1d(WIDTH) if case.batch_norm else nn.Identity()
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if case.tie:
             self.head.weight = self.embed.weight
@@ -120,7 +120,7 @@ class Words(nn.Module):
         x = self.embed(words) / 4 + self.places
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(self.normal(x)))
+        return self.head(self.norm(self.normal(x.transpose(1, 2)).transpose(1, 2)))
 
 
 def data(case):
@@ -148,7 +148,8 @@ def accelerator(case, layout):
 def trained(case, layout):
     """Losses, norms, and every parameter and buffer after the steps, on this rank."""
     torch._dynamo.reset()
-    # What dynamo says of torch's own hooks.
+    # What torch says of its own hooks, and of a model that ends with a layer that is divided.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     accel = accelerator(case, layout)
     torch.manual_seed(1)
