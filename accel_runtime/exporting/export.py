@@ -194,7 +194,7 @@ def _unfit(value: object) -> str | None:
     """Why the format cannot hold a value."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}, and no tensor"
-    value = local(value)
+    value = local(value) if hasattr(value, "device_mesh") else value
     if type(value) not in {torch.Tensor, torch.nn.Parameter}:
         return f"a {type(value).__name__}, whose numbers lie elsewhere"
     if value.is_meta:
