@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 
 import cloudpickle
 
-CALL_S = 60
+CALL_S = 150
 """How long the ranks may take over one function."""
 STRAGGLER_S = 5
 """How long the others may still take once a rank has failed, and how long to end."""

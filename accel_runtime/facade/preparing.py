@@ -151,7 +151,7 @@ class Preparing:
             self._accumulation,
             self._precision.scaler,
             self._backend.after_step(),
-            partial(self._replaced.check, optimizer, self._models) if self._backend.divides else None,
+            partial(self._check_owned, optimizer) if self._backend.divides else None,
         )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):
@@ -160,6 +160,11 @@ class Preparing:
         self._gradients.find()
         self._reserve(prepared)
         return prepared
+
+    def _check_owned(self, optimizer: torch.optim.Optimizer) -> None:
+        # An evaluation just before the step leaves gathered parameters in the places of the divided ones.
+        self._backend.settle()
+        self._replaced.check(optimizer, self._models)
 
     def _places(self, wanted: bool | None) -> bool:
         return self._loading.place if wanted is None else wanted

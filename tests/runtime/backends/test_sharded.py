@@ -239,3 +239,19 @@ def test_a_part_of_a_tensor_is_not_saved_for_a_whole_one(pair, tmp_path):
         assert "divided among processes" in said
         assert "get_state_dict" in said
         assert shape == [1, 4]
+
+
+def test_an_evaluation_before_the_first_step_changes_nothing(pair):
+    def stepped(evaluate):
+        torch.manual_seed(0)
+        accelerator, model = sharded(), Model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        if evaluate:
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        optimizer.step()
+        accelerator._backend.settle()
+        return whole(model)
+
+    assert pair.run(stepped, True) == pair.run(stepped, False)
