@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -223,6 +223,13 @@ class Backend(ABC):
     @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes of a replicated model keep their gradients to themselves."""
+
+    def before_first_step(self, models: Sequence[nn.Module]) -> None:  # noqa: B027 - where models are whole, DDP sees to it
+        """Refuse gradients that are not what they are to be, when an optimizer is to step for the first time.
+
+        Raises:
+            ValueError: They are not.
+        """
 
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most have nothing to add
         """From now on, see to it that a state which is loaded lies as the parameters do."""

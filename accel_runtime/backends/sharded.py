@@ -18,6 +18,7 @@ from accel_runtime.backends.distributed import Distributed
 from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
+from accel_runtime.parallel import undivided
 from accel_runtime.parallel.boxes import local
 from accel_runtime.parallel.buffers import FirstRanks
 from accel_runtime.parallel.dividing import Dividing
@@ -87,8 +88,10 @@ class Sharded(Distributed):
         if any(True for _ in model.buffers()):
             shared = FirstRanks(model, self.broadcast)
             buffers = Buffers(lambda: syncing.wanted, lambda _: shared.take_over())
-            model.register_forward_pre_hook(buffers.before)
-            model.register_forward_hook(buffers.after)
+            # The compiler cannot follow what goes between processes; it is loaded by the hooks of fully_shard anyway.
+            untraced: Any = torch.compiler.disable
+            model.register_forward_pre_hook(untraced(buffers.before))
+            model.register_forward_hook(untraced(buffers.after))
         return model
 
     @torch.no_grad()
@@ -124,6 +127,11 @@ class Sharded(Distributed):
     @override
     def watch_over(self, optimizer: torch.optim.Optimizer) -> None:
         divide_loaded(optimizer)
+
+    @override
+    def before_first_step(self, models: Sequence[nn.Module]) -> None:
+        if self.mesh.tp is not None:
+            undivided.check(models, self.mesh.tp)
 
     @override
     def replica(self, model: nn.Module) -> dict[str, Any]:

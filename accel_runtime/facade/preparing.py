@@ -165,6 +165,7 @@ class Preparing:
         # An evaluation just before the step leaves gathered parameters in the places of the divided ones.
         self._backend.settle()
         self._replaced.check(optimizer, self._models)
+        self._backend.before_first_step(self._models)
 
     def _places(self, wanted: bool | None) -> bool:
         return self._loading.place if wanted is None else wanted

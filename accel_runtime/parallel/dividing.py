@@ -90,11 +90,10 @@ class Dividing:
 
     def _bring(self, model: nn.Module, whole: set[nn.Parameter], *, all_of_it: bool) -> None:
         """Bring to the device what `fully_shard` leaves where it is."""
-        if all_of_it and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            model.to(self._device)
-        for parameter in whole:
-            if not parameter.is_meta:
-                parameter.data = parameter.data.to(self._device)
+        # Not `model.to`: it swaps what is divided for copies, and hooks on their gradients stay with the old.
+        for tensor in [*model.parameters(), *model.buffers()] if all_of_it else whole:
+            if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
+                tensor.data = tensor.data.to(self._device)
 
 
 def _dimensions(model: nn.Module, plan: tuple[Division, ...]) -> dict[str, frozenset[str]]:

@@ -61,6 +61,7 @@ class Case:
     rows: int = STEPS * BATCH
     schedule: bool = False
     config: dict = field(default_factory=dict)
+    whole: frozenset = frozenset()
 
 
 CASES = {
@@ -78,7 +79,8 @@ CASES = {
     "ragged, accumulated": Case(rows=STEPS * BATCH - 5, accumulate=2, config={"even_batches": False}),
     "bf16": Case(mixed_precision="bf16"),
     "bf16, accumulated, clipped": Case(mixed_precision="bf16", accumulate=2, clip=0.1),
-    "compiled": Case(dynamo="aot_eager"),
+    # torch 2.13 cannot compile an embedding whose rows are divided: its mask keeps a tensor of the first tracing.
+    "compiled": Case(dynamo="aot_eager", tie=False, whole=frozenset({"embed"})),
 }
 
 
@@ -135,7 +137,8 @@ def data(case):
 
 def accelerator(case, layout):
     sizes = LAYOUTS[layout]
-    parallel = ParallelismConfig(**sizes, tp_plan=PLAN if "tp_size" in sizes else None) if sizes else None
+    plan = {name: style for name, style in PLAN.items() if name not in case.whole}
+    parallel = ParallelismConfig(**sizes, tp_plan=plan if "tp_size" in sizes else None) if sizes else None
     return Accelerator(
         mixed_precision=case.mixed_precision,
         gradient_accumulation_steps=case.accumulate,
