@@ -145,6 +145,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, settings: Settings) -> None:
     """Start the processes of this machine, wait for them, and leave none behind."""
+    _refuse_group()
     store = None
     if place.node == 0:
         # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
@@ -292,6 +293,15 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _refuse_group() -> None:
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process is in a process group already, which an Accelerator joins that divides models, and processes that "
+            "are started from it would take that for their own and hang. Make the Accelerator inside of the function, and "
+            "restart the session (or the notebook's kernel)"
+        )
 
 
 def _refuse_cuda() -> None:

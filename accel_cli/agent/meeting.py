@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -284,10 +286,21 @@ def limit(endpoint: Endpoint, seconds: int) -> None:
     """
     address = endpoint.address()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # noqa: PTH112, PTH208
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+        with suppress(OSError), _connection(int(name)) as connection:
             peer = connection.getpeername()
             if isinstance(peer, tuple) and peer[1] == endpoint.port and address in str(peer[0]):
                 _limit(connection, seconds)
+
+
+def _connection(number: int) -> socket.socket:
+    """The socket behind one of this process's files.
+
+    Raises:
+        OSError: It is none; nothing stays open.
+    """
+    if not stat.S_ISSOCK(os.fstat(number).st_mode):
+        raise OSError(errno.ENOTSOCK, "no socket")
+    return socket.socket(fileno=os.dup(number))
 
 
 def _limit(connection: socket.socket, seconds: int) -> None:

@@ -56,7 +56,7 @@ def _unlike(first: dict[str, tuple[str, int | None]], own: dict[str, tuple[str, 
         if name not in first or name not in own:
             return f"{name} is on one of them only"
         if first[name][0] != own[name][0]:
-            return f"{name} is {own[name][0]} there and {first[name][0]} here"
+            return f"{name} is {own[name][0]}, and on rank 0 {first[name][0]}"
         if (first[name][1] is None) != (own[name][1] is None):
             return (
                 f"{name} is on the meta device on one of them only. Make the model on the meta device on all ranks, and call "

@@ -10,6 +10,8 @@ import cloudpickle
 import pytest
 import torch
 
+from accel_runtime.backends import distributed
+
 _SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
 cluster = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(cluster)
@@ -26,6 +28,10 @@ def _on_the_cpu(home, monkeypatch):
     """The machine's accelerator is not what these tests are about; every test starts unseeded by others."""
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     torch.manual_seed(0)
+    yield
+    if torch.distributed.is_initialized():
+        # A model that is divided on one process has a group of one, which processes forked from it would take for theirs.
+        distributed._leave()
 
 
 @pytest.fixture(scope="session")

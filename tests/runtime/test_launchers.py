@@ -16,6 +16,7 @@ import torch
 
 from accel_runtime import (
     Accelerator,
+    ParallelismConfig,
     PartialState,
     PrecisionType,
     debug_launcher,
@@ -48,6 +49,13 @@ def test_a_function_runs_on_real_processes_on_the_cpu(tmp_path):
     assert read(tmp_path) == [f"[[0, 1], 'no', 'cpu', {rank}, 'a']" for rank in range(2)]
     assert not multiprocessing.active_children()
     assert "RANK" not in os.environ
+
+
+def test_a_session_that_is_in_a_process_group_is_refused(tmp_path):
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size="auto"))
+    with pytest.raises(RuntimeError, match="in a process group already"):
+        debug_launcher(written, (tmp_path, "a"), num_processes=2)
+    assert accelerator.num_processes == 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", PrecisionType.BF16], ids=["text", "member"])

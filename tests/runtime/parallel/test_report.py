@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_runtime.backends import sharded
-from accel_runtime.parallel import verifying
+from accel_runtime.parallel import dividing, verifying
 from accel_runtime.parallel.report import layout_of
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -209,13 +208,13 @@ def test_a_model_that_is_not_what_was_asked_for_is_refused(broken, pair):
             broken(model)
             verifying.verify(model, wanted)
 
-        sharded.verify = first_break
+        dividing.verify = first_break
         try:
             prepared(1, activation_checkpointing=True, ignored_modules="layers.*.norm")
         except RuntimeError as error:
             return str(error)
         finally:
-            sharded.verify = verifying.verify
+            dividing.verify = verifying.verify
         return "it was accepted"
 
     for told in pair.run(refused, broken):
