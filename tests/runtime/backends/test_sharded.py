@@ -255,3 +255,30 @@ def test_an_evaluation_before_the_first_step_changes_nothing(pair):
         return whole(model)
 
     assert pair.run(stepped, True) == pair.run(stepped, False)
+
+
+def test_several_models_and_optimizers_find_each_other(pair):
+    def both(divided):
+        torch.manual_seed(0)
+        accelerator = sharded() if divided else Accelerator()
+        one, two = Model(), Model()
+        first = torch.optim.AdamW(one.parameters(), lr=0.1)
+        # One optimizer of two groups, of which each is of another model.
+        groups = [
+            {"params": list(two.blocks.parameters())},
+            {"params": list(two.head.parameters()), "lr": 0.01},
+        ]
+        second = torch.optim.SGD(groups, lr=0.1)
+        second, one, two, first = accelerator.prepare(second, one, two, first)
+        for step in range(3):
+            accelerator.backward((two(one(torch.ones(2, 4) * step).expand(2, 4))).mean())
+            for optimizer in (first, second):
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator._backend.settle()
+        everything = (*one.parameters(), *two.parameters())
+        return [p.full_tensor() if divided else p.detach() for p in everything]
+
+    for own, expected in zip(pair.run(both, True), pair.run(both, False), strict=True):
+        for tensor, same in zip(own, expected, strict=True):
+            torch.testing.assert_close(tensor, same, atol=1e-6, rtol=0)
