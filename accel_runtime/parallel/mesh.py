@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_runtime.env import Parallel
@@ -86,14 +87,14 @@ class Mesh:
         """All dimensions that are more than one, under the names in `DIMENSIONS`."""
         sizes = {name: getattr(self.sizes, name) for name in DIMENSIONS}
         there = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
-        return init_device_mesh(self._device, tuple(there.values()), mesh_dim_names=tuple(there))
+        return _made(dist.group.WORLD, self._device, tuple(there.items()))
 
     @cached_property
     def _parameters(self) -> DeviceMesh:
         """As `Sizes.parameters` has it; what shards is always there, for `fully_shard` needs it."""
         sizes = dict(zip(("dp_replicate", "dp_shard", "tp"), self.sizes.parameters, strict=True))
         there = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        return init_device_mesh(self._device, tuple(there.values()), mesh_dim_names=tuple(there))
+        return _made(dist.group.WORLD, self._device, tuple(there.items()))
 
     @property
     def shard(self) -> DeviceMesh:
@@ -110,3 +111,12 @@ class Mesh:
     def cp(self) -> DeviceMesh | None:
         """The ranks that divide sequences; None where nothing does."""
         return self.whole["cp"] if self.sizes.cp > 1 else None
+
+
+# Groups of processes stay until all end, and each has threads: a second Accelerator of the same layout takes those of the
+# first. The default group is part of the key, for a new one has other groups.
+@cache
+def _made(_: object, device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    return init_device_mesh(
+        device, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
+    )

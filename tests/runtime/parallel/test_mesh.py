@@ -83,3 +83,16 @@ def test_ranks_that_divide_sequences_hold_parameters_as_those_that_divide_batche
 
 def test_dimensions_are_named_as_scripts_know_them():
     assert DIMENSIONS == ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+def test_the_same_layout_is_the_same_groups(four):
+    def threads():
+        accelerator = Accelerator()
+        rank, size = accelerator.process_index, accelerator.num_processes
+        made = [
+            Mesh(Sizes.of(Parallel(dp_shard=2, tp=2), size), torch.device("cpu"), Topology(rank, size)).shard
+            for _ in range(2)
+        ]
+        return made[0].get_group() is made[1].get_group()
+
+    assert four.run(threads) == [True] * 4
