@@ -148,8 +148,11 @@ def serve(connection):
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     import torch  # noqa: F401 - before warnings are errors: not all of its own are ours to mend
 
+    from accel_runtime.current import set_current_backend
+
     warnings.simplefilter("error")
     while (call := calls.get()) is not None:
+        set_current_backend(None)  # no test starts from what another left
         try:
             function, args = cloudpickle.loads(call)
             answer = cloudpickle.dumps((True, function(*args)))

@@ -143,7 +143,7 @@ class Buffers:
             self._share, self._due = share, due
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[()]]:
-        return Buffers, ()
+        return type(self), ()
 
 
 def in_parts(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from accel_runtime.backends.averaging import Averaging, Buffers, in_parts
+from accel_runtime.backends.averaging import Averaging, in_parts
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.kinds import DistributedType
 from accel_runtime.parallel import undivided
 from accel_runtime.parallel.boxes import local
-from accel_runtime.parallel.buffers import FirstRanks
+from accel_runtime.parallel.buffers import FirstRanks, Untraced
 from accel_runtime.parallel.dividing import Dividing
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.mesh import Mesh, Sizes
@@ -87,11 +87,9 @@ class Sharded(Distributed):
         self._divided[model] = syncing = Syncing(divided.gathered, whole)
         if any(True for _ in model.buffers()):
             shared = FirstRanks(model, self.broadcast)
-            buffers = Buffers(lambda: syncing.wanted, lambda _: shared.take_over())
-            # The compiler cannot follow what goes between processes; it is loaded by the hooks of fully_shard anyway.
-            untraced: Any = torch.compiler.disable
-            model.register_forward_pre_hook(untraced(buffers.before))
-            model.register_forward_hook(untraced(buffers.after))
+            buffers = Untraced(lambda: syncing.wanted, lambda _: shared.take_over())
+            model.register_forward_pre_hook(buffers.before)
+            model.register_forward_hook(buffers.after)
         return model
 
     @torch.no_grad()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from accel_runtime.backends.averaging import in_parts
+from accel_runtime.backends.averaging import Buffers, in_parts
 from accel_runtime.parallel.boxes import local
 
-__all__ = ["FirstRanks"]
+__all__ = ["FirstRanks", "Untraced"]
+
+_untraced: Any = torch.compiler.disable
 
 
 class FirstRanks:
@@ -43,3 +46,10 @@ class FirstRanks:
             flat = self._broadcast(torch.cat([buffer.reshape(-1) for buffer in part]))
             for buffer, values in zip(part, torch.split(flat, [some.numel() for some in part]), strict=True):
                 buffer.copy_(values.view_as(buffer))
+
+
+class Untraced(Buffers):
+    """The hooks, where the compiler stops: it cannot follow what goes between processes."""
+
+    before = _untraced(Buffers.before)
+    after = _untraced(Buffers.after)

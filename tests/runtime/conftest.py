@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accel_runtime.backends import distributed
+from accel_runtime.current import set_current_backend
 
 _SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
 cluster = importlib.util.module_from_spec(_SPEC)
@@ -28,6 +29,7 @@ def _on_the_cpu(home, monkeypatch):
     """The machine's accelerator is not what these tests are about; every test starts unseeded by others."""
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     torch.manual_seed(0)
+    set_current_backend(None)
     yield
     if torch.distributed.is_initialized():
         # A model that is divided on one process has a group of one, which processes forked from it would take for theirs.
