@@ -22,6 +22,7 @@ from typing_extensions import override
 from accel_runtime.backends import buckets
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
+from accel_runtime.backends.forking import let_threads_settle
 from accel_runtime.backends.wire import control_group, side_group, wire_of
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
@@ -72,6 +73,7 @@ class Distributed(InStore):
             _USERS.add(self)
         elif _USERS:
             _USERS.add(self)
+        let_threads_settle()
         patience = wanted["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
         near = topology.local_world_size == topology.world_size
