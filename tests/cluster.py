@@ -23,6 +23,8 @@ CALL_S = 150
 """How long the ranks may take over one function."""
 STRAGGLER_S = 5
 """How long the others may still take once a rank has failed, and how long to end."""
+IDLE_S = 30
+"""How long processes that nobody calls stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
 
 
 class RanksFailedError(AssertionError):
@@ -55,7 +57,7 @@ class Alone:
 
 
 class Cluster:
-    """`size` processes a launcher might have started, over gloo; they start at the first `run`.
+    """`size` processes a launcher might have started, over gloo; they start at a `run`, and end when nobody calls them.
 
     `apart`, each is told that it is alone on its machine.
     """
@@ -67,6 +69,8 @@ class Cluster:
         self._apart = apart
         self._processes = []
         self._connections = []
+        self._running = threading.Lock()
+        self._rest = threading.Timer(IDLE_S, self.close)
 
     @staticmethod
     def device(_rank):
@@ -79,20 +83,31 @@ class Cluster:
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; the results in rank order."""
-        if not self._processes:
-            self._start()
-        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
-        call = cloudpickle.dumps((function, args))
-        try:
-            for connection in self._connections:
-                connection.send_bytes(call)
-            return self._results()
-        except BaseException:
-            self.close()  # the ranks may be out of step: the next run starts new ones
-            raise
+        self._rest.cancel()
+        with self._running:
+            if not self._processes:
+                self._start()
+            cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+            call = cloudpickle.dumps((function, args))
+            try:
+                for connection in self._connections:
+                    connection.send_bytes(call)
+                results = self._results()
+            except BaseException:
+                self._end()  # the ranks may be out of step: the next run starts new ones
+                raise
+        self._rest = threading.Timer(IDLE_S, self.close)
+        self._rest.daemon = True
+        self._rest.start()
+        return results
 
     def close(self):
         """End all processes."""
+        self._rest.cancel()
+        with self._running:
+            self._end()
+
+    def _end(self):
         for process in self._processes:
             process.kill()
         for process in self._processes:

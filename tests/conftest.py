@@ -45,7 +45,7 @@ def cwd(tmp_path, monkeypatch):
 def accel(cwd):
     """Runs the real `accel` in an empty folder."""
 
-    def run(*args, timeout=120, **options):
+    def run(*args, timeout=240, **options):
         command = [sys.executable, "-m", "accel_cli", *map(str, args)]
         options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "cwd": cwd} | options
         return subprocess.run(command, timeout=timeout, check=False, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tarfile
 import threading
 import time
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -284,10 +286,25 @@ def opt(tmp_path):
     """The names of hosts in containers, whose folder is made here; skipped by name where there can be no containers."""
     if not permitted(tmp_path):
         pytest.skip("namespaces need root and unshare")
-    made = not OPT.exists()
-    OPT.mkdir(parents=True, exist_ok=True)
-    table = tmp_path / "table"
-    table.write_text("127.0.0.1 localhost algo-1 algo-2\n")
-    yield table
-    if made:
-        OPT.rmdir()
+    with shared(OPT):
+        table = tmp_path / "table"
+        table.write_text("127.0.0.1 localhost algo-1 algo-2\n")
+        yield table
+
+
+@contextmanager
+def shared(folder):
+    """Have a folder until the last one who wants it is done.
+
+    Who takes away a folder takes away what other namespaces have mounted there.
+    """
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_SH)
+        folder.mkdir(exist_ok=True)
+        yield
+        with suppress(OSError):  # others have it, or it holds something
+            fcntl.flock(parent, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.rmdir()
+    finally:
+        os.close(parent)
