@@ -23,7 +23,7 @@ CALL_S = 150
 """How long the ranks may take over one function."""
 STRAGGLER_S = 5
 """How long the others may still take once a rank has failed, and how long to end."""
-IDLE_S = 30
+IDLE_S = 120
 """How long processes that nobody calls stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
 
 
