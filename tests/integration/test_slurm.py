@@ -110,19 +110,24 @@ class Following:
     def command(self, *args):
         done = self.cluster.command(*args)
         assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def start_now(self, job):
         """Take back the two minutes that Slurm leaves a node to report the end of the attempt before."""
         end = time.monotonic() + WAIT_S
-        while (
-            subprocess.run(
-                ["pgrep", "-f", rf"^slurmstepd: \[{job}\."], stdout=subprocess.DEVNULL, check=False
-            ).returncode
-            == 0
+        # What the node still has to report would be taken for the end of the next attempt.
+        while self._on_a_node(job) or self.command(
+            "sinfo", "--noheader", "--states=completing", "--format=%N"
         ):
             assert time.monotonic() < end, self.said
             time.sleep(0.1)
+        time.sleep(1)
         self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    @staticmethod
+    def _on_a_node(job):
+        steps = ["pgrep", "-f", rf"^slurmstepd: \[{job}\."]
+        return subprocess.run(steps, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def launch(on_slurm, *args, **options):
