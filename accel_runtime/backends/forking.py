@@ -21,8 +21,8 @@ _TASKS = Path("/proc/self/task")
 def let_threads_settle() -> None:
     """Have every fork of this process from now on wait until the threads of collectives are done with Python.
 
-    Such a thread lets go of the tensors a moment after the collective is over, and enters Python for it. A child that is
-    forked in that moment waits for ever, with a lock that nobody opens, where Python is older than 3.12
+    A thread that is not Python's own enters Python where it lets go of a tensor. A child that is forked in the moment in
+    which one enters waits for ever, with a lock that nobody opens, where Python is older than 3.12
     (python/cpython#112275). Measured with 3.11.7 on a busy machine, each fork beside four threads that enter: 7 of 1500
     children hung, 1 of 3000 after a pause alone, none of 3000 after a pause and until no thread was at work.
     """

@@ -86,7 +86,7 @@ def test_dimensions_are_named_as_scripts_know_them():
 
 
 def test_the_same_layout_is_the_same_groups(four):
-    def threads():
+    def same():
         accelerator = Accelerator()
         rank, size = accelerator.process_index, accelerator.num_processes
         made = [
@@ -95,4 +95,4 @@ def test_the_same_layout_is_the_same_groups(four):
         ]
         return made[0].get_group() is made[1].get_group()
 
-    assert four.run(threads) == [True] * 4
+    assert four.run(same) == [True] * 4
