@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -205,7 +204,8 @@ def test_a_directory_that_vanishes_in_the_midst_is_named(memory):
     class Vanishing(Disk):
         def create(self, path):
             if path.name == "model.safetensors":
-                shutil.rmtree(path.parent)
+                # In one step: another thread is writing other files into it, and may do so until it is gone.
+                path.parent.rename(memory / "gone")
             return super().create(path)
 
     run = Run(memory, disk=Vanishing())
