@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_args
@@ -154,20 +156,25 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # Python 3.12 warns of the threads that are not forked; `_Started` sees to those of torch.
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
-        context: ProcessContext | None = start_processes(  # type: ignore[no-untyped-call]
-            _Started(function, tuple(args), place, settings, Path(folder)),
-            nprocs=place.here,
-            join=False,
-            start_method="fork",
-        )
-        assert context is not None
+        context: ProcessContext | None = None
+        others = set(multiprocessing.active_children())
         try:
+            context = start_processes(  # type: ignore[no-untyped-call]
+                _Started(function, tuple(args), place, settings, Path(folder)),
+                nprocs=place.here,
+                join=False,
+                start_method="fork",
+            )
+            assert context is not None
             while not context.join():
                 pass
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise LaunchError(_told(error, place, Path(folder))) from None
         finally:
-            _end(context)
+            # Not those of the context: an interrupt may come before all are started.
+            _end([process for process in multiprocessing.active_children() if process not in others])
+            for file in context.error_files if context else ():
+                Path(file).unlink(missing_ok=True)
             del store
 
 
@@ -220,20 +227,18 @@ class _Started:
         (self._failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
 
 
-def _end(context: ProcessContext) -> None:
-    """See to it that no process is left, and no file either; a second interrupt does not wait for them."""
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """See to it that none is left; a second interrupt does not wait for them."""
     try:
-        for process in context.processes:
+        for process in processes:
             if process.is_alive():
                 process.terminate()
-        for process in context.processes:
+        for process in processes:
             process.join(_GRACE_S)
     finally:
-        for process in context.processes:
+        for process in processes:
             process.kill()
             process.join()
-        for file in context.error_files:
-            Path(file).unlink(missing_ok=True)
 
 
 def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place, failures: Path) -> str:

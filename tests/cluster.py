@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import cloudpickle
+from ports import free_port
 
 CALL_S = 150
 """How long the ranks may take over one function."""
-STRAGGLER_S = 5
-"""How long the others may still take once a rank has failed, and how long to end."""
+STRAGGLER_S = 30
+"""How long the others may still take once a rank has failed."""
+LEAVE_S = 5
+"""How long a rank that is in the midst of a call stays once nobody waits for it."""
 IDLE_S = 120
 """How long processes that nobody calls stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
 
@@ -69,6 +72,7 @@ class Cluster:
         self._apart = apart
         self._processes = []
         self._connections = []
+        self._held = ExitStack()
         self._running = threading.Lock()
         self._rest = threading.Timer(IDLE_S, self.close)
 
@@ -115,11 +119,10 @@ class Cluster:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        self._held.close()
 
     def _start(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = self._held.enter_context(free_port())
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
         for rank in range(self.size):
             ours, theirs = Pipe()
@@ -183,7 +186,7 @@ def _receive(connection, calls):
             calls.put(connection.recv_bytes())
     except (EOFError, ConnectionResetError):
         calls.put(None)
-    time.sleep(STRAGGLER_S)
+    time.sleep(LEAVE_S)
     os._exit(1)
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):  # the environment of AWS's SDK has none
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says nothing where a machine is busy. In CI hypothesis chooses the same examples each time.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
+
+# A shell that runs the tests in the background has these ignored, which every process of a test would inherit.
+if threading.current_thread() is threading.main_thread():
+    for _number, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(_number) is signal.SIG_IGN:
+            signal.signal(_number, _usual)
 
 ROOT = Path(__file__).parent.parent
 _LAUNCHED = (
@@ -72,6 +88,17 @@ def loaded(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+for _name in ("ports", "slowed"):
+    sys.modules[_name] = loaded(ROOT / "tests" / f"{_name}.py")
+
+
+@pytest.fixture
+def port():
+    """A port of loopback that is free until something of the test listens there."""
+    with sys.modules["ports"].free_port() as free:
+        yield free
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,9 +74,12 @@ class Host:
 
     def kill(self) -> None:
         """End everything that runs on it at once, as a power cut would end it."""
-        for pid in ip("netns", "pids", self.namespace).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        # Again and again, since one that is listed may have forked meanwhile.
+        while pids := ip("netns", "pids", self.namespace).split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.01)
 
     def cut(self) -> None:
         """Take its cable out."""

@@ -24,7 +24,7 @@ CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue",
 NETWORK = "10.79.0"
 CPUS, GPUS = 4, 2
 """What every node pretends to have."""
-READY_S = 30
+READY_S = 120
 
 CONFIG = """\
 ClusterName=accel
@@ -47,8 +47,9 @@ SelectTypeParameters=CR_Core
 MpiDefault=none
 SwitchType=switch/none
 ReturnToService=2
-SlurmdTimeout=20
-KillWait=5
+SlurmdTimeout=300
+MessageTimeout=60
+KillWait=30
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,bf_interval=1
 SlurmdParameters=config_overrides

@@ -47,7 +47,7 @@ class Terminal:
         asked = [index for index, line in enumerate(lines) if line.startswith("? ")]
         return "".join(lines[asked[-1] :] if asked else lines).replace(" ", "")
 
-    def see(self, text, seconds=30):
+    def see(self, text, seconds=120):
         """Wait until the question in hand shows this text."""
         end = time.monotonic() + seconds
         while text.replace(" ", "") not in self.question():
@@ -71,7 +71,7 @@ class Terminal:
 
     def end(self):
         """Read to the end; the exit code."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while self.process.isalive() and time.monotonic() < end:
             self._read()
         self._read()

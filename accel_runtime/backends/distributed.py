@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -22,7 +21,7 @@ from typing_extensions import override
 from accel_runtime.backends import buckets
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
-from accel_runtime.backends.forking import let_threads_settle
+from accel_runtime.backends.settling import forks_wait, wait_for_threads
 from accel_runtime.backends.wire import control_group, side_group, wire_of
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
@@ -34,7 +33,7 @@ __all__ = ["Distributed"]
 
 _KINDS = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
 
-_GRACE_S = 0.05
+_GRACE_S, _PATIENCE_S = 0.05, 0.5
 _SMDDP = "smddp"
 _SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
@@ -73,7 +72,7 @@ class Distributed(InStore):
             _USERS.add(self)
         elif _USERS:
             _USERS.add(self)
-        let_threads_settle()
+        forks_wait()
         patience = wanted["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
         near = topology.local_world_size == topology.world_size
@@ -219,7 +218,7 @@ def _leave() -> None:
     # gloo's own threads drop the last collective's tensors a moment after it returned, and need the
     # interpreter's lock for it. If they ask for it while the interpreter shuts down, the process aborts
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
-    time.sleep(_GRACE_S)
+    wait_for_threads(_GRACE_S, _PATIENCE_S)
     control_group.cache_clear()
     side_group.cache_clear()
     wire_of.cache_clear()

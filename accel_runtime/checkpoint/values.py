@@ -65,7 +65,7 @@ def unpacked(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _unpacked(text, tensors)
     except KeyError as error:
         raise CheckpointError(f"there is no {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointError(str(error)) from error
 
 

@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Managed policies are what roles for SageMaker have; moto reads this as it is imported.
 os.environ.setdefault("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")

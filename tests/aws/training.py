@@ -7,12 +7,12 @@ import io
 import math
 import re
 import signal
-import socket
 import tarfile
 import threading
 import time
 
 from hosts import Played, Real, wait_all
+from ports import free_port
 from streams import Writer
 
 __all__ = ["SETTINGS", "TrainingJob"]
@@ -147,11 +147,14 @@ class TrainingJob:
 
     def _run(self):
         try:
-            end = self._live()
+            with free_port() as self.port:
+                end = self._live()
         except Exception as error:  # noqa: BLE001 - whatever it is, the job has failed and says why
             self.failure, end = f"InternalServerError: {type(error).__name__}: {error}", "Failed"
         for host in self.hosts:
             host.close()
+        if not self.platform.settings["log_delay"]:
+            self.writer.whole()
         with self.changed:
             self.ended = _now() if self.started else None
             self._phase(end)
@@ -308,7 +311,7 @@ class TrainingJob:
             "TRAINING_JOB_ARN": self.arn,
             "AWS_REGION": self.platform.region,
             # Containers have a network each; here all jobs are on one loopback interface.
-            "SM_MASTER_PORT": _free_port(),
+            "SM_MASTER_PORT": str(self.port),
             **self.platform.env,
         }
         for index, host in enumerate(self.hosts):
@@ -383,8 +386,3 @@ def _tar(files):
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     return content.getvalue()
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return str(probe.getsockname()[1])

@@ -74,7 +74,7 @@ def test_the_command_starts_the_same_launch_on_every_worker(world):
     assert (world[0] / "pwd").read_text() == f"{world[0]}/worker/my project\n"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.text(st.characters(exclude_characters="\0", codec="utf-8")) | st.binary().map(os.fsdecode),
@@ -121,7 +121,7 @@ def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_p
     }
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.sampled_from(["no", "true", "3", "0,2", "a: b", "#x", "", "~", "'", "[", "a\nb", "\u2028"])
     | st.text(st.characters(codec="utf-8"), min_size=1)

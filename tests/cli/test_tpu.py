@@ -54,7 +54,8 @@ class Metadata(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def metadata():
+def metadata(monkeypatch):
+    monkeypatch.setattr(tpu, "_PATIENCE_S", 60)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"127.0.0.1:{server.server_port}"

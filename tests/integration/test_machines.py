@@ -180,7 +180,7 @@ def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
     script(TOLD)
     with hosts(3) as three:
         launched = Hosts(three[:2]).launch(
-            *MEET, "--nnodes", "3", "--set", "launcher.rdzv_timeout=7", "train.py", env={"PET_NNODES": ""}
+            *MEET, "--nnodes", "3", "--set", "launcher.rdzv_timeout=15", "train.py", env={"PET_NNODES": ""}
         )
         outputs = [said(process) for process in launched]
     assert [process.returncode for process in launched] == [1, 1]
@@ -243,7 +243,7 @@ def test_a_wrong_endpoint_is_named(script, endpoint, reason):
 def test_machines_that_are_told_different_things_are_refused_by_name(script):
     script(TOLD)
     with hosts(2) as two:
-        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=12", "train.py")[0]
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=30", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
         outputs = [said(process) for process in launched]
     told = "h1 (10.77.0.11) is told nnodes 3, and h0 (10.77.0.10) is told nnodes 2"

@@ -68,15 +68,23 @@ def test_a_rank_learns_that_its_screen_has_another_size(script):
     command = [*LAUNCH, "--ranks", "1", "train.py"]
     with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
         os.close(theirs)
-        assert os.read(ours, 100) == b"ready\r\n"
+        assert line_of(ours) == b"ready\r\n"
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
         late = time.monotonic() + 30
         while process.poll() is None and time.monotonic() < late:
             # The rank that is not shown may not listen yet.
             process.send_signal(signal.SIGWINCH)
             time.sleep(0.2)
-        assert os.read(ours, 100) == b"(77, 7)\r\n"
+        assert line_of(ours) == b"(77, 7)\r\n"
     os.close(ours)
+
+
+def line_of(terminal):
+    """A line, which may come in parts."""
+    said = b""
+    while not said.endswith(b"\n"):
+        said += os.read(terminal, 100)
+    return said
 
 
 def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, home):
@@ -147,14 +155,14 @@ def test_a_script_whose_output_nobody_reads_any_more_ends(script):
 
 
 def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(script):
-    script("import subprocess\nprint(subprocess.Popen(['sleep', '40']).pid)\n")
+    script("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)\n")
     began = time.monotonic()
     done = subprocess.run([*LAUNCH, "--ranks", "all", "train.py"], capture_output=True, text=True, check=True)
     for line in done.stdout.splitlines():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[1]), 9)
     assert len(done.stdout.splitlines()) == 2
-    assert time.monotonic() - began < 35
+    assert time.monotonic() - began < 300
 
 
 def test_logs_shows_the_last_run(accel, script, cwd, home):

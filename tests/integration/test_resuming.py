@@ -5,11 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
+from slowed import EXAMPLES, checkpointing
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpointing.py"
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
 WAIT_S = 120
 
@@ -41,12 +41,11 @@ accelerator.print("ends with", optimizer.steps, accelerator.unwrap_model(model).
 """
 
 
-def slowed(cwd):
-    """The example with a moment's rest in every step, so that a signal comes while it trains."""
+def example(cwd):
+    """The example, slow as long as the folder has a file `hold`."""
     path = cwd / "train.py"
-    text = EXAMPLE.read_text().replace("import hashlib", "import hashlib\nimport sys\nimport time")
-    text = text.replace("from digits", f"sys.path.append({str(EXAMPLE.parent)!r})\nfrom digits")
-    path.write_text(text.replace("optimizer.zero_grad()", "optimizer.zero_grad(), time.sleep(0.02)"))
+    text = checkpointing(cwd / "hold").replace("import hashlib\n", "import hashlib\nimport sys\n")
+    path.write_text(text.replace("from digits", f"sys.path.append({str(EXAMPLES)!r})\nfrom digits"))
     return path
 
 
@@ -65,7 +64,7 @@ class Run:
             str(processes),
         ]
         self.process = subprocess.Popen(
-            [*command, *options, slowed(cwd), "--epochs", "2", "--every", "20", "--project-dir", "project"],
+            [*command, *options, example(cwd), "--epochs", "2", "--every", "20", "--project-dir", "project"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -146,9 +145,11 @@ def left(cwd):
 def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
     run, cwd, whole, processes, number
 ):
+    (cwd / "hold").touch()
     first = run(processes).until(r"step 20: loss")
     first.process.send_signal(number)
     code = first.end()
+    (cwd / "hold").unlink()
     assert re.search(r"step \d+: saved, and leaving", first.said)
     assert not re.search(FINAL, first.said)
     told_apart = number == signal.SIGTERM and processes > 1
@@ -159,9 +160,14 @@ def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_with_the_weights_of_a_whole_one(run, cwd, whole):
-    first = run(2).until(r"step 20: loss")
+    (cwd / "hold").touch()
+    first = run(2)
+    while not (cwd / "project" / "checkpoints" / "checkpoint_0").exists():
+        assert first.process.poll() is None, first.end()
+        time.sleep(0.01)
     first.process.kill()
     assert first.end() == -signal.SIGKILL
+    (cwd / "hold").unlink()
     assert not re.search(FINAL, first.said)
     assert goes_on(run, 2) == whole(2)
     assert not left(cwd)
@@ -188,7 +194,17 @@ def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
 
 
 def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
-    options = ("--cpu", "--resume", EXAMPLE, "--epochs", 1, "--every", 100, "--project-dir", "project")
+    options = (
+        "--cpu",
+        "--resume",
+        EXAMPLES / "checkpointing.py",
+        "--epochs",
+        1,
+        "--every",
+        100,
+        "--project-dir",
+        "project",
+    )
     done = accel("launch", *options)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1

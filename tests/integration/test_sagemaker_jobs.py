@@ -225,17 +225,18 @@ def test_a_job_that_has_printed_nothing_says_so(account, jobs):
 @pytest.mark.slow
 def test_following_shows_every_line_of_hosts_that_write_meanwhile_and_ends_with_the_bill(account, following):
     lines = {f"algo-{host}": [f"{host}#{number}" for number in range(400)] for host in (1, 2, 3)}
-    account.settings(play={"lines": lines, "every": 0.01}, time=100, log_delay=0.3)
+    account.settings(play={"lines": lines, "every": 0.01}, hold="Training", time=100, log_delay=0.3)
     create(account, "one", ResourceConfig=TWO | {"InstanceCount": 3}, **SPOT)
     account.fault("GetLogEvents", "unavailable", times=2, after=6)
     process = following("one")
+    begun = until(process.stderr, "is Training")
+    account.settings(hold=None)
     out, err = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, err
+    assert process.returncode == 0, begun + err
     for host, said in lines.items():
         assert re.findall(rf"^{host} \| (\d#\d+)$", out, re.MULTILINE) == said
     assert out.count("ended with exit code 0") == 3
     assert out.count("\n") == 3 * 401
-    assert "is Training" in err
     assert err.endswith(
         "job one is Completed after 00:01:40; 30 billable seconds on each of 3 instances, spot saved 70 %\n"
     )

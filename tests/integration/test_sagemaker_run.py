@@ -6,11 +6,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from slowed import EXAMPLES, checkpointing
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 WAIT_S = 180
 """A generous bar for a job that hangs."""
 PROFILE = """
@@ -97,8 +96,10 @@ def told(aws):
 
 
 def test_a_spot_job_that_is_taken_away_goes_on_from_its_checkpoint(aws, here, launch):
-    for name in ("checkpointing.py", "digits.py"):
-        shutil.copy(EXAMPLES / name, here)
+    shutil.copy(EXAMPLES / "digits.py", here)
+    hold = here.parent / "hold"
+    (here / "checkpointing.py").write_text(checkpointing(hold))
+    hold.touch()
     # One host: on the platform all have their files in /opt/ml, and here each in a folder of its own.
     aws.settings(time=100)
     words = ("spot=true", "checkpoint_dir=checkpointing", "instance_count=1", "nproc_per_node=2")
@@ -107,6 +108,7 @@ def test_a_spot_job_that_is_taken_away_goes_on_from_its_checkpoint(aws, here, la
     job.until(r"step 20: loss")
     aws.ask("interrupt", job="mine")
     job.until(r"saved, and leaving")
+    hold.unlink()
     assert job.end() == 0, job.said
     assert re.search(r"accel: .*goes on from .*checkpoint_\d+", job.said), job.said
     assert re.search(r"127\.0\.0\.1 \| .*\d+ steps, weights [0-9a-f]{16}", job.said)

@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from slowed import EXAMPLES, checkpointing
 
-CHECKPOINTING = Path(__file__).parent.parent.parent / "examples" / "checkpointing.py"
 WAIT_S = 400
 """A generous bar for a job that hangs."""
 TRAIN = """
@@ -386,21 +385,21 @@ def test_no_profile_reads_no_file(accel, script, home):
 
 @pytest.mark.slow
 def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(
-    on_slurm, jobs, script, monkeypatch
+    on_slurm, jobs, script, cwd, monkeypatch
 ):
-    monkeypatch.setenv("PYTHONPATH", f"{CHECKPOINTING.parent}{os.pathsep}{CHECKPOINTING.parent.parent}")
-    text = CHECKPOINTING.read_text().replace("import hashlib", "import hashlib\nimport time")
-    # The log of a job is followed now and then: the signal is to come while it trains.
-    script(text.replace("optimizer.zero_grad()", "optimizer.zero_grad(), time.sleep(0.05)"))
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}")
+    script(checkpointing(cwd / "hold"))
     options = ("--epochs", "2", "--every", "20", "--project-dir")
     whole = on_slurm("launch", "--cpu", "--nproc-per-node", 2, "train.py", *options, "whole", timeout=WAIT_S)
     assert whole.returncode == 0, whole.stderr
     sets = ("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@60")
+    (cwd / "hold").touch()
     following = jobs("--nproc-per-node", "2", *sets, "train.py", *options, "project")
     job = following.until(r"job (\d+) is submitted")
     following.until("step 20: loss")
     following.command("scancel", "--batch", "--signal=USR1", job)
     following.until(r"step \d+: saved, and leaving")
+    (cwd / "hold").unlink()
     following.until(r"is PENDING \(BeginTime\), restart 1")
     following.start_now(job)
     assert following.end() == 0, following.said

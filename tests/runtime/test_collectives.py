@@ -185,7 +185,7 @@ def made(some, rank):
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tree_is_gathered_as_if_by_hand(several, data):
     some = trees(data)
 
@@ -204,7 +204,7 @@ def test_any_tree_is_gathered_as_if_by_hand(several, data):
 @given(
     st.lists(st.tuples(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]), st.integers(0, 900)))
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_tensors_are_reduced_as_if_by_hand(several, some):
     def reduced(some):
         b = backend()

@@ -237,7 +237,7 @@ def test_an_update_after_an_epoch_with_a_ragged_tail_is_that_of_one_process(rank
     ),
     factor=st.sampled_from([1, 0.25, 4096]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_weights_in_any_unit_give_the_mean_over_all_items(counts, factor):
     accelerator = Accelerator(gradient_accumulation_steps=len(counts))
     model = accelerator.prepare(Bigram())

@@ -37,14 +37,9 @@ def said(**fields):
     return launcher.agent(job)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def pair(**fields):
+def pair(port):
     """What two launchers on this machine are told."""
-    return said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{free_port()}", **fields)
+    return said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}")
 
 
 def left_behind(handler):
@@ -75,8 +70,8 @@ def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
     handler.shutdown()
 
 
-def test_every_attempt_of_machines_has_a_store_of_its_own():
-    told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{free_port()}", last_call_timeout=1)
+def test_every_attempt_of_machines_has_a_store_of_its_own(port):
+    told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
     handler = Handler.of(Meeting(told, 1, derived=False), told)
     assert left_behind(handler) == (False, False)
     handler.shutdown()
@@ -126,8 +121,8 @@ def come(told):
     return first[0]
 
 
-def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(monkeypatch):
-    told = pair()
+def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(port, monkeypatch):
+    told = pair(port)
     first = come(told)
     monkeypatch.setattr(meetings.torch, "__version__", "1.0")
     with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
@@ -135,8 +130,8 @@ def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(monke
     assert "has torch 1.0" in first.refused()
 
 
-def test_a_machine_whose_clock_is_off_is_refused(monkeypatch):
-    told = pair()
+def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
+    told = pair(port)
     first = come(told)
     other = SimpleNamespace(
         time=lambda: time.time() + (100 if threading.current_thread() is threading.main_thread() else 0),
@@ -144,7 +139,7 @@ def test_a_machine_whose_clock_is_off_is_refused(monkeypatch):
         sleep=time.sleep,
     )
     monkeypatch.setattr(meetings, "time", other)
-    with pytest.raises(UsageError, match=r"the clock of .* is (99|100|101) s ahead of the others'"):
+    with pytest.raises(UsageError, match=r"the clock of .* is (99|1\d\d) s ahead of the others'"):
         Meeting(dict(told), 1, derived=False)
     assert "clock" in first.refused()
 
@@ -158,9 +153,9 @@ def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkey
             Meeting(told, 1, derived=False)
 
 
-def test_a_meeting_place_of_another_run_is_named_and_no_traceback(monkeypatch):
-    monkeypatch.setattr(meetings, "_STORE_S", 1)
-    told = pair()
+def test_a_meeting_place_of_another_run_is_named_and_no_traceback(port, monkeypatch):
+    monkeypatch.setattr(meetings, "_STORE_S", 5)
+    told = pair(port)
     come({**told, "run_id": "other"})
     with pytest.raises(AccelError, match=r"answered, but not as that of this run"):
         Meeting({**told, "run_id": "mine"}, 1, derived=False)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -89,7 +88,7 @@ class Host:
                 "PATH": path,
                 "TRAINING_JOB_NAME": "job",
                 "AWS_REGION": "us-east-1",
-                "SM_MASTER_PORT": port,
+                "SM_MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             },
             stdin=subprocess.DEVNULL,
@@ -98,9 +97,10 @@ class Host:
             text=True,
         )
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        while not children.read_text():
+        while not (found := children.read_text()):
+            assert self.process.poll() is None, self.process.stdout.read()
             time.sleep(0.01)
-        self.first = int(children.read_text())
+        self.first = int(found)
         return self
 
     def until(self, word, seconds=180):
@@ -214,14 +214,6 @@ def containers(tmp_path, accel_archive):
     made = Containers(tmp_path, accel_archive)
     yield made
     made.close()
-
-
-@pytest.fixture
-def port():
-    """Where the hosts of a test meet: other tests may be at the platform's own port."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return str(free.getsockname()[1])
 
 
 ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"

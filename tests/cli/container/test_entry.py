@@ -49,7 +49,7 @@ def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(
         model_dir="out",
     )
     for host in hosts:
-        host.start(SM_MASTER_PORT=port)
+        host.start(SM_MASTER_PORT=str(port))
     ended = [host.end() for host in hosts]
     assert [code for code, _ in ended] == [0, 0], ended
     for host, (_, said) in zip(hosts, ended, strict=True):
@@ -81,7 +81,7 @@ def test_only_the_host_of_the_process_that_failed_leaves_a_reason(containers, po
     )
     first, second = hosts = containers.hosts("127.0.0.1", "127.0.0.2", source={"train.py": script})
     for host in hosts:
-        host.start(SM_MASTER_PORT=port)
+        host.start(SM_MASTER_PORT=str(port))
     codes = [host.end()[0] for host in hosts]
     assert codes == [1, 1]
     assert first.failure is None
@@ -107,8 +107,8 @@ def test_a_signal_of_the_platform_reaches_the_script_which_saves_at_once(contain
     before = host.until("ready")
     begun = time.monotonic()
     host.process.send_signal(signal.SIGTERM)
-    code, said = host.end(30)
-    assert time.monotonic() - begun < 10
+    code, said = host.end(90)
+    assert time.monotonic() - begun < 60  # the script would sleep for longer
     assert (code, host.failure) == (128 + signal.SIGTERM, None)
     assert "accel: algo-1 ended with exit code 143" in said
     # A secret is in the environment of the processes, and nowhere else.
@@ -149,7 +149,7 @@ def test_a_host_that_is_stopped_while_pip_waits_for_the_network_leaves_no_reason
         host.start(PIP_INDEX_URL=f"http://127.0.0.1:{silent.getsockname()[1]}/", PIP_CONFIG_FILE="/dev/null")
         with silent.accept()[0]:
             host.process.send_signal(signal.SIGTERM)
-            code, said = host.end(20)
+            code, said = host.end(90)
     assert (code, host.failure) == (143, None), said
     mine = b"-m\0pip\0install\0-r\0needs-of-nobody.txt"
     assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if mine in read(file)]
@@ -204,7 +204,7 @@ def test_a_script_that_fails_on_two_hosts_by_itself_is_the_reason_on_each(contai
     )
     hosts = containers.hosts("127.0.0.1", "127.0.0.2", source={"train.py": script})
     for host in hosts:
-        host.start(SM_MASTER_PORT=port)
+        host.start(SM_MASTER_PORT=str(port))
     assert [host.end()[0] for host in hosts] == [1, 1]
     for rank, host in enumerate(hosts):
         head = host.failure.splitlines()[0]
@@ -219,7 +219,7 @@ def test_a_host_that_the_platform_ends_because_another_failed_leaves_no_reason(c
     )
     first, second = containers.hosts("127.0.0.1", "127.0.0.2", source={"train.py": script})
     for host in (first, second):
-        host.start(SM_MASTER_PORT=port)
+        host.start(SM_MASTER_PORT=str(port))
     while second.failure is None and second.process.poll() is None:
         time.sleep(0.05)
     first.process.send_signal(signal.SIGTERM)

@@ -3,22 +3,24 @@
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
+from slowed import EXAMPLES, checkpointing
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 pytestmark = pytest.mark.slow
 
 
-def source():
-    return {name: (EXAMPLES / name).read_text() for name in ("checkpointing.py", "digits.py")}
+@pytest.fixture
+def source(tmp_path):
+    """The scripts of a job, slow as long as the folder has a file `hold`."""
+    digits = (EXAMPLES / "digits.py").read_text()
+    return {"checkpointing.py": checkpointing(tmp_path / "hold"), "digits.py": digits}
 
 
-def started(containers, *names, start=lambda host: host.start()):
+def started(containers, source, *names, start=lambda host: host.start()):
     hosts = containers.hosts(
         *names,
-        source=source(),
+        source=source,
         target="checkpointing.py",
         args=["--every", "10"],
         nproc_per_node=2 // len(names),
@@ -42,18 +44,20 @@ def weights(said):
 
 
 def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_weights_of_a_run_in_one_go(
-    containers, tmp_path
+    containers, source, tmp_path
 ):
-    whole = started(containers, "algo-1")
+    whole = started(containers, source, "algo-1")
     wanted = weights(ended(whole, 0))
     for host in whole:
         shutil.rmtree(host.root)
 
-    taken = started(containers, "algo-1")
+    (tmp_path / "hold").touch()
+    taken = started(containers, source, "algo-1")
     taken[0].until("step 20")
     for host in taken:
         host.process.send_signal(signal.SIGTERM)
     assert "saved, and leaving" in ended(taken, 143)
+    (tmp_path / "hold").unlink()
 
     # All that new containers find is what the platform has kept, and each of them all of it.
     for host in taken:
@@ -61,27 +65,29 @@ def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_wei
         shutil.rmtree(host.root)
     for host in taken:
         shutil.copytree(tmp_path / "kept", host.root / "checkpoints")
-    said = ended(started(containers, "algo-1"), 0)
+    said = ended(started(containers, source, "algo-1"), 0)
     assert "holds what was saved before: accelerator.resume() goes on from there" in said
     assert weights(said) == wanted
     assert "step 10:" not in said
 
 
 def test_two_hosts_with_a_folder_each_save_on_the_first_and_both_go_on_from_what_the_platform_kept(
-    containers, opt, port, tmp_path
+    containers, source, opt, port, tmp_path
 ):
     def contain(host):
         return host.contain(opt, port)
 
-    whole = started(containers, "algo-1", "algo-2", start=contain)
+    whole = started(containers, source, "algo-1", "algo-2", start=contain)
     wanted = weights(ended(whole, 0))
     for host in whole:
         shutil.rmtree(host.root)
-    taken = started(containers, "algo-1", "algo-2", start=contain)
+    (tmp_path / "hold").touch()
+    taken = started(containers, source, "algo-1", "algo-2", start=contain)
     taken[0].until("step 20")
     for host in taken:
         os.kill(host.first, signal.SIGTERM)
     assert "saved, and leaving" in ended(taken, 143)
+    (tmp_path / "hold").unlink()
     assert not any((taken[1].root / "checkpoints").rglob("checkpoint.json"))
 
     # The platform puts together what is in all of them, and gives each new container all of it.
@@ -90,7 +96,7 @@ def test_two_hosts_with_a_folder_each_save_on_the_first_and_both_go_on_from_what
         shutil.rmtree(host.root)
     for host in taken:
         shutil.copytree(tmp_path / "kept", host.root / "checkpoints")
-    said = ended(started(containers, "algo-1", "algo-2", start=contain), 0)
+    said = ended(started(containers, source, "algo-1", "algo-2", start=contain), 0)
     assert "accelerator.resume() goes on from there" in said
     assert "step 10:" not in said
     assert weights(said) == wanted

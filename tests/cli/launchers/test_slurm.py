@@ -115,7 +115,7 @@ def test_a_script_whose_name_is_no_line_still_gives_a_job_a_name():
     assert not [line for line in plan.script.splitlines() if line.startswith("#SBATCH --uid")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.binary(max_size=8).map(
     lambda some: os.fsdecode(some.replace(b"\0", b""))), max_size=6))  # fmt: skip
 def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):

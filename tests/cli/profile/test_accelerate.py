@@ -1,7 +1,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import ProfileError
@@ -620,7 +620,6 @@ def good_files(draw):
     }
 
 
-@settings(deadline=None)
 @given(good_files())
 def test_every_key_is_told_exactly_once(data):
     result = convert(data, "config.yaml")
@@ -629,7 +628,6 @@ def test_every_key_is_told_exactly_once(data):
     assert all(text for _, text in (*result.mapped, *result.left))
 
 
-@settings(deadline=None)
 @given(good_files())
 def test_a_profile_says_the_same_after_it_was_written(data):
     result = convert(data, "config.yaml")
@@ -637,7 +635,6 @@ def test_a_profile_says_the_same_after_it_was_written(data):
     assert document.parse(document.dump(result.data), "accel.yaml").data == result.data
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(CLUSTER), ANYTHING, max_size=6),
     st.sampled_from([*TYPES, "TPU", "MULTI_HPU"]),

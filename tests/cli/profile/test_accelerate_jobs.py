@@ -1,7 +1,7 @@
 """Accelerate's config files for Amazon SageMaker."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import ProfileError
@@ -315,7 +315,6 @@ ARGUMENTS = """
     framework_version checkpoint_s3_uri checkpoint_local_path debugger_hook_config rules input_mode HF_TOKEN nonsense"""
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYS.split()), ANYTHING, max_size=5),
     st.dictionaries(st.sampled_from(ARGUMENTS.split()), ANYTHING, max_size=5),

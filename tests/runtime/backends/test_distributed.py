@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ports import free_port
 
 INSPECT = """
 import atexit, datetime, torch, torch.distributed as dist
@@ -113,12 +113,10 @@ def test_processes_that_end_right_after_a_collective_end_well():
     """gloo's threads may still be at work: see `_leave`, without which about one pair in ten aborts."""
 
     def pair(_):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         code = "import torch, accel_runtime; accel_runtime.Accelerator().gather(torch.ones(3))"
-        processes = [start(code, rank, 2, port) for rank in range(2)]
-        return [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
+        with free_port() as port:
+            processes = [start(code, rank, 2, port) for rank in range(2)]
+            return [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
 
     with ThreadPoolExecutor(2) as two:  # at once: a busy machine shows it sooner
         assert list(two.map(pair, range(8))) == [[("", 0)] * 2] * 8

@@ -51,7 +51,7 @@ def slot(rank):
     return memoryview(bytes([rank]) * SLOT)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(size=st.integers(2, 20))
 def test_every_rank_has_the_slots_of_all_in_rank_order(size):
     with Wires(size) as wires:
@@ -60,7 +60,7 @@ def test_every_rank_has_the_slots_of_all_in_rank_order(size):
                 assert got == b"".join(map(slot, range(size)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data(), size=st.integers(2, 4))
 def test_any_rank_sends_any_number_of_bytes_to_any_other_at_once(data, size):
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]

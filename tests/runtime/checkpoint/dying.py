@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,7 +20,10 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 from faults import Probe, Run
+from ports import free_port
 
 from accel_runtime.checkpoint.errors import CheckpointError
 
@@ -43,29 +45,28 @@ class Dying(Probe):
 
 def forked(world, function, *args):
     """Start a run of so many processes; their ids by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
-                if world > 1:
-                    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-                    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                    os.environ.update({name: str(value) for name, value in place.items()})
-                function(*args)
-                code = 0
-            except BaseException:  # noqa: BLE001 - whatever it is, it is printed
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    return pids
+    with free_port() as port:  # which the processes hold too, once they are forked
+        return [_forked(rank, world, port, function, *args) for rank in range(world)]
+
+
+def _forked(rank, world, port, function, *args):
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no run outlives this script
+        if world > 1:
+            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in place.items()})
+        function(*args)
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it is, it is printed
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def kill(pids):
@@ -201,6 +202,8 @@ def at_random(case, folder, *, world, in_background, kills, seed):  # noqa: PLR0
             step = json.loads(first)[1]
             assert step >= known, f"{step} was loaded, and {known} had been saved"
             loaded.append(step)
+            # Whole saves first, in half of them: a busy machine makes few in any span of time.
+            waited = [told.readline() for _ in range(chance.choice((0, 4)))]
             time.sleep(chance.uniform(0, span))
             order = chance.sample(pids, len(pids))
             os.kill(order[0], signal.SIGKILL)
@@ -209,7 +212,7 @@ def at_random(case, folder, *, world, in_background, kills, seed):  # noqa: PLR0
             kill(order[1:])
             for pid in pids:
                 os.waitpid(pid, 0)
-            lines = [line for line in told.read().splitlines() if line.endswith("]")]
+            lines = [line for line in "".join([*waited, told.read()]).splitlines() if line.endswith("]")]
         known = max([known, step, *(json.loads(line)[1] for line in lines)])
         saves += len(lines)
     return {"kills": kills, "saves": saves, "loaded": loaded}

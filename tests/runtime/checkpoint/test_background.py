@@ -26,7 +26,7 @@ class Held(Disk):
         self.go = threading.Event()
 
     def write(self, file, data):
-        assert self.go.wait(30)
+        assert self.go.wait(120)
         super().write(file, data)
 
 
@@ -181,7 +181,7 @@ from accel_runtime.checkpoint.files import Disk
 
 class Slow(Disk):
     def write(self, file, data):
-        time.sleep(0.7)
+        time.sleep(1.5)
         if "full" in sys.argv:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoint")
         super().write(file, data)
@@ -204,7 +204,7 @@ def test_the_end_of_a_script_waits_and_says_so_and_a_save_that_failed_fails_the_
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr

@@ -47,7 +47,9 @@ def saves_at_once(memory, disk):
         os.waitpid(pid, 0)
         assert text.endswith("\nend"), text
         told += text.removesuffix("\nend")
-    return [line for line in told.splitlines() if line and "No such file or directory" not in line]
+    # One takes the other's for what a crash has left, in the moment before it is locked.
+    lost = "No such file or directory", "is not there on this machine"
+    return [line for line in told.splitlines() if line and not any(words in line for words in lost)]
 
 
 def saving_again_and_again(memory, disk, number):
@@ -79,12 +81,12 @@ def test_a_checkpoint_that_is_being_loaded_is_not_pruned_before_the_next_save(me
 
     def hook(models, path):
         inside.set()
-        assert written.wait(20)
+        assert written.wait(120)
 
     reader.acc.register_load_state_pre_hook(hook)
     loading = threading.Thread(target=reader.acc.load_state)
     loading.start()
-    assert inside.wait(20)
+    assert inside.wait(120)
     writer.acc.save_state()
     assert len(writer.acc.checkpoints.list()) == 2
     written.set()

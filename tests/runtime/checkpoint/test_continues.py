@@ -164,7 +164,7 @@ def test_a_fresh_process_continues(alone, tmp_path):
     call.write_bytes(cloudpickle.dumps((resumed, half_way(), str(tmp_path), "4")))
     text = "import cloudpickle, sys; f, *a = cloudpickle.load(open(sys.argv[1], 'rb')); print(repr(f(*a)))"
     done = subprocess.run(
-        [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", text, str(call)], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == repr((rows[4:], end))
 

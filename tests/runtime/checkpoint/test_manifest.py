@@ -56,13 +56,13 @@ def manifests(draw):
 
 
 @given(manifests())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_it_says_the_same_when_it_is_read_again(manifest):
     assert Manifest.parsed(manifest.text(), PLACE) == manifest
 
 
 @given(manifests(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_character_that_changed_is_noticed(manifest, data):
     text = manifest.text()
     at = data.draw(st.integers(0, len(text) - 1))
@@ -72,7 +72,7 @@ def test_a_character_that_changed_is_noticed(manifest, data):
 
 
 @given(manifests(), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_text_that_was_cut_is_noticed(manifest, data):
     text = manifest.text()
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -80,7 +80,7 @@ def test_a_text_that_was_cut_is_noticed(manifest, data):
 
 
 @given(manifests())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_byte_of_its_files_is_in_one_part_that_loading_verifies(manifest):
     parts = list(manifest.parts(["item"]))
     for name, file in manifest.files.items():

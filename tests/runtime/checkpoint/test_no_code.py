@@ -139,6 +139,7 @@ ODD = [
     {"$": "__class__"},
     {"$": None},
     {"$": ["tensor"]},
+    {"$": "deque", "items": [], "maxlen": 2**64},
     {"$": "tensor"},
     {"$": "tensor", "name": "model/nothing"},
     {"$": "tensor", "name": ["model/0.weight"]},

@@ -46,7 +46,7 @@ def drawn_from(tree):
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seeds, seeds, seeds, st.integers(0, 5))
 def test_what_is_put_back_draws_what_would_have_been_drawn(one, two, three, before):
     seeded(one, two, three)
@@ -80,7 +80,7 @@ def test_a_stream_that_was_not_kept_is_left_alone():
 worlds = st.integers(1, 4)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(worlds, worlds, st.lists(st.integers(0, 2), min_size=4, max_size=4))
 def test_a_stream_that_was_the_same_on_several_ranks_stays_so_and_others_part(old, new, numpys):
     """Torch's stream is the same on all old ranks, Python's is not, NumPy's may be; a single one is everybody's."""
@@ -96,7 +96,7 @@ def test_a_stream_that_was_the_same_on_several_ranks_stays_so_and_others_part(ol
             assert len({tuple(stream) for stream in streams}) >= new + min(old, 2)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.lists(seeds, min_size=3, max_size=3, unique=True), st.integers(0, 2))
 def test_what_is_derived_follows_from_the_states_of_all_ranks_and_from_nothing_else(ranks, changed):
     trees = [seeded(seed, 1, 1) for seed in ranks]

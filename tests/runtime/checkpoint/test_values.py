@@ -87,7 +87,7 @@ def equal(one, other):  # noqa: PLR0911 - a kind a line
 
 
 @given(trees)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_any_tree_comes_back_with_its_values_types_and_order(tree):
     text, found = packed(tree, "item")
     again = unpacked(json.loads(json.dumps(text)), found)
@@ -153,7 +153,7 @@ noise = st.recursive(
 
 
 @given(noise)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_text_that_nobody_packed_gives_plain_things_or_an_error_that_says_so(text):
     try:
         unpacked(text, {"known": torch.ones(1)})

@@ -192,7 +192,7 @@ def test_a_sampler_that_splits_by_process_is_refused(four):
     four.run(refused, prepared)
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     count=st.integers(0, 40),
     size=st.integers(1, 5),

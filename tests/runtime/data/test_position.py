@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
@@ -280,7 +280,6 @@ def test_fewer_than_no_batches_cannot_be_skipped():
 # The order without its start ---------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.booleans())
 def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator_there(count, at, size, own):
     """A change of torch's RandomSampler shows here."""

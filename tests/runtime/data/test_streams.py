@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 import torch
 import walks
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
@@ -70,7 +70,6 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
 def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_last):
     def loader():
@@ -464,7 +463,6 @@ def test_a_worker_is_shown_as_torch_shows_it():
 # Length -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
     """A6, A35: Accelerate counts by another batch size."""

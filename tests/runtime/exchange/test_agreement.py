@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -80,7 +79,7 @@ def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_
         assert [text.split(":")[0] for text in others] == [
             f"  rank {rank}" for rank in range(several.size - 1)
         ]
-        assert seconds < 10
+        assert seconds < 60
         assert went_on == list(range(several.size))
 
 
@@ -137,11 +136,11 @@ def test_a_call_is_known_by_its_line_outside_of_the_package():
 # Ranks that do not come ------------------------------------------------------------------
 
 SCRIPT = """
-import datetime, os, sys, time, torch, torch.distributed as dist
+import datetime, os, sys, time, torch, torch._dynamo, torch.distributed as dist
 from accel_runtime import Accelerator, InitProcessGroupKwargs
-from accel_runtime.collectives import RankLostError, StallError
+from accel_runtime.collectives import RankLostError, StallError; import together
 
-accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))])
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=PATIENCE))])
 model = accelerator.prepare(torch.nn.Linear(1, 1))
 accelerator.wait_for_everyone()
 accelerator.gather(torch.ones(1))
@@ -155,12 +154,20 @@ except StallError as error:
 """
 
 
-def run(odd, processes, tmp_path, *, apart):
+# On a busy machine one may take many seconds longer to import torch than another.
+TOGETHER = """
+import os, pathlib, time
+here = pathlib.Path(__file__).parent
+(here / f"imported-{os.environ['RANK']}").touch()
+while len(list(here.glob("imported-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.05)
+"""
+
+
+def run(odd, patience, processes, tmp_path, port, *, apart):  # noqa: PLR0913
     """What ranks print of which the last does something else; `apart`, each is alone on its machine."""
-    (tmp_path / "train.py").write_text(SCRIPT.replace("ODD", odd))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (tmp_path / "train.py").write_text(SCRIPT.replace("ODD", odd).replace("PATIENCE", str(patience)))
+    (tmp_path / "together.py").write_text(TOGETHER)
     started = []
     for rank in range(processes):
         local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -176,28 +183,29 @@ def run(odd, processes, tmp_path, *, apart):
                 text=True,
             )
         )
-    return [(*process.communicate(timeout=60), process.returncode) for process in started]
+    return [(*process.communicate(timeout=240), process.returncode) for process in started]
 
 
 @pytest.mark.parametrize(
-    ("odd", "error"),
+    ("odd", "error", "patience"),
     [
-        ("sys.exit()", "RankLostError"),
-        ("os._exit(3)", "RankLostError"),
-        ("time.sleep(12); sys.exit()", "StallError"),
-        ("model(torch.ones(1, 1)).sum().backward()", "StallError"),
+        ("sys.exit()", "RankLostError", 60),
+        ("os._exit(3)", "RankLostError", 60),
+        ("time.sleep(25); sys.exit()", "StallError", 8),
+        ("model(torch.ones(1, 1)).sum().backward()", "StallError", 8),
     ],
     ids=["ended", "died", "sleeps", "in DDP"],
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
-def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, apart, tmp_path):
+def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, patience, apart, tmp_path, port):  # noqa: PLR0913, PLR0917
     missing = 2
-    *waiting, gone = run(odd, 3, tmp_path, apart=apart)
+    *waiting, gone = run(odd, patience, 3, tmp_path, port, apart=apart)
     for out, errors, code in waiting:
+        assert out, errors
         kind, seconds, *_ = out.split()
         assert kind == error, errors
-        assert int(seconds) < 20
+        assert int(seconds) < 40
         lines = out.splitlines()
         assert f"rank {missing} " in lines[0]
         assert f"  rank {missing}: is missing; it was last in gather at train.py:9 (<module>)" in lines

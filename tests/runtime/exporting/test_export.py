@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -121,7 +121,6 @@ def states(draw):
     return state
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a machine may be busy
 @given(state=states(), limit=st.integers(1, 400))
 def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
     folder = written(state, tmp_path_factory.mktemp("export"), limit)

@@ -110,12 +110,13 @@ def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(se
 def test_one_rank_says_for_whom_it_waits(several):
     def waited():
         accelerator = Accelerator()
+        accelerator.wait_for_everyone()
         with (
             contextlib.redirect_stderr(io.StringIO()) as said,
             patch.object(turns, "REPORT_S", 0.1),
             accelerator.main_process_first(),
         ):
-            accelerator.on_main_process(time.sleep)(1)
+            accelerator.on_main_process(time.sleep)(3)
         return said.getvalue()
 
     said = several.run(waited)
@@ -126,10 +127,10 @@ def test_one_rank_says_for_whom_it_waits(several):
 
 
 def longer_than_the_timeout():
-    state = PartialState(timeout=timedelta(seconds=2.5))
+    state = PartialState(timeout=timedelta(seconds=8))
     with state.main_process_first():
         if state.is_main_process:
-            time.sleep(5)
+            time.sleep(12)
     with state.local_main_process_first():
         pass
     state.wait_for_everyone()

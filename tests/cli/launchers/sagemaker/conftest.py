@@ -82,8 +82,8 @@ def moto_port():
         text=True,
     ) as server:
         yield int(server.stdout.readline())
-        server.stdin.close()
-        server.wait(30)
+        # Its end of input would not come as long as a process that was forked from this one holds the pipe too.
+        server.kill()
 
 
 class Proxy:

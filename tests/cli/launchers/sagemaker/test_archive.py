@@ -68,7 +68,7 @@ def test_the_same_files_make_the_same_bytes_wherever_and_whenever(tmp_path):
     assert one.sha256 == other.sha256
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=TREES)
 def test_whatever_the_names_the_archive_unpacks_to_the_same_tree(tmp_path_factory, said):
     tree = tmp_path_factory.mktemp("tree")

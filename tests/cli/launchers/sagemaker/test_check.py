@@ -225,7 +225,7 @@ def values(shape, depth=0):
     return LEAF
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_what_passes_here_passes_botocore(data):
     request = copy.deepcopy(made(spot=True))
@@ -237,7 +237,7 @@ def test_what_passes_here_passes_botocore(data):
     assert all(re.match(r"[\w.]", line) for line in found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(sorted(SHAPE.members)),
     LEAF | st.lists(LEAF, max_size=2) | st.dictionaries(TEXT, LEAF, max_size=2),

@@ -46,7 +46,7 @@ def is_ordinary(name):
     return not unwanted and not patterns.may_be_secret(name)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.sets(NAMES.filter(is_ordinary), max_size=6))
 def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(tmp_path_factory, git, said):
     tree = tmp_path_factory.mktemp("tree")

@@ -99,7 +99,7 @@ def test_a_file_that_is_not_there_is_said_with_its_name(tmp_path):
 WORD = st.text(st.characters(exclude_characters="\t\n\r", exclude_categories=["Cs"]), min_size=1, max_size=40)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.dictionaries(
         WORD.map(str.strip).filter(bool), WORD.map(str.strip).filter(bool), min_size=1, max_size=4
@@ -110,7 +110,7 @@ def test_names_and_expressions_arrive_as_they_are(file, rows):
     assert tables.metrics(file(text)) == rows
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=60)
     | st.text(max_size=30).map(lambda text: (INPUTS + text).encode(errors="replace"))
