@@ -27,7 +27,7 @@ def test_a_pipe_gets_a_line_at_once_and_when_something_changes(capsys):
         return text or "two; 6 s"
 
     with Waiting(tell, quiet=0.01):
-        assert over.wait(10)
+        assert over.wait(120)
     assert capsys.readouterr().err == "accel: one; 9 s\naccel: two; 7 s\n"
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_gets_one_line_in_place_that_goes_away(capsys, monkeypatch):
         return "waiting; 9 s left"
 
     with Waiting(tell, quiet=0.01):
-        assert seen.wait(10)
+        assert seen.wait(120)
     written = capsys.readouterr().err
     assert written.startswith("\r\x1b[Kaccel: waiting; 9 s left")
     assert written.endswith("\r\x1b[K")

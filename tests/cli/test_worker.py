@@ -19,7 +19,7 @@ def writes(folder, source, stream):
         process = subprocess.Popen(command, cwd=folder, **{stream: theirs.fileno()})
         theirs.close()
         found = iter(lambda: ours.recv(65536).decode(), "")
-        return process.wait(timeout=60), list(found)
+        return process.wait(timeout=200), list(found)
 
 
 def test_a_printed_line_is_one_write(tmp_path):

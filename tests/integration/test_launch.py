@@ -36,7 +36,7 @@ def test_one_process_is_the_launcher_itself_and_its_exit_code_its_own(accel, scr
     script("import os, sys; print(os.getpid()); sys.exit(7)")
     command = [sys.executable, "-m", "accel_cli", "launch", "train.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     assert (process.returncode, out.strip()) == (7, str(process.pid))
     assert err.startswith(
         "accel: single, 1 process, cpu, mixed precision no; profile: none, detected defaults"
@@ -291,7 +291,7 @@ def test_a_line_is_seen_as_soon_as_it_is_printed(script):
         assert process.stdout.readline() == "here\n"
         assert process.poll() is None
         process.stdin.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=200) == 0
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
     assert [process.returncode for process in launched] == [1, 1], outputs
     assert "h1 (10.77.0.11) has not been heard of" in outputs[0]
     assert "h1 (10.77.0.11) has lost the meeting place h0:29400" in outputs[1]
-    assert took < 30
+    assert took < 120  # by itself a process group waits for half an hour
     assert not running(cwd, "?of2.*")
 
 

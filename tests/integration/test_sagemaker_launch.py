@@ -111,7 +111,7 @@ def started(here):
         process.stderr.close()
 
 
-def until(true, seconds=60):
+def until(true, seconds=120):
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end
@@ -207,7 +207,7 @@ def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, 
     launch = started("train.py")
     until(lambda: "s3:PutObject" in aws.calls())
     launch.send_signal(number)
-    _, err = launch.communicate(timeout=60)
+    _, err = launch.communicate(timeout=200)
     aws.ask("clear")
     assert launch.returncode == 128 + number
     assert "the upload is broken off; nothing of it is left there" in err
@@ -249,7 +249,7 @@ def test_ctrl_c_leaves_a_followed_job_running(aws, started):
     until(lambda: jobs(aws))
     until(lambda: aws.calls().count("sagemaker:DescribeTrainingJob") > 2)
     launch.send_signal(signal.SIGINT)
-    _, err = launch.communicate(timeout=60)
+    _, err = launch.communicate(timeout=200)
     assert launch.returncode == 130
     assert "accel jobs logs mine -f" in err.splitlines()[-1]
     assert (

@@ -41,7 +41,7 @@ for name in ("SIGINT", "SIGTERM"):
 WAIT = "while not Path('go').exists():\n    time.sleep(0.05)\n"
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -392,7 +392,7 @@ def test_the_server_ends_with_its_launcher_however_that_ends():
         server = Path(f"/proc/{launcher.stdout.readline().strip()}/stat")
         assert server.exists()
         launcher.kill()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     # Where nobody collects orphans, one that has ended stays as a zombie.
     with suppress(OSError):  # where somebody does, it is gone, perhaps between opening and reading
         while server.read_text().split()[2] != "Z":

@@ -33,7 +33,7 @@ def ranks(variables, count, *options):
         )
         for rank in range(count)
     ]
-    return [(*process.communicate(timeout=60), process.returncode) for process in started]
+    return [(*process.communicate(timeout=200), process.returncode) for process in started]
 
 
 OMPI = {
@@ -66,7 +66,7 @@ def test_under_torchrun_it_runs_the_script_as_that_rank(script):
     script(TELL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
                sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "train.py"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
 

@@ -34,7 +34,7 @@ def start(code, rank, size, port=0):
 def printed(code):
     """What one process prints that a launcher placed alone."""
     process = start(INSPECT + code, 0, 1)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     return out.splitlines()
 
@@ -90,7 +90,7 @@ print(dist.get_backend(), backend.begin_sum(torch.ones(2))().tolist(), backend.n
 def test_sagemakers_library_is_imported_and_asked_for_before_the_group_is_made(monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
     process = start(STAND_IN + CONNECT, 0, 1)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert out.splitlines() == ["asked for by rank 0", "smddp [1.0, 1.0] smddp"]
 
@@ -105,7 +105,7 @@ def test_sagemakers_library_where_it_is_not_is_one_message(monkeypatch):
         ),
     ):
         process = start(code, 0, 1)
-        assert said in process.communicate(timeout=60)[1].splitlines()[-1]
+        assert said in process.communicate(timeout=200)[1].splitlines()[-1]
 
 
 @pytest.mark.slow

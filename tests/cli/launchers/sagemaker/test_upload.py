@@ -100,7 +100,7 @@ def test_all_of_a_bundle_arrives_and_one_line_says_so(s3, bundle, capsys):
 def test_a_person_at_a_terminal_sees_how_far_it_is(moto_port, s3, bundle, tmp_path):
     pexpect = pytest.importorskip("pexpect")
     child = pexpect.spawn(
-        sys.executable, ["-c", CHILD, str(moto_port), str(bundle.folder)], dimensions=(24, 80), timeout=60
+        sys.executable, ["-c", CHILD, str(moto_port), str(bundle.folder)], dimensions=(24, 80), timeout=200
     )
     child.expect("uploading.*/9.4 MB")
     child.expect("accel:.* sent 9.4 MB")
@@ -213,7 +213,7 @@ def test_ctrl_c_leaves_nothing(s3, network, bundle):
         assert half_sent(s3)
         child.send_signal(signal.SIGINT)
         network.delay.set()
-        _, said = child.communicate(timeout=60)
+        _, said = child.communicate(timeout=200)
     assert child.returncode == 130, said
     assert said == "accel: the upload is broken off; nothing of it is left there\n"
     assert kept(s3)
