@@ -131,6 +131,7 @@ def test_ends_that_are_no_success_say_which(account):
     assert (told["TrainingJobStatus"], told["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
 
 
+@pytest.mark.slow
 def test_faults_come_as_often_as_they_are_asked_for(account):
     sts = account.client("sts")
     sts.meta.events.unregister("needs-retry.sts")

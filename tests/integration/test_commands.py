@@ -110,6 +110,7 @@ def test_a_value_that_cannot_be_is_refused_and_the_file_stays(accel, home):
     assert (home / "profiles" / "default.yaml").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("config", "default"), ("config", "--default")])
 def test_what_suits_the_machine_is_written_without_questions_once(accel, home, command):
     assert accel(*command).returncode == 0
@@ -242,6 +243,7 @@ def test_env_says_what_a_bug_report_needs_and_no_secret(accel):
     assert "hunter2" not in said.stdout
 
 
+@pytest.mark.slow
 def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel):
     hosts = {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "1"}
     facts = json.loads(accel("env", "--json", env=os.environ | {"PJRT_DEVICE": "TPU"} | hosts).stdout)
@@ -254,6 +256,7 @@ def test_env_says_what_there_is_of_a_tpu_and_what_keeps_it_from_being_used(accel
     assert (without["chips"], without["PJRT_DEVICE"]) == ("none", "not set")
 
 
+@pytest.mark.slow
 def test_env_says_which_aws_would_be_used_and_no_key(accel, tmp_path):
     (tmp_path / "config").write_text("[profile team]\nregion = eu-central-1\n")
     (tmp_path / "keys").write_text(
@@ -278,6 +281,7 @@ def test_env_also_answers_when_the_profile_is_broken(accel, home):
     assert "default.yaml:2: device" in facts["profile"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 def test_the_self_check_holds_here(accel, count, precision):

@@ -110,6 +110,7 @@ def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(acc
     assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tensor parallel plan") == 1
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(accel, models):
     done = accel("estimate", "models:make", "--devices", 2, "--memory", "1MB")
     assert done.returncode == 1
@@ -120,6 +121,7 @@ def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(accel, model
     assert json.loads(accel("estimate", "models:make", "--memory", "1MB", "--json").stdout)["best"] is None
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(accel, models):
     done = accel("estimate", "models:unwrapped", "--devices", 4, "--memory", "18MB")
     assert (
@@ -132,6 +134,7 @@ def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(accel, mod
     assert json.loads(again.stdout)["wrapped"] == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_without_memory_nothing_is_judged(accel, models):
     done = accel("estimate", "models:alone")
     assert done.returncode == 0
@@ -140,6 +143,7 @@ def test_without_memory_nothing_is_judged(accel, models):
     assert "fits" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_and_another_optimizer_take_less(accel, models):
     def total(*options):
         done = accel("estimate", "models:make", "--json", *options)
@@ -153,6 +157,7 @@ def test_a_smaller_batch_and_another_optimizer_take_less(accel, models):
     assert total("--mixed-precision", "bf16")["parameters"] == WHOLE
 
 
+@pytest.mark.slow
 def test_the_layout_is_written_beside_what_the_profile_says(accel, models, home, cwd):
     accel("config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
     file = home / "profiles" / "gpu.yaml"
@@ -169,6 +174,7 @@ def test_the_layout_is_written_beside_what_the_profile_says(accel, models, home,
     assert accel("config", "validate", file).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(accel, models, cwd):
     file = cwd / "new.yaml"
     first = accel("estimate", "models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
@@ -182,11 +188,13 @@ def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(accel, mode
     assert accel("config", "validate", file).returncode == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_nothing_fits(accel, models, cwd):
     assert accel("estimate", "models:make", "--memory", "1MB", "-o", "new.yaml").returncode == 1
     assert not (cwd / "new.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -211,6 +219,7 @@ def test_what_cannot_be_estimated_is_one_message_and_code_2(accel, models, args,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers_is_estimated(accel, cwd):
     pytest.importorskip("transformers")
     config = {

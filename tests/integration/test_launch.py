@@ -356,6 +356,7 @@ if accelerator.is_main_process():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp16", [False, True])
 def test_a_script_in_the_early_spelling_trains_alike_on_one_process_and_two(accel, script, fp16):
     script(EARLY.replace("FP16", str(fp16)))

@@ -71,6 +71,7 @@ def running(cwd, pattern):
     return [pid for pid in found if Path("/proc", str(pid)).exists()]
 
 
+@pytest.mark.slow
 def test_machines_with_different_numbers_of_processes_meet_though_a_name_leads_to_loopback(script, cwd):
     """Debian gives a machine's own name 127.0.1.1, where no other machine finds it."""
     script(TOLD)
@@ -107,6 +108,7 @@ def test_five_restarts_of_five_on_two_machines_have_one_count_and_one_reason(scr
     assert "finished after 5" in "".join(outputs)
 
 
+@pytest.mark.slow
 def test_when_the_restarts_are_used_up_all_machines_end(script):
     script(FAILS)
     with hosts(2) as two:
@@ -176,6 +178,7 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
     assert not running(cwd, "?of2.*")
 
 
+@pytest.mark.slow
 def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
     script(TOLD)
     with hosts(3) as three:
@@ -214,6 +217,7 @@ def test_machines_that_a_scheduler_numbers_keep_their_order_and_are_missed_by_nu
     assert "1 missing: node_rank 1." in missed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "reason"),
     [
@@ -240,10 +244,11 @@ def test_a_wrong_endpoint_is_named(script, endpoint, reason):
     assert launched.returncode in {1, 2}
 
 
+@pytest.mark.slow
 def test_machines_that_are_told_different_things_are_refused_by_name(script):
     script(TOLD)
     with hosts(2) as two:
-        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=30", "train.py")[0]
+        launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=20", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
         outputs = [said(process) for process in launched]
     told = "h1 (10.77.0.11) is told nnodes 3, and h0 (10.77.0.10) is told nnodes 2"
@@ -252,6 +257,7 @@ def test_machines_that_are_told_different_things_are_refused_by_name(script):
     assert f"refused: {told}" in outputs[0]
 
 
+@pytest.mark.slow
 def test_typed_numbers_of_machines_are_their_order(script):
     script(TOLD)
     with hosts(2) as two:
@@ -261,6 +267,7 @@ def test_typed_numbers_of_machines_are_their_order(script):
     assert "RANK=0 WORLD_SIZE=2" in outputs[1]
 
 
+@pytest.mark.slow
 def test_a_number_that_two_machines_have_is_refused_on_both(script):
     script(TOLD)
     with hosts(2) as two:

@@ -193,6 +193,7 @@ def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
     assert "the run goes on from project/checkpoints/checkpoint_2, of step 3" in late.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
     options = (
         "--cpu",

@@ -200,6 +200,7 @@ def test_what_breaks_is_one_message_and_leaves_nothing(aws, launched, operation,
     assert world(aws) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, number):
     before = world(aws)

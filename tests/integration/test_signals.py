@@ -164,6 +164,7 @@ def test_a_signal_that_a_wrapper_sends_twice_is_one(script, cwd, launch):
     assert len(list(cwd.glob("saved*"))) == 2
 
 
+@pytest.mark.slow
 def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
     script(DEAF + UP + WAIT)
     launched = launch("--shutdown-timeout", "1").up()
@@ -172,6 +173,7 @@ def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
     assert launched.said[1:] == [f"accel: process {', '.join(pids)} did not end within 1 s, and was killed"]
 
 
+@pytest.mark.slow
 def test_what_a_process_started_is_not_signalled_while_it_saves_and_does_not_outlive_it(script, cwd, launch):
     script(
         "import os, signal, subprocess, sys, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
@@ -186,6 +188,7 @@ def test_what_a_process_started_is_not_signalled_while_it_saves_and_does_not_out
     assert not launched.left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [True, False])
 def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, deaf):
     head = (
@@ -199,6 +202,7 @@ def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, 
     wait_for(lambda: not launched.left(), 20)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_left(script, cwd, launch):
     script(
         "import os, subprocess\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
@@ -211,6 +215,7 @@ def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_l
     guard.send(children, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch(before=["nohup"]).up().send(signal.SIGHUP)
@@ -218,6 +223,7 @@ def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
     assert launched.ended() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
     script("")
     launched = launch("--nnodes", "2", "--set", "launcher.rdzv_endpoint=127.0.0.1:1")
@@ -226,6 +232,7 @@ def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
     assert "Traceback" not in "\n".join(launched.said)
 
 
+@pytest.mark.slow
 def test_preempted_saves_the_same_step_on_all_ranks_before_the_launcher_ends(script, cwd, launch):
     script(
         "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
@@ -278,6 +285,7 @@ def listening(pids):
     return found
 
 
+@pytest.mark.slow
 def test_on_one_machine_nothing_listens_on_an_address_that_others_reach(script, cwd, launch):
     script(
         "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"

@@ -97,6 +97,7 @@ def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
     assert (wrong.returncode, "has no rank 5 on this machine; it has 0, 1" in wrong.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
     script(SLEEPS.replace("threading.Thread(target=wait).start()", "import faulthandler; import signal\n"
            "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip

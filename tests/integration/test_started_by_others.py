@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 TELL = (
     'import os\nprint(*(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))\n'
 )
@@ -42,6 +44,7 @@ OMPI = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_under_mpirun_each_process_becomes_its_rank_and_they_meet(script):
     script(SUM)
     for out, err, code in ranks(OMPI, 2):

@@ -21,6 +21,7 @@ def test_enter_on_every_question_writes_a_profile_that_launches(terminal, writte
     assert accel("launch", "train.py").stdout == "it ran\n"
 
 
+@pytest.mark.slow
 def test_several_processes_are_five_questions_and_the_yaml_is_shown_before_it_is_written(
     terminal, written, home
 ):
@@ -38,6 +39,7 @@ def test_several_processes_are_five_questions_and_the_yaml_is_shown_before_it_is
     assert (written().launcher.nproc_per_node, written().mixed_precision) == (3, "bf16")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
@@ -55,6 +57,7 @@ def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal
     assert not written().fully_shard.cpu_offload
 
 
+@pytest.mark.slow
 def test_a_person_goes_back_from_every_question(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
@@ -76,6 +79,7 @@ def test_a_person_goes_back_from_every_question(terminal, written):
     assert (written().launcher.nproc_per_node, written().mixed_precision) == (2, "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(6))
 def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
     screen = terminal()
@@ -90,6 +94,7 @@ def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_no_at_the_end_writes_nothing(terminal, home):
     screen = terminal()
     screen.answer(KIND, ENTER)
@@ -116,6 +121,7 @@ def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written)
     assert (written().launcher.nnodes, written().launcher.rdzv_endpoint) == (2, "node0:29400")
 
 
+@pytest.mark.slow
 def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
     accel(
         "config",
@@ -134,6 +140,7 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
     assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
 
 
+@pytest.mark.slow
 def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, accel):
     accel("config", "set", "device=xpu")
     screen = terminal()
@@ -145,6 +152,7 @@ def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, a
     assert written().device == "auto"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 30])
 def test_a_narrow_window_asks_the_same(terminal, written, columns):
     screen = terminal(columns=columns, lines=60)
@@ -158,6 +166,7 @@ def test_a_narrow_window_asks_the_same(terminal, written, columns):
     assert written().launcher.nproc_per_node == 2
 
 
+@pytest.mark.slow
 def test_a_named_profile_and_the_project_file_are_written_where_they_belong(terminal, written, cwd):
     for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
         screen = terminal(*options)
@@ -177,6 +186,7 @@ def test_without_a_terminal_it_says_what_to_do_instead(accel, home):
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(terminal, written, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal(columns=120)
@@ -196,6 +206,7 @@ def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(term
     assert written().mixed_precision == "bf16"
 
 
+@pytest.mark.slow
 def test_one_core_of_a_tpu_shares_nothing(terminal, written, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     screen = terminal()
@@ -209,6 +220,7 @@ def test_one_core_of_a_tpu_shares_nothing(terminal, written, monkeypatch):
     assert (written().launcher.replicas, written().launcher.spmd) == (1, False)
 
 
+@pytest.mark.slow
 def test_without_a_tpu_and_torch_xla_none_is_offered(terminal):
     screen = terminal()
     screen.see(KIND)

@@ -164,6 +164,7 @@ def test_ctrl_c_leaves_nothing_behind(terminal, configured, home, at):
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_where_aws_does_not_answer_a_person_types(terminal, configured, written, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     screen = terminal(columns=200, lines=60)

@@ -652,6 +652,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("text", [EARLY_SCRIPT, RECENT_SCRIPT], ids=["an early script", "a recent script"])
 def test_a_script_whose_import_is_changed_runs(accel, script, text, processes):

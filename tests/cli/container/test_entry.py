@@ -37,6 +37,7 @@ print("trained", accelerator.process_index)
 ARGS = ['it\'s a "test" $HOME; rm -rf x', "", "two\nlines", "--lr=1e-4", "--", "-1", "\udcff\udcfe", "*", "ü"]
 
 
+@pytest.mark.slow
 def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(containers, port):
     first, second = hosts = containers.hosts(
         "127.0.0.1",
@@ -73,6 +74,7 @@ def test_two_hosts_with_two_processes_train_and_get_the_arguments_byte_for_byte(
     assert {file.name for file in (first.root / "model").iterdir()} == {"model.txt", "shipped.txt"}
 
 
+@pytest.mark.slow
 def test_only_the_host_of_the_process_that_failed_leaves_a_reason(containers, port):
     script = (
         "import accel_runtime, torch\naccelerator = accel_runtime.Accelerator()\n"

@@ -41,6 +41,7 @@ def error(got, size):
     return float((got - wanted(size)).norm() / wanted(size).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_gradients_sent_in_half_precision_are_right_within_its_rounding(several, kind, weighted):

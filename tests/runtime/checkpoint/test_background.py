@@ -194,6 +194,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("argument", "code"), [("", 0), ("full", 1)])
 def test_the_end_of_a_script_waits_and_says_so_and_a_save_that_failed_fails_the_script(
     tmp_path, argument, code

@@ -96,6 +96,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADERS)
 def test_data_continue(ranks, kind, tmp_path):
     continues(

@@ -187,6 +187,7 @@ def on_two(pair, folder, name, which):
     return failed
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_on_one_of_two_ranks_fails_the_save_on_both(pair, memory):
     assert on_two(pair, memory, "the same directory", 1) > 5
 

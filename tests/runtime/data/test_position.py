@@ -110,6 +110,7 @@ def resumed(kind, kept):
     return gathered(accelerator, loader), gathered(accelerator, loader), (epoch, loader.epoch)
 
 
+@pytest.mark.slow
 @every_order
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_what_is_left_of_an_epoch_is_what_an_uninterrupted_run_has(ranks, kind, epoch):

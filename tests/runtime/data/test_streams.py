@@ -56,6 +56,7 @@ def everywhere(world, loader, start=None, stop=None, **options):
 # Every sample once ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop_last"])
@@ -494,6 +495,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):

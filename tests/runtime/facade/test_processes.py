@@ -136,6 +136,7 @@ def longer_than_the_timeout():
     state.wait_for_everyone()
 
 
+@pytest.mark.slow
 def test_the_first_process_may_take_longer_than_the_process_group_waits():
     debug_launcher(longer_than_the_timeout)
 
