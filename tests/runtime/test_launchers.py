@@ -155,6 +155,17 @@ def test_the_failure_that_was_first_is_told_with_the_frames_of_the_function_only
     ]
 
 
+def test_an_interrupt_while_processes_start_leaves_none(monkeypatch):
+    def interrupted(*_, **__):
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launchers, "start_processes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(print)
+    assert not multiprocessing.active_children()
+
+
 def test_an_interrupt_ends_all_processes(tmp_path):
     script = tmp_path / "cell.py"
     script.write_text(
