@@ -172,9 +172,8 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
             raise LaunchError(_told(error, place, Path(folder))) from None
         finally:
             # Not those of the context: an interrupt may come before all are started.
-            _end([process for process in multiprocessing.active_children() if process not in others])
-            for file in context.error_files if context else ():
-                Path(file).unlink(missing_ok=True)
+            started = [process for process in multiprocessing.active_children() if process not in others]
+            _end(started, context.error_files if context else ())
             del store
 
 
@@ -227,8 +226,8 @@ class _Started:
         (self._failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """See to it that none is left; a second interrupt does not wait for them."""
+def _end(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
+    """See to it that no process is left, and no file either; a second interrupt does not wait for them."""
     try:
         for process in processes:
             if process.is_alive():
@@ -239,6 +238,8 @@ def _end(processes: Sequence[BaseProcess]) -> None:
         for process in processes:
             process.kill()
             process.join()
+        for file in files:
+            Path(file).unlink(missing_ok=True)
 
 
 def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place, failures: Path) -> str:

@@ -269,5 +269,6 @@ def test_the_example_learns_on_replicas_what_it_learns_on_processes(accel, launc
     on_one = accuracy(launch(*arguments))
     assert on_gloo > 0.9
     assert on_one > on_gloo - 0.02
-    # Replicas that are threads draw from one generator, in no fixed order: they begin with other weights each time.
-    assert on_two > 0.85
+    # Replicas that are threads draw from one generator, in no fixed order, and begin with other weights each time:
+    # five runs came to 0.924 to 0.947, where processes come to 0.924.
+    assert on_two > on_gloo - 0.04
