@@ -12,10 +12,10 @@ XLA_READY := $(XLA)/.ready
 SDK := .venv-sagemaker
 SDK_READY := $(SDK)/.ready
 SDK_NEEDS := sagemaker-core==2.27.0 'pytest>=9' 'typing-extensions>=4.12'
-# Three files at a time, also on two cores: much of what is tested waits. A file's tests share what they start.
-AT_ONCE := -n 3 --dist loadfile
+# Three tests at a time, also on two cores: much of what is tested waits.
+AT_ONCE := -n 3 --dist worksteal
 
-.PHONY: help demo test test-slow test-xla test-images check fmt docs bench clean
+.PHONY: help demo test test-slow test-full test-xla test-images check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,15 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  accel launch examples/digits.py --epochs 3\n'
 	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
 
-test: $(READY)  ## Set up, then run the tests that take seconds at most
-	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow"
+test: $(READY)  ## Set up, then run the tests that a change is checked with
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not full"
 
-test-slow: $(READY)  ## Run the others: many processes, hosts, a cluster
-	$(BIN)/python -m pytest $(AT_ONCE) -m slow
+test-slow: $(READY)  ## Run those that need more: hosts, a Slurm cluster, an AWS, every page of the docs
+	$(BIN)/python -m pytest $(AT_ONCE) -m "slow and not full"
+
+test-full: $(READY)  ## Run all tests in random order, then break features on purpose and see that tests fail
+	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
+	$(BIN)/python tests/mutations.py
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
 	$(XLA)/bin/python -m pytest -n 2 --dist loadfile tests/xla tests/runtime/backends/test_contract.py

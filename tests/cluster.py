@@ -1,21 +1,26 @@
 """Real processes that stay: started once, they call whatever function a test ships to them.
 
-This file is both sides. Tests see `Cluster` and `Alone`; run as a script, it is one rank.
+This file is both sides. Tests see `Cluster` and `Alone`; run as a script, it is an interpreter that has imported torch
+and forks a rank whenever it is asked to, which takes milliseconds where a fresh interpreter takes seconds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import cloudpickle
 from ports import free_port
@@ -25,13 +30,23 @@ CALL_S = 150
 STRAGGLER_S = 30
 """How long the others may still take once a rank has failed."""
 LEAVE_S = 5
-"""How long a rank that is in the midst of a call stays once nobody waits for it."""
-IDLE_S = 120
-"""How long processes that nobody calls stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
+"""How long a rank that is in the midst of a call stays once its test process has ended."""
+IDLE_S = 10
+"""How long ranks that are not called stay: the threads of a dozen gloo groups cost a quarter of a core, also at rest."""
+PRELOADED = (
+    "torch",
+    "numpy",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+    "accel_runtime.utils",
+)
+"""What the interpreter imports before it forks ranks."""
 
 
 class RanksFailedError(AssertionError):
-    """A function raised, or did not come back, on some ranks; the message has their tracebacks."""
+    """A function raised, or did not return, on some ranks; the message has their tracebacks."""
 
 
 class Alone:
@@ -42,12 +57,12 @@ class Alone:
 
     @staticmethod
     def device(_rank):
-        """What a rank computes on."""
+        """Return the device of a rank."""
         return "cpu"
 
     @staticmethod
     def local_rank(_rank):
-        """Where a rank stands on its machine."""
+        """Return the local rank of a rank."""
         return 0
 
     def run(self, function, *args):
@@ -56,13 +71,15 @@ class Alone:
         return [function(*args)]
 
     def close(self):
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
 class Cluster:
-    """`size` processes a launcher might have started, over gloo; they start at a `run`, and end when nobody calls them.
+    """`size` ranks over gloo; they start at a `run`, and end when they are not called for a while.
 
-    `apart`, each is told that it is alone on its machine.
+    Args:
+        size: The world size.
+        apart: Each rank has a node of its own: `LOCAL_RANK` 0 and `LOCAL_WORLD_SIZE` 1.
     """
 
     backend, kind, carrier = "Distributed", "MULTI_CPU", "gloo"
@@ -70,7 +87,7 @@ class Cluster:
     def __init__(self, size, *, apart=False):
         self.size = size
         self._apart = apart
-        self._processes = []
+        self._pids = []
         self._connections = []
         self._held = ExitStack()
         self._running = threading.Lock()
@@ -78,18 +95,18 @@ class Cluster:
 
     @staticmethod
     def device(_rank):
-        """What a rank computes on."""
+        """Return the device of a rank."""
         return "cpu"
 
     def local_rank(self, rank):
-        """Where a rank stands on its machine."""
+        """Return the local rank of a rank."""
         return 0 if self._apart else rank
 
     def run(self, function, *args):
-        """Call `function(*args)`, both taken by value, on every rank; the results in rank order."""
+        """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
         self._rest.cancel()
         with self._running:
-            if not self._processes:
+            if not self._pids:
                 self._start()
             cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
             call = cloudpickle.dumps((function, args))
@@ -106,19 +123,17 @@ class Cluster:
         return results
 
     def close(self):
-        """End all processes."""
+        """End all ranks."""
         self._rest.cancel()
         with self._running:
             self._end()
 
     def _end(self):
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
+        if self._pids:
+            INTERPRETER.kill(self._pids)
         for connection in self._connections:
             connection.close()
-        self._processes, self._connections = [], []
+        self._pids, self._connections = [], []
         self._held.close()
 
     def _start(self):
@@ -132,10 +147,7 @@ class Cluster:
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S}
             told = {name: str(value) for name, value in (place | group | settings).items()}
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._processes.append(
-                subprocess.Popen(command, env=inherited | told, pass_fds=[theirs.fileno()])
-            )
+            self._pids.append(INTERPRETER.fork(inherited | told, theirs.fileno()))
             self._connections.append(ours)
             theirs.close()
 
@@ -160,12 +172,112 @@ class Cluster:
         return [results[rank] for rank in range(self.size)]
 
 
+class Interpreter:
+    """An interpreter that has imported torch, as the test process sees it; it starts with the first rank."""
+
+    def __init__(self):
+        self._process = None
+        self._lock = threading.RLock()
+
+    def fork(self, environ, connection):
+        """Fork a rank.
+
+        Args:
+            environ: The environment of the rank.
+            connection: The file descriptor of its end of a pipe.
+
+        Returns:
+            Its process id.
+        """
+        request = json.dumps({"environ": environ, "folder": str(Path.cwd())}).encode()
+        with self._lock:
+            if self._process is None:
+                self._start()
+            socket.send_fds(self._link, [request], [connection])
+            return self._answer()
+
+    def kill(self, pids):
+        """Kill ranks, and return once they have ended."""
+        with self._lock:
+            self._link.send(json.dumps({"kill": pids}).encode())
+            self._answer()
+
+    def close(self):
+        """End the interpreter and all ranks it has forked."""
+        if self._process is not None:
+            self._link.close()
+            self._process.wait()
+            self._process = None
+
+    def _answer(self):
+        answer = self._link.recv(1 << 16)
+        assert answer, "the interpreter that forks ranks has ended"
+        return json.loads(answer)
+
+    def _start(self):
+        self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+            )
+
+
+INTERPRETER = Interpreter()
+"""The one of this test process."""
+
+
+def preload(link):
+    """Import torch, and fork ranks until the other end of the link is closed."""
+    for name in PRELOADED:
+        __import__(name)
+    ranks = set()
+    while message := socket.recv_fds(link, 1 << 20, 1):
+        data, (*connections,), _, _ = message
+        if not data:
+            break
+        request = json.loads(data)
+        for pid in request.get("kill", []):
+            end(pid)
+            ranks.discard(pid)
+        pid = None
+        if connections:
+            pid = os.fork()
+            if not pid:
+                link.close()
+                run_rank(request, Connection(*connections))
+            ranks.add(pid)
+            os.close(*connections)
+        link.send(json.dumps(pid).encode())
+    for pid in ranks:
+        end(pid)
+
+
+def end(pid):
+    """Kill a rank, and wait for its end."""
+    os.kill(pid, signal.SIGKILL)  # a child that nobody has waited for: its id is still its own
+    os.waitpid(pid, 0)
+
+
+def run_rank(request, connection):
+    """Be a rank, in a process that was just forked."""
+    import numpy as np
+
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    np.random.seed()  # noqa: NPY002 - scripts use the global generator
+    try:
+        serve(connection)
+    finally:
+        os._exit(0)
+
+
 def serve(connection):
-    """Be one rank: call what comes, until the other end is gone."""
+    """Call the functions that arrive, until the other end is closed."""
     calls = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    import torch  # noqa: F401 - before warnings are errors: not all of its own are ours to mend
-
     from accel_runtime.current import set_current_backend
 
     warnings.simplefilter("error")
@@ -174,21 +286,21 @@ def serve(connection):
         try:
             function, args = cloudpickle.loads(call)
             answer = cloudpickle.dumps((True, function(*args)))
-        except BaseException:  # noqa: BLE001 - whatever it is, the test is told
+        except BaseException:  # noqa: BLE001 - the test reports it
             answer = cloudpickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
 
 
 def _receive(connection, calls):
-    """Pass calls on; when the other end is gone, end this process even if it is in the midst of a call."""
-    try:
+    """Pass calls on; when the other end is closed, end this process even during a call."""
+    with suppress(EOFError, ConnectionResetError):
         while True:
             calls.put(connection.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        calls.put(None)
+    calls.put(None)
     time.sleep(LEAVE_S)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        preload(channel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 with contextlib.suppress(ImportError):  # the environment of AWS's SDK has none
     from hypothesis import HealthCheck, settings
@@ -48,6 +49,21 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
+@pytest.fixture(autouse=True)
+def _loggers():
+    """Loggers as they were, after a test that has set some."""
+    known = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    before = [(logger, logger.level, logger.propagate) for logger in known]
+    yield
+    for logger, level, propagate in before:
+        if logger.level != level:  # `setLevel` clears the cache of all loggers
+            logger.setLevel(level)
+        logger.propagate = propagate
+
+
 @pytest.fixture
 def cwd(tmp_path, monkeypatch):
     """An empty working folder that no project file reaches."""
@@ -82,37 +98,28 @@ def script(cwd):
     return write
 
 
-def loaded(path):
-    """What is in a file of the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-for _name in ("ports", "slowed"):
-    sys.modules[_name] = loaded(ROOT / "tests" / f"{_name}.py")
-
-
 @pytest.fixture
 def port():
     """A port of loopback that is free until something of the test listens there."""
-    with sys.modules["ports"].free_port() as free:
+    with free_port() as free:
         yield free
 
 
 @pytest.fixture(scope="session")
 def handmade():
     """Checkpoints made by hand, `write`, and damage, `flip`."""
-    return loaded(ROOT / "tests" / "handmade.py")
+    import handmade
+
+    return handmade
 
 
 @pytest.fixture(scope="session")
 def replicas():
     """Replicas of torch_xla's CPU device, and its SPMD; they start when a test first calls them."""
-    xla = loaded(ROOT / "tests" / "xla" / "cluster.py")
-    found = {f"xla {size}": xla.Replicas(size) for size in (1, 2, 4)}
-    found["spmd 4"] = xla.Replicas(1, devices=4)
+    from xla_replicas import Replicas
+
+    found = {f"xla {size}": Replicas(size) for size in (1, 2, 4)}
+    found["spmd 4"] = Replicas(1, devices=4)
     yield found
     for some in found.values():
         some.close()
@@ -121,10 +128,11 @@ def replicas():
 @pytest.fixture(scope="session")
 def slurm_cluster():
     """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
-    module = loaded(ROOT / "tests" / "slurm_cluster.py")
+    from slurm_cluster import SlurmCluster, UnavailableError
+
     try:
-        cluster = module.SlurmCluster().start()
-    except module.UnavailableError as error:
+        cluster = SlurmCluster().start()
+    except UnavailableError as error:
         pytest.skip(f"no Slurm cluster: {error}")
     yield cluster
     cluster.close()
@@ -133,7 +141,9 @@ def slurm_cluster():
 @pytest.fixture(scope="session")
 def aws_plane(tmp_path_factory):
     """A SageMaker of our own with the services around it, started once."""
-    plane = loaded(ROOT / "tests" / "aws" / "client.py").AwsPlane(tmp_path_factory.mktemp("plane"))
+    from aws.client import AwsPlane
+
+    plane = AwsPlane(tmp_path_factory.mktemp("plane"))
     yield plane
     plane.close()
 
@@ -149,10 +159,12 @@ def aws(aws_plane, monkeypatch):
 @pytest.fixture
 def terminal(cwd):
     """Opens terminals with `accel config` in them, and closes what a failed test left open."""
-    module, opened = loaded(ROOT / "tests" / "terminal.py"), []
+    from terminal import Terminal
+
+    opened = []
 
     def open_(*args, **size):
-        opened.append(module.Terminal(*args, **size))
+        opened.append(Terminal(*args, **size))
         return opened[-1]
 
     yield open_

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from modules import load_test_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sagemaker.md"
@@ -30,11 +29,7 @@ FREE = {"sts:GetCallerIdentity"}
 @pytest.fixture(scope="module")
 def docs():
     """The test of the docs, with the reader that does what a page says."""
-    spec = importlib.util.spec_from_file_location("docs_for_sagemaker", ROOT / "tests" / "test_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_test_module("test_docs.py")
 
 
 @pytest.mark.slow

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import cloudpickle
+import cluster
+import divided
 import pytest
 import torch
 
 from accel_runtime.backends import distributed
 from accel_runtime.current import set_current_backend
 
-_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parent.parent / "cluster.py")
-cluster = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cluster)
-
-# The model of the tests of sharding, which travels with their functions.
-_SPEC = importlib.util.spec_from_file_location("divided", Path(__file__).parent / "divided.py")
-sys.modules["divided"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(sys.modules["divided"])
-cloudpickle.register_pickle_by_value(sys.modules["divided"])
+# The model of the tests of sharding travels with their functions.
+cloudpickle.register_pickle_by_value(divided)
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +44,21 @@ def clusters(replicas):
     yield sizes | replicas
     for some in sizes.values():
         some.close()
+    cluster.INTERPRETER.close()
 
 
-@pytest.fixture(params=[1, 2, 3], ids=["1 process", "2 processes", "3 processes"])
+TWO = pytest.param(2, id="2 processes", marks=pytest.mark.full)
+"""What holds on one process and on three is tried on two in `make test-full`."""
+THREE = pytest.param(3, id="3 processes")
+
+
+@pytest.fixture(params=[pytest.param(1, id="1 process"), TWO, THREE])
 def ranks(request, clusters):
     """One, two and three processes in turn."""
     return clusters[request.param]
 
 
-@pytest.fixture(params=[2, 3], ids=["2 processes", "3 processes"])
+@pytest.fixture(params=[TWO, THREE])
 def several(request, clusters):
     """Two and three processes in turn."""
     return clusters[request.param]

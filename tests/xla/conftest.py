@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import cloudpickle
+import cluster
 import pytest
-
-
-def _loaded(name, path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+from modules import load_test_module
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +23,11 @@ def clusters(replicas):
 @pytest.fixture(scope="session")
 def gloo():
     """Processes that talk through gloo, by their number."""
-    found = _loaded("gloo_cluster", Path(__file__).parent.parent / "cluster.py")
-    sizes = {1: found.Alone(), 2: found.Cluster(2)}
+    sizes = {1: cluster.Alone(), 2: cluster.Cluster(2)}
     yield sizes
     for some in sizes.values():
         some.close()
+    cluster.INTERPRETER.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,4 +39,4 @@ def _by_value(request):
 @pytest.fixture(scope="session")
 def exactness():
     """The loaders that the tests of exactness walk, whose numbers are known."""
-    return _loaded("exactness_of_processes", Path(__file__).parent.parent / "runtime" / "test_exactness.py")
+    return load_test_module("runtime/test_exactness.py")

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
+from modules import load_test_module
 
 from accel_runtime import MismatchError
 from accel_runtime.tree import map_tensors
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
-_PATH = Path(__file__).parent.parent / "runtime" / "test_collectives.py"
-_SPEC = importlib.util.spec_from_file_location("collectives_of_processes", _PATH)
-CASES = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = CASES
-_SPEC.loader.exec_module(CASES)
+CASES = load_test_module("runtime/test_collectives.py")
 cloudpickle.register_pickle_by_value(CASES)
 
 # Each of their many examples would be a program to compile.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+from modules import load_test_module
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -16,11 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(scope="module")
 def docs():
     """The test of the docs, with the reader that does what a page says."""
-    spec = importlib.util.spec_from_file_location("docs_of_all", ROOT / "tests" / "test_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_test_module("test_docs.py")
 
 
 def test_what_needs_torch_xla_on_a_page_happens(docs, tmp_path, monkeypatch):

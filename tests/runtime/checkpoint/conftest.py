@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import cloudpickle
+import faults
+import played
 import pytest
 
-
-def _shipped(name):
-    """A module beside this one that travels with the functions of tests."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    cloudpickle.register_pickle_by_value(module)
-
-
-_shipped("faults")
-_shipped("played")
+cloudpickle.register_pickle_by_value(faults)
+cloudpickle.register_pickle_by_value(played)
 
 
 @pytest.fixture

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
+import cluster
 import pytest
 import torch
 
 from accel_runtime import Accelerator
-
-_SPEC = importlib.util.spec_from_file_location("cluster", Path(__file__).parents[2] / "cluster.py")
-cluster = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cluster)
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ class Replicas:
 
 def serve(connection, size):
     """Be all replicas: call what comes on every one of them, until the other end is gone."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).with_name("xla")))
     import meeting
 
     if size > 1:
