@@ -1,0 +1,56 @@
+"""Select the cases of a product of factors that cover all pairs of values; the remaining cases are marked `full`."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+
+def pairwise_params(factors, *, ids=None):
+    """Return one `pytest.param` for each combination of the values of the factors, in the order of the product.
+
+    Args:
+        factors: The values of each factor by its name, in the order of the test's arguments. A value may be a
+            `pytest.param` with an id and marks of its own.
+        ids: A function that returns the text of a value in the id of a case; the name or `str` of the value by default.
+
+    Returns:
+        Every pair of values of two factors is in a case without the mark `full`; the other cases carry it.
+    """
+    values = [
+        [value if _is_param(value) else pytest.param(value) for value in some] for some in factors.values()
+    ]
+    cases = list(product(*(range(len(some)) for some in values)))
+    chosen = select_pairs(cases)
+    return [
+        _param([values[i][k] for i, k in enumerate(case)], case not in chosen, ids or _text) for case in cases
+    ]
+
+
+def select_pairs(cases):
+    """Return a small set of the cases, tuples of equal length, that has each pair of values of all of them."""
+    pairs = {case: set(combinations(enumerate(case), min(2, len(case)))) for case in cases}
+    uncovered = set().union(*pairs.values())
+    chosen = set()
+    while uncovered:
+        best = max(
+            cases, key=lambda case: len(uncovered & pairs[case])
+        )  # the first of the best: always the same
+        chosen.add(best)
+        uncovered -= pairs[best]
+    return chosen
+
+
+def _param(values, full, text):
+    name = "-".join(value.id or text(value.values[0]) for value in values)
+    marks = [mark for value in values for mark in value.marks] + [pytest.mark.full] * full
+    return pytest.param(*(value.values[0] for value in values), id=name, marks=marks)
+
+
+def _is_param(value):
+    return isinstance(value, type(pytest.param()))
+
+
+def _text(value):
+    return str(getattr(value, "__name__", value))
