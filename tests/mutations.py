@@ -1,0 +1,210 @@
+"""Break features on purpose, one at a time, in a copy of the repository, and check that `make test` notices each.
+
+Run by `make test-full`; `python tests/mutations.py NAME ...` runs some of them. The tests of a mutation are named, so that
+one takes seconds: they are tests of `make test` (of `make test-xla`, where the mutation needs torch_xla), have to pass
+without the mutation, and have to fail with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SELECTED = "not slow and not full"
+"""What `make test` selects."""
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest. Others mean that no test has run: those count as neither."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of one line that breaks a feature."""
+
+    name: str
+    file: str
+    before: str
+    """Text that is in the file once."""
+    after: str
+    tests: tuple[str, ...]
+    environment: str = ""
+    """The folder of another virtual environment than that of this interpreter."""
+
+    @property
+    def python(self) -> str:
+        """The interpreter that runs the tests."""
+        return str(ROOT / self.environment / "bin" / "python") if self.environment else sys.executable
+
+
+MUTATIONS = (
+    Mutation(
+        "gather order",
+        "accel_runtime/exchange/validity.py",
+        "        return joined.index_select(0, self._positions(per_sample).to(joined.device))",
+        "        return joined.index_select(0, self._positions(per_sample).flip(0).to(joined.device))",
+        ("tests/runtime/test_exactness.py",),
+    ),
+    Mutation(
+        "padding count",
+        "accel_runtime/data/sampling.py",
+        "            return tuple(min(size, max(0, count - rank * size)) for rank in range(self.world_size))",
+        "            return (min(size, count),) * self.world_size",
+        ("tests/runtime/data/test_sampling.py",),
+    ),
+    Mutation(
+        "resume offset",
+        "accel_runtime/data/loader.py",
+        '        return start if start.get("position") else self._source.after(self._skip, start)',
+        "        return self._source.after(self._skip, {})",
+        ("tests/runtime/data/test_position.py",),
+    ),
+    Mutation(
+        "manifest checksum",
+        "accel_runtime/checkpoint/manifest.py",
+        "        if found != told:",
+        "        if False:",
+        ("tests/runtime/checkpoint/test_manifest.py", "tests/runtime/checkpoint/test_damage.py"),
+    ),
+    Mutation(
+        "gradient of a padded batch",
+        "accel_runtime/data/sampling.py",
+        "    return valid[rank] * len(valid) / sum(valid)",
+        "    return 1.0",
+        ("tests/runtime/test_weights.py", "tests/runtime/data/test_sampling.py"),
+    ),
+    Mutation(
+        "restart count",
+        "accel_cli/agent/restarts.py",
+        '        if place == 1:\n            self._store.add(self._key("spent"), 1)',
+        '        self._store.add(self._key("spent"), 2)',
+        ("tests/cli/agent", "tests/integration/test_launch.py", "tests/integration/test_output.py"),
+    ),
+    Mutation(
+        "signal forwarding",
+        "accel_cli/agent/signals.py",
+        "        guard.send((worker.pid for worker in self.workers if worker.poll() is None), number)",
+        "        guard.send((worker.pid for worker in self.workers[:1] if worker.poll() is None), number)",
+        ("tests/integration/test_signals.py", "tests/integration/test_launch.py"),
+    ),
+    Mutation(
+        "exit code",
+        "accel_cli/failures.py",
+        "        return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode",
+        "        return 1",
+        (
+            "tests/cli/test_failures.py",
+            "tests/integration/test_failures.py",
+            "tests/integration/test_launch.py",
+        ),
+    ),
+    Mutation(
+        "profile layer order",
+        "accel_cli/profile/layers.py",
+        "        values |= layer.values\n",
+        "        values = dict(layer.values) | values\n",
+        ("tests/cli/profile/test_layers.py",),
+    ),
+    Mutation(
+        "fully_shard wrap",
+        "accel_runtime/parallel/sharding.py",
+        "        for _, module, policy in plan:",
+        "        for _, module, policy in plan[-1:]:",
+        ("tests/runtime/parallel",),
+    ),
+    Mutation(
+        "XLA step",
+        "accel_runtime/backends/feeding.py",
+        "        if now in {0, before}:",
+        "        if now == 0:",
+        ("tests/runtime/backends/test_feeding.py",),
+    ),
+    Mutation(
+        "XLA sync",
+        "accel_runtime/backends/xla.py",
+        "        torch_xla.sync(wait=wait)",
+        "        pass",
+        ("tests/xla/test_training.py", "tests/xla/test_watching.py"),
+        environment=".venv-xla",
+    ),
+    Mutation(
+        "SageMaker argument",
+        "accel_cli/launchers/sagemaker/running.py",
+        '        "args": list(job.args),',
+        '        "args": list(job.args[1:]),',
+        ("tests/cli/launchers/sagemaker",),
+    ),
+)
+
+
+def main(names: list[str]) -> int:
+    """Run the mutations, all or those named; return the exit code."""
+    unknown = set(names) - {mutation.name for mutation in MUTATIONS}
+    if unknown:
+        print(f"Unknown mutations: {', '.join(sorted(unknown))}.", file=sys.stderr)
+        return 2
+    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
+    with tempfile.TemporaryDirectory(prefix="accel-mutations-") as folder:
+        copy = Path(folder) / "accel"
+        copy_repository(copy)
+        problems = [problem for mutation in chosen if (problem := check(mutation, copy))]
+    for problem in problems:
+        print(f"FAILED {problem}", file=sys.stderr)
+    print(f"{len(chosen) - len(problems)} of {len(chosen)} mutations are noticed by the tests")
+    return 1 if problems else 0
+
+
+def copy_repository(copy: Path) -> None:
+    """Copy the working tree without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+
+
+def check(mutation: Mutation, copy: Path) -> str | None:
+    """Apply a mutation, run its tests, and take it back; return a sentence if it was not noticed."""
+    file = copy / mutation.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(mutation.before) != 1:
+        return f"{mutation.name}: the text to change is not once in {mutation.file}. Adapt the mutation."
+    if (code := run_tests(mutation, copy)) != PASSED:
+        return f"{mutation.name}: the tests end with {code} without the mutation. Repair them first."
+    file.write_text(source.replace(mutation.before, mutation.after), encoding="utf-8")
+    try:
+        code = run_tests(mutation, copy)
+    finally:
+        file.write_text(source, encoding="utf-8")
+    if code != FAILED:
+        return f"{mutation.name}: the tests end with {code} though {mutation.file} is broken. Add a test."
+    print(f"noticed: {mutation.name}", flush=True)
+    return None
+
+
+def run_tests(mutation: Mutation, copy: Path) -> int:
+    """Run the tests of a mutation up to the first failure; return pytest's exit code."""
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-m", SELECTED]
+    return subprocess.run(
+        [mutation.python, "-m", "pytest", *options, *mutation.tests],
+        cwd=copy,
+        # Before the folder of the editable installation, which is the repository itself.
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        check=False,
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

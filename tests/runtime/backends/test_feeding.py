@@ -1,0 +1,25 @@
+"""When an optimizer's step sends off to the device what was recorded: without torch_xla, by what loaders hand out."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_runtime.backends.feeding import stepper
+
+
+@pytest.mark.parametrize(
+    ("handed", "cuts"),
+    [
+        pytest.param([1, 2, 3], 0, id="a loader hands out a batch before each step, and cuts there"),
+        pytest.param([0, 0, 0], 3, id="no loader hands out anything"),
+        pytest.param([1, 1, 1], 2, id="several steps on one batch"),
+        pytest.param([2, 4, 6], 0, id="several batches for each step"),
+        pytest.param([1, 2, 2, 3], 1, id="one step more than batches"),
+    ],
+)
+def test_every_step_is_cut_off_once_by_the_loader_or_the_optimizer(handed, cuts):
+    counts, made = iter(handed), []
+    after_step = stepper(lambda: next(counts), lambda: made.append(None))
+    for _ in handed:
+        after_step()
+    assert len(made) == cuts
