@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from aws.models import keep_models
 
 MOTO = """
 import sys
@@ -23,6 +24,11 @@ SLOW_DOWN = (
     b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
     % (len(WHY), WHY)
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models():
+    keep_models()
 
 
 @pytest.fixture

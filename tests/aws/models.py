@@ -1,0 +1,16 @@
+"""The models of AWS's services, read once in a process: botocore reads megabytes of JSON again for every session."""
+
+from __future__ import annotations
+
+import functools
+
+from botocore.loaders import JSONFileLoader
+
+__all__ = ["keep_models"]
+
+
+def keep_models():
+    """Have botocore keep each file of models that it reads, for all sessions of this process."""
+    if not hasattr(JSONFileLoader.load_file, "cache_info"):
+        read = JSONFileLoader().load_file
+        JSONFileLoader.load_file = staticmethod(functools.cache(read))
