@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 # torch_xla needs a torch of its own: the newest are 2.9.0, so they are beside everything else.
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
+XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py
 # AWS's own SDK, which says what images there are, is half a gigabyte with what it needs; accel does not use it.
 SDK := .venv-sagemaker
 SDK_READY := $(SDK)/.ready
@@ -34,15 +35,16 @@ test: $(READY)  ## Set up, then run the tests that a change is checked with
 test-slow: $(READY)  ## Run those that need more: hosts, a Slurm cluster, an AWS, every page of the docs
 	$(BIN)/python -m pytest $(AT_ONCE) -m "slow and not full"
 
-test-full: $(READY)  ## Run all tests in random order, then break features on purpose and see that tests fail
-	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
-	$(BIN)/python tests/mutations.py
-
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
-	$(XLA)/bin/python -m pytest -n 2 --dist loadfile tests/xla tests/runtime/backends/test_contract.py
+	$(XLA)/bin/python -m pytest -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
 test-images: $(SDK_READY)  ## Set up AWS's SDK in an environment of its own, and compare accel's table of images
 	$(SDK)/bin/python -m pytest -W default tests/sagemaker_sdk
+
+test-full: $(READY) $(XLA_READY) test-images  ## Run all tests in random order, then break features and see tests fail
+	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
+	$(XLA)/bin/python -m pytest -n 2 --dist worksteal $(XLA_TESTS)
+	$(BIN)/python tests/mutations.py
 
 check: $(READY)  ## Lint, types, formatting, and the docs built strictly
 	$(BIN)/ruff check .

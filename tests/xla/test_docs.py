@@ -18,6 +18,7 @@ def docs():
     return load_test_module("test_docs.py")
 
 
+@pytest.mark.full
 def test_what_needs_torch_xla_on_a_page_happens(docs, tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     mine = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}

@@ -145,7 +145,7 @@ def test_an_exit_code_of_one_replica_is_that_of_the_run(script, launch):
     assert "rank 1 of 2" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_replica_that_a_signal_ends_is_named_with_the_signal(script, launch, number):
     script(
         f"import os, time\n{PLACE}time.sleep(1)\nif rank:\n    os.kill(os.getpid(), {int(number)})\ntime.sleep(600)\n"

@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its o
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_self_check_holds_on_replicas_in_bf16(tmp_path, replicas):
     told = {
         "PJRT_DEVICE": "CPU",
