@@ -16,30 +16,33 @@ def pairwise_params(factors, *, ids=None):
         ids: A function that returns the text of a value in the id of a case; the name or `str` of the value by default.
 
     Returns:
-        Every pair of values of two factors is in a case without the mark `full`; the other cases carry it.
+        Every pair of values of two factors is in a case without a mark `full` but that of a value; the other cases
+        carry it. Values with marks are in no case that is needed for a pair of values without marks.
     """
     values = [
         [value if _is_param(value) else pytest.param(value) for value in some] for some in factors.values()
     ]
     cases = list(product(*(range(len(some)) for some in values)))
-    chosen = select_pairs(cases)
+    plain = [case for case in cases if not any(values[i][k].marks for i, k in enumerate(case))]
+    chosen = select_pairs(plain)
+    chosen |= select_pairs(cases, chosen)
     return [
         _param([values[i][k] for i, k in enumerate(case)], case not in chosen, ids or _text) for case in cases
     ]
 
 
-def select_pairs(cases):
-    """Return a small set of the cases, tuples of equal length, that has each pair of values of all of them."""
+def select_pairs(cases, chosen=()):
+    """Return a small set of the cases, tuples of equal length, that has each pair of values which `chosen` lacks."""
     pairs = {case: set(combinations(enumerate(case), min(2, len(case)))) for case in cases}
-    uncovered = set().union(*pairs.values())
-    chosen = set()
+    uncovered = set().union(*pairs.values()).difference(*(pairs[case] for case in chosen))
+    added = set()
     while uncovered:
         best = max(
             cases, key=lambda case: len(uncovered & pairs[case])
         )  # the first of the best: always the same
-        chosen.add(best)
+        added.add(best)
         uncovered -= pairs[best]
-    return chosen
+    return added
 
 
 def _param(values, full, text):

@@ -54,3 +54,12 @@ def test_the_id_of_a_case_is_made_of_those_of_its_values():
 def test_a_case_has_the_marks_of_its_values():
     params = pairwise_params({"size": [1, pytest.param(4, marks=pytest.mark.slow)], "kind": ["map"]})
     assert [[mark.name for mark in param.marks] for param in params] == [[], ["slow"]]
+
+
+def test_pairs_of_values_without_marks_do_not_rest_on_cases_with_marks():
+    workers = [0, 2, pytest.param(3, marks=pytest.mark.full)]
+    params = pairwise_params(FACTORS | {"workers": workers})
+    chosen = [param.values for param in unmarked(params)]
+    factors = list((FACTORS | {"workers": [0, 2]}).values())
+    for (i, some), (k, others) in combinations(enumerate(factors), 2):
+        assert {(values[i], values[k]) for values in chosen} == set(product(some, others))

@@ -11,6 +11,7 @@ import torch
 import walks
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import pairwise_params
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
@@ -23,11 +24,12 @@ from accel_runtime.topology import Topology
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-WHOLE = [walks.Stream, walks.Buffered]
-WHOLE += [
-    pytest.param(kind, marks=pytest.mark.slow) for kind in (walks.Sized, walks.Shuffled, walks.Stateful)
+RANKS = [
+    pytest.param(1, id="1 process"),
+    pytest.param(2, id="2 processes", marks=pytest.mark.full),
+    pytest.param(3, id="3 processes"),
 ]
-WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+WHOLE = [walks.Stream, walks.Sized, walks.Shuffled, walks.Buffered, walks.Stateful]
 DIVIDED = {
     "in __iter__": (walks.Divided, None),
     "by worker_init_fn": (walks.Ranged, walks.divide),
@@ -56,7 +58,7 @@ def everywhere(world, loader, start=None, stop=None, **options):
 # Every sample once ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("drop_last", [False, True], ids=["whole", "drop_last"])
@@ -71,83 +73,111 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
 
 
-@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
-def test_a_batch_to_be_split_is_the_global_batch(count, world, each, even, drop_last):
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
+def test_a_global_batch_is_that_of_one_process_for_any_options(count, world, each, split, even, drop_last):  # noqa: PLR0913, PLR0917
     def loader():
-        return DataLoader(walks.Stream(count), batch_size=each * world, drop_last=drop_last)
+        return DataLoader(
+            walks.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
+        )
 
-    seen = checked(everywhere(world, loader, even=even, split=True))
+    seen = checked(everywhere(world, loader, even=even, split=split))
     assert seen == chunks(range(count), each * world, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", WHOLE)
-def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers):
+@pytest.mark.parametrize(
+    ("ranks", "kind", "workers", "count", "options"),
+    [
+        pytest.param(*param.values[:3], *param.values[3], id=param.id, marks=param.marks)
+        for param in pairwise_params(
+            {
+                "ranks": RANKS,
+                "kind": WHOLE,
+                "workers": [1, 2, pytest.param(3, marks=pytest.mark.full)],
+                "data": [
+                    pytest.param((17, {}), id="17"),
+                    pytest.param((2, {}), id="2"),
+                    pytest.param((12, {"drop_last": True}), id="12, drop_last"),
+                    pytest.param((7, {"persistent_workers": True}), id="7, persistent"),
+                ],
+            }
+        )
+    ],
+    indirect=["ranks"],
+)
+def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, workers, count, options):
     """A7: Accelerate gives every sample once a worker."""
 
-    def walk(kind, workers):
+    def walk(kind, workers, count, options):
         walks.backend()
-        seen = []
-        for count, options in (
-            (17, {}),
-            (2, {}),
-            (12, {"drop_last": True}),
-            (7, {"persistent_workers": True}),
-        ):
-            torch.manual_seed(0)
-            loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
-            source = walks.read(loader, walks.backend(), even=count != 12)
-            seen += [walked(source), walked(source)]
-        return seen
+        torch.manual_seed(0)
+        loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
+        source = walks.read(loader, walks.backend(), even=not options.get("drop_last"))
+        return [walked(source), walked(source)]
 
-    for steps in zip(*ranks.run(walk, kind, workers), strict=True):
+    size = 2 * ranks.size
+    whole = count // size * size if options.get("drop_last") else count
+    for steps in zip(*ranks.run(walk, kind, workers, count, options), strict=True):
         got = checked(steps)
         flat = list(chain.from_iterable(got))
-        assert [len(b) for b in got] == [len(b) for b in chunks(range(len(flat)), 2 * ranks.size)]
+        assert [len(b) for b in got] == [len(b) for b in chunks(flat, size)]
+        assert len(flat) == whole
         if kind in {walks.Shuffled, walks.Buffered}:
             assert len(set(flat)) == len(flat)
         else:
-            assert flat == list(range(len(flat)))
-        assert len(flat) in {17, 2, 7, 12 // (2 * ranks.size) * 2 * ranks.size}
+            assert flat == list(range(whole))
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", DIVIDED)
-def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers):
+@pytest.mark.parametrize(
+    ("ranks", "kind", "workers", "data"),
+    pairwise_params(
+        {
+            "ranks": RANKS,
+            "kind": list(DIVIDED),
+            "workers": [1, 2, 3],
+            "data": [
+                pytest.param((16, True), id="16, even"),
+                pytest.param((17, False), id="17, uneven"),
+                pytest.param((2, True), id="2, even"),
+            ],
+        }
+    ),
+    indirect=["ranks"],
+)
+def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers, data):
     """A8: Accelerate pads the tail of every worker; A11: three shards on two ranks hang."""
-    make, init = DIVIDED[kind]
+    (make, init), (count, even) = DIVIDED[kind], data
 
-    def walk(make, init, workers):
+    def walk(make, init, workers, count, even):
         walks.backend()
-        options = {"batch_size": 2, "num_workers": workers, "worker_init_fn": init}
-        return [
-            walked(walks.read(DataLoader(make(count), **options), walks.backend(), even=even))
-            for count, even in ((16, True), (17, False), (2, True))
-        ]
+        loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
+        return walked(walks.read(loader, walks.backend(), even=even))
 
-    for count, steps in zip(
-        (16, 17, 2), zip(*ranks.run(walk, make, init, workers), strict=True), strict=True
-    ):
-        got = checked(steps)
-        assert sorted(chain.from_iterable(got)) == list(range(count))
-        if ranks.size == 1:
-            loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
-            assert got == [batch.tolist() for batch in loader]
+    got = checked(ranks.run(walk, make, init, workers, count, even))
+    assert sorted(chain.from_iterable(got)) == list(range(count))
+    if ranks.size == 1:
+        loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
+        assert got == [batch.tolist() for batch in loader]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", [walks.Stream, walks.Divided])
-def test_any_length_any_world_any_workers(kind, workers):
-    for world in (1, 3, 4):
-        for count in (0, 1, 3, 16, 23):
-            for even in (True, False):
+@pytest.mark.parametrize(
+    ("kind", "workers", "world", "count", "even"),
+    pairwise_params(
+        {
+            "kind": [walks.Stream, walks.Divided],
+            "workers": [0, 1, 2, 3],
+            "world": [1, 3, 4],
+            "count": [0, 1, 3, 16, 23],
+            "even": [True, False],
+        }
+    ),
+)
+def test_any_length_any_world_any_workers(kind, workers, world, count, even):
+    def loader():
+        return DataLoader(kind(count), batch_size=2, num_workers=workers)
 
-                def loader(count=count):
-                    return DataLoader(kind(count), batch_size=2, num_workers=workers)
-
-                got = checked(everywhere(world, loader, even=even))
-                assert sorted(chain.from_iterable(got)) == list(range(count))
+    got = checked(everywhere(world, loader, even=even))
+    assert sorted(chain.from_iterable(got)) == list(range(count))
 
 
 def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
@@ -496,9 +526,11 @@ KINDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
+@pytest.mark.parametrize(
+    ("kind", "epoch", "at", "world"),
+    pairwise_params({"kind": list(KINDS), "epoch": [0, 1], "at": [0, 3, 10, 11], "world": [1, 2, 3]}),
+)
+def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch, at, world):
     """B5: Accelerate loses what another world size would have read."""
     make, workers = KINDS[kind]
 
@@ -510,13 +542,11 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch):
         walked(source)
     whole = walked(source)
     flat = list(chain.from_iterable(checked([whole])))
-    for at in (0, 3, 10, 11):
-        position = whole[at].position
-        torch.manual_seed(99)
-        random.seed(99)
-        for world in (1, 2, 3):
-            rest = checked(everywhere(world, loader, position))
-            assert rest == chunks(flat[position["position"] :], 2 * world)
+    position = whole[at].position
+    torch.manual_seed(99)
+    random.seed(99)
+    rest = checked(everywhere(world, loader, position))
+    assert rest == chunks(flat[position["position"] :], 2 * world)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -536,8 +566,15 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
         assert [plain(step._asdict()) for step in twice] == [plain(step._asdict()) for step in steps[1:]]
 
 
-@pytest.mark.parametrize("make", [walks.Divided, walks.DividedStateful])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "workers"),
+    [
+        (walks.Divided, 2),
+        (walks.DividedStateful, 3),
+        pytest.param(walks.Divided, 3, marks=pytest.mark.slow),
+        pytest.param(walks.DividedStateful, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
     def loader(count=23):
         return DataLoader(make(count), batch_size=2, num_workers=workers)
@@ -564,8 +601,16 @@ def test_a_position_of_other_workers_is_refused():
         walked(source(2, walks.Stream), divided)
 
 
-@pytest.mark.parametrize(("kind", "workers"), [*KINDS.values(), (walks.Divided, 2), (walks.Divided, 3)])
-@pytest.mark.parametrize("skipped", [0, 1, 4, 5, 40])
+@pytest.mark.parametrize(
+    ("kind", "workers", "skipped"),
+    pairwise_params(
+        {
+            "kind": [walks.Stream, walks.Shuffled, walks.Buffered, walks.Stateful, walks.Divided],
+            "workers": [0, 2, pytest.param(3, marks=pytest.mark.full)],
+            "skipped": [0, 1, 4, 5, 40],
+        }
+    ),
+)
 def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
     """B3: Accelerate skips too few on several ranks."""
 
