@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_launch import run
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
@@ -17,18 +18,18 @@ OTHERS_WAIT = "time.sleep(60)\n"
 
 
 @pytest.fixture
-def fails(accel, script, home):
+def fails(script, cwd, home):
     """Launches four ranks that fail; the lines on the screen, stdout before stderr, and the exit code."""
 
-    def run(text, *options):
+    def launch(text, *options):
         script(text)
-        done = accel("launch", "--nproc-per-node", 4, *options, "train.py")
+        done = run("launch", "--nproc-per-node", 4, *options, "train.py")
         lines = (done.stdout + done.stderr).splitlines()
         assert len(lines) <= BAR, "\n".join(lines)
         assert done.stderr.count("Traceback") <= 1
         return lines, done.returncode
 
-    return run
+    return launch
 
 
 def log(home, rank):

@@ -6,13 +6,19 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 
 import pytest
+from forked_launch import Accel, run
 
-LAUNCH = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2"]
+LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def accel(cwd):
+    """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
+    return run
 
 
 def log(home, rank, attempt=0):
@@ -28,7 +34,7 @@ def on_a_terminal(command, **options):
     settings[1] &= ~termios.OPOST
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     options = {"stdout": theirs, "stderr": theirs, "stdin": subprocess.DEVNULL} | options
-    with subprocess.Popen(command, **options) as process:
+    with Accel(*command, **options) as process:
         os.close(theirs)
         parts = []
         try:
@@ -48,7 +54,7 @@ def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_p
         "for n in range(3):\n    print(f'\\r{n}/2', end='', file=sys.stderr, flush=True)\n"
         "os.write(1, b'\\x1b[31m\\xff\\n')\n"
     )
-    screen, code = on_a_terminal([*LAUNCH, "train.py"])
+    screen, code = on_a_terminal((*LAUNCH, "train.py"))
     assert code == 0
     assert screen == b"True True (133, 50)\n\r0/2\r1/2\r2/2\x1b[31m\xff\n"
     assert log(home, 0) == screen
@@ -65,8 +71,9 @@ def test_a_rank_learns_that_its_screen_has_another_size(script):
         "print('ready', flush=True)\nsignal.pause()\n"
     )
     ours, theirs = os.openpty()
-    command = [*LAUNCH, "--ranks", "1", "train.py"]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL) as process:
+    with Accel(
+        *LAUNCH, "--ranks", "1", "train.py", stdout=theirs, stderr=theirs, stdin=subprocess.DEVNULL
+    ) as process:
         os.close(theirs)
         assert line_of(ours) == b"ready\r\n"
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 7, 77, 0, 0))
@@ -92,7 +99,7 @@ def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, 
         "import sys\nprint('out', sys.stdout.isatty())\nprint('err', sys.stderr.isatty(), file=sys.stderr)\n"
     )
     with (cwd / "err.txt").open("wb") as err:
-        screen, _ = on_a_terminal([*LAUNCH, "train.py"], stderr=err)
+        screen, _ = on_a_terminal((*LAUNCH, "train.py"), stderr=err)
     assert (screen, (cwd / "err.txt").read_text()) == (b"out True\n", "err False\n")
     assert sorted(log(home, 0).splitlines()) == [b"err False", b"out True"]
 
@@ -125,7 +132,7 @@ def test_the_ranks_that_are_asked_for_are_shown(accel, script, home, ranks, seen
 
 def test_prefixes_are_coloured_on_a_terminal_unless_no_colour_is_wanted(script):
     script("import os\nprint(os.environ['RANK'])\n")
-    command = [*LAUNCH, "--ranks", "all", "train.py"]
+    command = (*LAUNCH, "--ranks", "all", "train.py")
     screen, _ = on_a_terminal(command, env={**os.environ, "TERM": "xterm"})
     assert sorted(screen.splitlines()) == [b"\x1b[33m[1]\x1b[0m 1", b"\x1b[36m[0]\x1b[0m 0"]
     plain, _ = on_a_terminal(command, env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"})
@@ -136,8 +143,8 @@ def test_a_question_is_seen_before_its_line_is_whole(script):
     script(
         "import os\nif os.environ['RANK'] == '0':\n    print('go on?', end=' ', flush=True)\n    print(input())\n"
     )
-    command = [*LAUNCH, "--ranks", "all", "train.py"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Accel(*LAUNCH, "--ranks", "all", "train.py", **pipes) as process:
         assert process.stdout.readline() == "[0] go on? \n"
         process.stdin.write("yes\n")
         process.stdin.close()
@@ -146,7 +153,7 @@ def test_a_question_is_seen_before_its_line_is_whole(script):
 
 def test_a_script_whose_output_nobody_reads_any_more_ends(script):
     script("import time\nwhile True:\n    print('x' * 100)\n    time.sleep(0.001)\n")
-    with subprocess.Popen([*LAUNCH, "train.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with Accel(*LAUNCH, "train.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()
         # What Python says of an exception; or, where its last flush finds nobody either, of that.
@@ -154,10 +161,10 @@ def test_a_script_whose_output_nobody_reads_any_more_ends(script):
         assert b"BrokenPipeError" in process.stderr.read().splitlines()[-1]
 
 
-def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(script):
+def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(accel, script):
     script("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)\n")
     began = time.monotonic()
-    done = subprocess.run([*LAUNCH, "--ranks", "all", "train.py"], capture_output=True, text=True, check=True)
+    done = accel(*LAUNCH, "--ranks", "all", "train.py")
     for line in done.stdout.splitlines():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[1]), 9)
@@ -191,12 +198,10 @@ def test_logs_without_a_run_says_so(accel):
 def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel, script, cwd):
     script("import sys\nprint('begins', flush=True)\nsys.stdin.read()\nprint('ends')\n")
     accel("config", "set", "--project", "launcher.kind=torchrun", "launcher.log_dir=kept")
-    launch = [*LAUNCH, "train.py"]
-    with subprocess.Popen(launch, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+    with Accel(*LAUNCH, "train.py", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
         assert job.stdout.readline() == b"begins\n"
         assert list((cwd / "kept").iterdir())
-        follow = [sys.executable, "-m", "accel_cli", "logs", "-f", "--rank", "1"]
-        with subprocess.Popen(follow, stdout=subprocess.PIPE) as logs:
+        with Accel("logs", "-f", "--rank", "1", stdout=subprocess.PIPE) as logs:
             assert logs.stdout.readline() == b"begins\n"
             job.stdin.close()
             assert logs.stdout.read() == b"ends\n"

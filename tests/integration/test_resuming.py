@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from forked_launch import run as forked
 from slowed import EXAMPLES, checkpointing
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
@@ -211,13 +212,13 @@ def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
     assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
 
 
-def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_to(accel, script):
+def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_to(cwd, script):
     script(
         "from accel_runtime import Accelerator\nfrom torch import nn\n"
         "accelerator = Accelerator()\naccelerator.prepare(nn.Linear(1, 1))\n"
         "accelerator.save_state('a')\naccelerator.save_state('b')\n"
     )
-    done = accel("launch", "--cpu", "--resume", "train.py")
+    done = forked("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
     assert done.returncode == 0, done.stderr
     assert (
         done.stderr.count("--resume was given, and the script calls neither resume() nor load_state()") == 1

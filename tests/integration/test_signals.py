@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_launch import Accel
 
 from accel_cli.agent import guard
 
@@ -52,15 +53,15 @@ class Launched:
     """A launch under way, in the working folder."""
 
     def __init__(self, cwd, *options, before=()):
-        command = [*before, sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2"]
+        command = ["launch", "-q", "--nproc-per-node", "2", *options, "train.py"]
         self.cwd, self._said = cwd, cwd.parent / "said"
         with self._said.open("w") as said:
-            self.process = subprocess.Popen(
-                [*command, *options, "train.py"],
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
+            if before:
+                command = [*before, sys.executable, "-m", "accel_cli", *command]
+                self.process = subprocess.Popen(command, start_new_session=True, **streams)
+            else:
+                self.process = Accel(*command, **streams)
 
     def up(self):
         wait_for(lambda: len(list(self.cwd.glob("up[0-9]"))) == 2)

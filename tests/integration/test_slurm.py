@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from forked_launch import run
 from slowed import EXAMPLES, checkpointing
 
 WAIT_S = 400
@@ -225,6 +226,7 @@ def test_ctrl_c_leaves_a_job_that_can_be_followed_again_and_stopped_for_good(on_
     assert f"job {job} is CANCELLED already" in on_slurm("jobs", "stop", job).stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slurm, script, jobs):
     script("")
     done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
@@ -284,6 +286,7 @@ def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slur
     assert f"SIGUSR1 to the scripts, then job {job} is run again" in following.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -301,6 +304,7 @@ def test_a_job_that_slurm_refuses_is_an_error_with_its_words(on_slurm, script, a
     assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, slurm_cluster, on_slurm):
     script("")
     following = jobs("--nnodes", "3", "train.py")
@@ -309,6 +313,7 @@ def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, 
     )
 
 
+@pytest.mark.slow
 def test_a_job_nobody_knows_is_an_error(on_slurm):
     done = on_slurm("jobs", "status", 999999)
     assert done.returncode == 2
@@ -341,44 +346,44 @@ def test_inside_an_allocation_it_runs_as_the_agent_of_a_step_and_submits_nothing
     assert ran.stderr.count("accel: torchrun, 2 processes (1 on each of 2 machines)") == 2
 
 
-def test_without_slurm_one_line_says_where_to_submit_from(accel, script, tmp_path):
+def test_without_slurm_one_line_says_where_to_submit_from(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
-    done = accel("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
+    done = run("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
     assert done.returncode == 2
     assert done.stderr.startswith(
         "accel: error: sbatch was not found: launcher.kind: slurm submits jobs from a machine"
     )
     assert len(done.stderr.splitlines()) == 1
-    listed = accel("jobs", "list", env=environ)
+    listed = run("jobs", "list", env=environ)
     assert (listed.returncode, len(listed.stderr.splitlines())) == (2, 1)
     assert "scontrol was not found" in listed.stderr
 
 
-def test_a_dry_run_shows_the_script_and_submits_nothing(accel, script, tmp_path):
+def test_a_dry_run_shows_the_script_and_submits_nothing(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
-    done = accel("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
+    done = run("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
     assert done.returncode == 0, done.stderr
     shown = done.stdout.partition("batch script:\n")[2]
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=train.py\n")
     assert shown.endswith("-- train.py 'a b'\n")
 
 
-def test_detach_belongs_to_launchers_that_submit(accel, script):
+def test_detach_belongs_to_launchers_that_submit(cwd, script):
     script("")
-    done = accel("launch", "--detach", "train.py")
+    done = run("launch", "--detach", "train.py")
     assert done.returncode == 2
     assert "--detach is for launchers that submit a job; single runs the script here" in done.stderr
 
 
-def test_no_profile_reads_no_file(accel, script, home):
+def test_no_profile_reads_no_file(cwd, script, home):
     script("import os; print(os.environ['ACCEL_MIXED_PRECISION'])")
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "default.yaml").write_text(
         "schema_version: 1\nlauncher:\n  kind: slurm\nmixed_precision: bf16\n"
     )
-    done = accel("launch", "--no-profile", "train.py")
+    done = run("launch", "--no-profile", "train.py")
     assert (done.returncode, done.stdout) == (0, "no\n")
     assert "profile: none" in done.stderr
 

@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from forked_launch import Accel, run
 
 STALLS = """
 import time, torch
@@ -41,8 +42,14 @@ def wait_for(condition, seconds=120):
 
 
 @pytest.fixture
+def accel(cwd):
+    """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
+    return run
+
+
+@pytest.fixture
 def sleeping(script, cwd):
-    """A run of two processes that wait for the file `go`, under way."""
+    """A run of two processes that wait for the file `go`, under way; not forked, since its stacks are looked at."""
     script(SLEEPS)
     command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
     with subprocess.Popen(command) as process:
@@ -101,8 +108,7 @@ def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
 def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
     script(SLEEPS.replace("threading.Thread(target=wait).start()", "import faulthandler; import signal\n"
            "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip
-    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
-    with subprocess.Popen(command) as process:
+    with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", stdin=subprocess.DEVNULL) as process:
         try:
             wait_for(lambda: len(list(cwd.glob("up*"))) == 2)
             said = accel("stacks").stdout

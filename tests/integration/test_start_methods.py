@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from forked_launch import run
 
 from accel_cli import worker
 
@@ -293,6 +294,7 @@ def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script
 
 
 def launched(accel, *args, nproc=2):
+    """A launch by `accel`, which starts an interpreter, or by `run`, which forks one that has imported torch."""
     return accel("launch", "--cpu", "--nproc-per-node", nproc, "--ranks", "all", *args)
 
 
@@ -310,17 +312,17 @@ def test_a_module_of_the_script_that_torch_has_loaded_by_another_name_is_the_scr
     assert "calendar" in done.stderr
 
 
-def test_a_variable_that_the_script_sets_before_torch_has_its_effect(accel, script):
+def test_a_variable_that_the_script_sets_before_torch_has_its_effect(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
-    done = launched(accel, "train.py")
-    assert lines(done) == ["2"] * 2
+    done = launched(run, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
+    assert lines(done) == ["2"]
     assert "sets OMP_NUM_THREADS" in done.stderr
 
 
-def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(accel, script):
+def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '3'", "settings.py")
     script("import settings; import torch")
-    done = launched(accel, "train.py")
+    done = launched(run, "train.py")
     assert done.returncode == 0
     assert "OMP_NUM_THREADS changed after torch was loaded for this process" in done.stderr
 
@@ -332,7 +334,7 @@ def test_the_profiles_variables_are_there_when_torch_is_loaded(accel, script):
     assert "by exec" not in done.stderr
 
 
-def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
+def test_a_failed_group_is_forked_again_from_the_same_server(cwd, script):
     script(
         dedent("""
         import os, sys, time
@@ -348,12 +350,12 @@ def test_a_failed_group_is_forked_again_from_the_same_server(accel, script):
         print("met")
         """)
     )
-    done = launched(accel, "--set", "launcher.max_restarts=1", "train.py")
+    done = launched(run, "--set", "launcher.max_restarts=1", "train.py")
     assert done.returncode == 0, done.stderr
     assert sorted(lines(done))[-2:] == ["met", "met"]
 
 
-def test_the_server_gone_a_restart_is_by_exec_and_says_so(accel, script):
+def test_the_server_gone_a_restart_is_by_exec_and_says_so(cwd, script):
     script(
         dedent("""
         import os, signal
@@ -370,7 +372,7 @@ def test_the_server_gone_a_restart_is_by_exec_and_says_so(accel, script):
         """)
     )
     done = launched(
-        accel, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
+        run, "--set", "launcher.max_restarts=1", "--set", "launcher.kind=torchrun", "train.py", nproc=1
     )
     assert (done.returncode, done.stdout) == (0, "again\n"), done.stderr
     assert "the fork server has ended" in done.stderr
@@ -400,13 +402,11 @@ def test_the_server_ends_with_its_launcher_however_that_ends():
             time.sleep(0.01)
 
 
-def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(accel, script):
+def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(cwd, script):
     script("")
-    refused = launched(accel, "--set", "launcher.start_method=forkserver", "--no-python", "true")
+    refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
     assert refused.returncode == 2
     assert "start_method: forkserver was asked for, but a program is not known to be Python" in refused.stderr
-    said = launched(accel, "--explain", "--no-python", "true").stdout
+    said = launched(run, "--explain", "--no-python", "true").stdout
     assert "start method: exec (a program is not known to be Python)" in said
-    assert (
-        "start method: forkserver (torch is imported once" in launched(accel, "--explain", "train.py").stdout
-    )
+    assert "start method: forkserver (torch is imported once" in launched(run, "--explain", "train.py").stdout

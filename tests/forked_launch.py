@@ -1,0 +1,238 @@
+"""`accel launch` as a process that starts in milliseconds: forked from an interpreter that has imported torch.
+
+This file is both sides. Tests see `Accel` and `run`; run as a script, it is the interpreter. What it forks is an `accel`
+like any other, with an environment, a folder, descriptors and a session of its own, and everything that follows is real:
+its plan, its fork server, its agent, its ranks. Only the fresh interpreter that imports torch is left out; the tests of
+how a launch starts, and those that set variables which Python or torch reads at the start, use `accel` of `conftest.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PRELOADED = (
+    "accel_cli.forkserver.start",  # the first: what is loaded by then is what a bare process has loaded
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+    "safetensors.torch",
+    "accel_cli.main",
+    "accel_cli.agent",
+    "accel_cli.planning",
+    "accel_cli.stacks",
+    "rich.traceback",
+    "typer.rich_utils",
+)
+"""What the interpreter imports before it forks."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Accel(subprocess.Popen):
+    """The command `accel` under way: a child of this process, with all that `subprocess.Popen` offers.
+
+    Args:
+        args: What follows `accel`.
+        options: Those of `subprocess.Popen` for streams, text, folder and environment.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(["accel", *map(str, args)], **options)
+
+    def _execute_child(self, args, *options):
+        """Fork where `subprocess.Popen` would execute a command."""
+        if sys.platform != "linux":  # no process there can adopt another
+            super()._execute_child([sys.executable, "-m", "accel_cli", *args[1:]], *options)
+            return
+        cwd, env = options[4:6]
+        stdin, _, _, stdout, _, stderr = pipes = options[9:15]
+        request = {
+            "args": args[1:],
+            "environ": dict(os.environ if env is None else env),
+            "folder": str(cwd or Path.cwd()),
+        }
+        # -1 means that the stream of this process is inherited.
+        streams = [number if pipe == -1 else pipe for number, pipe in enumerate((stdin, stdout, stderr))]
+        self.pid = INTERPRETER.fork(request, streams)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def run(*args, timeout=240, **options):
+    """Run `accel` to its end, as the fixture `accel` of `conftest.py` does.
+
+    Args:
+        args: What follows `accel`.
+        timeout: Seconds until it is killed.
+        options: Those of `Accel`; without any, its output is captured as text.
+    """
+    options = {"stdin": subprocess.DEVNULL, "text": True} | options
+    if options.pop("capture_output", True):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Accel(*args, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+class Interpreter:
+    """The interpreter that forks, as the test process sees it; it starts with the first command and ends with the tests."""
+
+    def __init__(self):
+        self._process = None
+        self._lock = threading.Lock()
+
+    def fork(self, request, streams):
+        """Fork an `accel`, as a child of this process.
+
+        Args:
+            request: Its arguments, environment and folder.
+            streams: The file descriptors of its standard input, output and error.
+
+        Returns:
+            Its process id.
+        """
+        with self._lock, _adopting():
+            if self._process is None:
+                self._start()
+            late = {name for name, _ in _read_at_start(request["environ"]) ^ self._read}
+            assert not late, f"{late} would come too late: use `accel` of conftest.py"
+            socket.send_fds(self._link, [json.dumps(request).encode()], streams)
+            pid = self._link.recv(100)
+        assert pid, "the interpreter that forks launches has ended"
+        return int(pid)
+
+    def _start(self):
+        self._read = _read_at_start(os.environ)
+        self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+
+INTERPRETER = Interpreter()
+"""The one of this test process."""
+
+
+def _read_at_start(environ):
+    return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_"))}
+
+
+@contextmanager
+def _adopting():
+    """While this holds, a process whose parent ends becomes a child of this one."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def serve(link):
+    """Fork a process for each request until the tests end; return its request in each of them."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    while True:
+        data, streams, _, _ = socket.recv_fds(link, 1 << 20, 3)
+        if not data:
+            os._exit(0)
+        if pid := fork():
+            link.send(str(pid).encode())
+            for stream in streams:
+                os.close(stream)
+            continue
+        link.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        for stream in set(streams):
+            os.close(stream)
+        return json.loads(data)
+
+
+def fork():
+    """Fork a process whose parent is not this one: a process in between ends. Return its id, and 0 in it."""
+    read, write = os.pipe()
+    between = os.fork()
+    if not between:
+        pid = os.fork()
+        if not pid:
+            os.close(read)
+            os.close(write)
+            return 0
+        os.write(write, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    pid = int(os.read(read, 100))
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+class PlannedError(BaseException):
+    """What leads out of the command line's stack, with the plan that the fork server would be executed with."""
+
+
+def become(request):
+    """Be the `accel` of a request; returns in a rank whose script has ended, and nowhere else."""
+    from accel_cli import forkserver, main
+    from accel_cli.forkserver import start
+
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["folder"])
+    sys.argv = ["accel", *request["args"]]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+
+    def planned(plan):
+        raise PlannedError(plan)
+
+    forkserver.become = planned
+    try:
+        main.main()
+    except SystemExit as error:
+        end(error.code)
+    except PlannedError as error:
+        (plan,) = error.args
+    os.environ.update(plan.env)
+    # What `become` does in a fresh interpreter, done in this one.
+    sys.argv = [start.__file__, str(forkserver._told(plan)), *sys.argv[1:]]
+    start.main()
+
+
+def end(code):
+    """End at once: that the interpreter tears torch down says nothing and takes time."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    del sys.path[0]
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        asked = serve(channel)
+    become(asked)
