@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -90,10 +91,21 @@ def run(*args, timeout=240, **options):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def preload(*modules):
+    """Have the interpreter import more before it forks the next command.
+
+    Args:
+        modules: Names of modules, or paths of files that are run.
+    """
+    INTERPRETER.more += [str(module) for module in modules if str(module) not in INTERPRETER.more]
+
+
 class Interpreter:
     """The interpreter that forks, as the test process sees it; it starts with the first command and ends with the tests."""
 
     def __init__(self):
+        self.more = []
+        """What it imports besides `PRELOADED`; see `preload`."""
         self._process = None
         self._lock = threading.Lock()
 
@@ -112,7 +124,8 @@ class Interpreter:
                 self._start()
             late = {name for name, _ in _read_at_start(request["environ"]) ^ self._read}
             assert not late, f"{late} would come too late: use `accel` of conftest.py"
-            socket.send_fds(self._link, [json.dumps(request).encode()], streams)
+            told = request | {"preload": self.more}
+            socket.send_fds(self._link, [json.dumps(told).encode()], streams)
             pid = self._link.recv(100)
         assert pid, "the interpreter that forks launches has ended"
         return int(pid)
@@ -153,12 +166,17 @@ def serve(link):
     """Fork a process for each request until the tests end; return its request in each of them."""
     for name in PRELOADED:
         importlib.import_module(name)
+    loaded = []
     gc.collect()
     gc.freeze()
     while True:
         data, streams, _, _ = socket.recv_fds(link, 1 << 20, 3)
         if not data:
             os._exit(0)
+        request = json.loads(data)
+        for module in request["preload"][len(loaded) :]:
+            load(module)
+            loaded.append(module)
         if pid := fork():
             link.send(str(pid).encode())
             for stream in streams:
@@ -169,7 +187,15 @@ def serve(link):
             os.dup2(stream, number)
         for stream in set(streams):
             os.close(stream)
-        return json.loads(data)
+        return request
+
+
+def load(module):
+    """Import a module by its name, or run a file."""
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="preloaded")
+    else:
+        importlib.import_module(module)
 
 
 def fork():

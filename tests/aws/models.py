@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import boto3
 from botocore.loaders import JSONFileLoader
 
 __all__ = ["keep_models"]
@@ -14,3 +15,10 @@ def keep_models():
     if not hasattr(JSONFileLoader.load_file, "cache_info"):
         read = JSONFileLoader().load_file
         JSONFileLoader.load_file = staticmethod(functools.cache(read))
+
+
+if __name__ == "preloaded":  # by the interpreter that forks commands, before the first of them
+    keep_models()
+    session = boto3.session.Session("nobody", "nothing", region_name="us-east-1")
+    for service in ("iam", "logs", "s3", "sagemaker", "sts"):
+        session.client(service)
