@@ -77,8 +77,15 @@ def check(results, wanted, compiled):
         assert all(torch.allclose(state[name], wanted[name], atol=1e-6) for name in wanted)
 
 
-@pytest.mark.parametrize("backend", ["eager", DynamoBackend.AOT_EAGER])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        (1, "eager"),
+        (2, DynamoBackend.AOT_EAGER),
+        pytest.param(1, DynamoBackend.AOT_EAGER, marks=pytest.mark.full),
+        pytest.param(2, "eager", marks=pytest.mark.full),
+    ],
+)
 def test_a_compiled_model_trains_the_same_under_the_names_of_the_script(clusters, size, backend, wanted):
     check(clusters[size].run(lambda b: trained(dynamo_backend=b), backend), wanted, [""])
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from accel_runtime import (
     launchers,
     notebook_launcher,
 )
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def written(folder, *words):
@@ -73,27 +70,34 @@ def test_the_environment_says_the_number_format_where_the_call_does_not(tmp_path
     assert all("'bf16'" in text for text in read(tmp_path))
 
 
+def placed(folder):
+    """Write the world size and the local rank."""
+    accelerator = Accelerator()
+    accelerator.wait_for_everyone()
+    place = f"{accelerator.num_processes} {accelerator.local_process_index}"
+    (folder / str(accelerator.process_index)).write_text(place)
+
+
 def test_two_calls_are_two_machines(tmp_path, port):
-    """Each call in a process of its own, as on two machines that meet at one port."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[3]); from pathlib import Path\n"
-        "from accel_runtime import Accelerator, notebook_launcher\n"
-        "def train(folder):\n"
-        "    a = Accelerator(); a.wait_for_everyone()\n"
-        "    (folder / str(a.process_index)).write_text(f'{a.num_processes} {a.local_process_index}')\n"
-        "notebook_launcher(train, (Path(sys.argv[1]),), 1, rdzv_endpoint=sys.argv[4],\n"
-        "                  node_rank=int(sys.argv[2]), num_nodes=2)\n"
-    )
+    """Each call in a process of its own, as on two nodes whose rendezvous is one port."""
     calls = [
-        subprocess.Popen([sys.executable, "-c", code, tmp_path, str(node), ROOT, f"127.0.0.1:{port}"])
+        multiprocessing.get_context("fork").Process(
+            target=notebook_launcher,
+            args=(placed, (tmp_path,), 1),
+            kwargs={"rdzv_endpoint": f"127.0.0.1:{port}", "node_rank": node, "num_nodes": 2},
+        )
         for node in range(2)
     ]
     try:
-        assert [call.wait(200) for call in calls] == [0, 0]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join(200)
+        assert [call.exitcode for call in calls] == [0, 0]
     finally:
         for call in calls:
             call.kill()
-            call.wait()
+            call.join()
     assert read(tmp_path) == ["2 0", "2 0"]
 
 
@@ -226,19 +230,28 @@ def test_no_processes_are_no_test():
         debug_launcher(one_fails, num_processes=0)
 
 
+STAND_IN = """
+class cuda:
+    _lazy_init = is_initialized = lambda: False
+"""
+"""What is read of torch where packages are tried; torch itself takes seconds to import."""
+
+
 def test_the_import_that_initialised_cuda_is_named(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(STAND_IN)
     (tmp_path / "poisoned.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
     (tmp_path / "harmless.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     only = {"harmless": None, "poisoned": None, "sys": None, "poisoned.part": None}
     assert launchers._initialises_cuda(only) == "'poisoned'"
+    assert launchers._initialises_cuda({"harmless": None}) is None
+    (tmp_path / "torch.py").unlink()
     (tmp_path / "poisoned.py").write_text(
         "import torch\ntorch.cuda.is_initialized = lambda: True\n"
         "try:\n    torch.cuda._lazy_init()\nexcept Exception:\n    pass\n"
     )
     assert launchers._initialises_cuda(only) == f"'poisoned' ({tmp_path / 'poisoned.py'}:4)"
-    assert launchers._initialises_cuda({"harmless": None}) is None
     monkeypatch.setattr(launchers, "_initialises_cuda", lambda _: "'poisoned' (poisoned.py:4)")
     with pytest.raises(
         RuntimeError, match=r"CUDA is initialised .* importing 'poisoned' \(poisoned.py:4\) does it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import weakref
 
@@ -13,6 +14,14 @@ from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, find_executable_batch_size, release_memory
 from accel_runtime.memory import clear_device_cache, is_out_of_memory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap():
+    """Leave what other tests and imports have made out of the garbage collections of this module: a million objects."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def fits(limit):

@@ -25,6 +25,7 @@ state.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_state_alone_places_itself_under_torchrun(script, cwd, monkeypatch):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -159,6 +159,7 @@ def test_saving_changes_nothing(ranks, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_continues(alone, tmp_path):
     rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
     call = tmp_path / "call"

@@ -189,9 +189,20 @@ MODELS = {
 }
 
 
+ON_TWO = ("odd", "tied", "hooks", "batch norm")
+"""The models that are wrapped on two processes in `make test`."""
+
+
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_continue(some, kind, tmp_path):
-    continues(some, Script(model=MODELS[kind], optimizer=partial(torch.optim.SGD, lr=0.01)), tmp_path, [4])
+def test_models_continue(alone, kind, tmp_path):
+    continues(alone, Script(model=MODELS[kind], optimizer=partial(torch.optim.SGD, lr=0.01)), tmp_path, [4])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ON_TWO else pytest.mark.slow) for kind in MODELS]
+)
+def test_models_continue_on_two_processes(pair, kind, tmp_path):
+    continues(pair, Script(model=MODELS[kind], optimizer=partial(torch.optim.SGD, lr=0.01)), tmp_path, [4])
 
 
 @pytest.mark.parametrize("backend", ["eager"])
@@ -406,9 +417,21 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_windows_continue(ranks, kind, tmp_path):
-    points = {1: [1, 3, 10, 11], 2: [1, 5, 6], 3: [2, 4]}
-    continues(ranks, Script(model=layers, **WINDOWS[kind]), tmp_path, points[ranks.size])
+def test_windows_continue(alone, kind, tmp_path):
+    continues(alone, Script(model=layers, **WINDOWS[kind]), tmp_path, [1, 3, 10, 11])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in {"clipped", "weights and fp16"} else pytest.mark.slow)
+        for kind in WINDOWS
+    ],
+)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_windows_continue_on_several_processes(clusters, size, kind, tmp_path):
+    points = {2: [1, 5, 6], 3: [2, 4]}
+    continues(clusters[size], Script(model=layers, **WINDOWS[kind]), tmp_path, points[size])
 
 
 def as_views(**more):
@@ -416,7 +439,15 @@ def as_views(**more):
     return lambda: {"kwargs_handlers": handlers, "gradient_accumulation_steps": 3}
 
 
-@pytest.mark.parametrize("more", [{}, {"find_unused_parameters": True}, {"comm_hook": "bf16"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"find_unused_parameters": True}, marks=pytest.mark.slow),
+        pytest.param({"comm_hook": "bf16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_gradients_that_are_views_of_buckets_continue(clusters, more, tmp_path):
     continues(clusters[3], Script(model=normed, options=as_views(**more)), tmp_path, [1, 2, 4])
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from pairs import pairwise_params
 from torch import nn
 
 from accel_runtime import (
@@ -108,6 +109,7 @@ class Run:
 
 
 LAST = 3 * STEPS
+TWO = pytest.param(2, id="2", marks=pytest.mark.full)
 
 
 def until(stop, options):
@@ -135,20 +137,28 @@ def both(before, after, kind, stop):
     return results[0][1], after.run(onwards, stop, KINDS[kind], saved, trees, before.size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop", [1, STEPS, STEPS + 2])
-def test_on_as_many_processes_every_step_is_bit_for_bit_that_of_the_uninterrupted_run(ranks, kind, stop):
+SAME = {"size": [1, TWO, 3], "stop": [1, STEPS, STEPS + 2], "kind": list(KINDS)}
+OTHER = {
+    "sizes": [pytest.param(sizes, id="{}-{}".format(*sizes)) for sizes in [(2, 1), (2, 3), (1, 2), (3, 2)]],
+    "stop": [STEPS + 1, STEPS + 2],
+    "kind": [kind for kind in KINDS if kind != "scaled"],
+}
+
+
+@pytest.mark.parametrize(("size", "stop", "kind"), pairwise_params(SAME))
+def test_on_as_many_processes_every_step_is_bit_for_bit_that_of_the_uninterrupted_run(
+    clusters, size, stop, kind
+):
     """SGD with weight decay tells a gradient of zeros from none."""
-    wanted, resumed = both(ranks, ranks, kind, stop)
+    wanted, resumed = both(clusters[size], clusters[size], kind, stop)
     assert all(torch.equal(flat, wanted) for flat in resumed)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "scaled"])
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2), (3, 2)])
-@pytest.mark.parametrize("stop", [STEPS + 1, STEPS + 2])
+@pytest.mark.parametrize(("sizes", "stop", "kind"), pairwise_params(OTHER))
 def test_on_another_number_of_processes_the_steps_are_those_of_the_uninterrupted_run(
-    clusters, kind, before, after, stop
+    clusters, sizes, stop, kind
 ):
+    before, after = sizes
     wanted, resumed = both(clusters[before], clusters[after], kind, stop)
     for flat in resumed:
         assert (flat - wanted).norm() <= BAR * wanted.norm()

@@ -45,6 +45,7 @@ def test_a_group_that_the_script_has_made_stays(fresh):
     assert fresh.run(run) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_launched_script_ends_well_after_the_end_of_training(accel, script, cwd):
     script(
         "from accel_runtime import Accelerator\n"

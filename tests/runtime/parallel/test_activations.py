@@ -100,9 +100,16 @@ def test_a_model_that_does_it_by_itself_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("regional", [False, True], ids=["the model", "its blocks"])
-def test_compiled_modules_compute_again_too(backend, regional):
+@pytest.mark.parametrize(
+    ("regional", "backend"),
+    [
+        pytest.param(False, "aot_eager", id="the model-aot_eager"),
+        pytest.param(True, "eager", id="its blocks-eager"),
+        pytest.param(False, "eager", id="the model-eager", marks=pytest.mark.full),
+        pytest.param(True, "aot_eager", id="its blocks-aot_eager", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_modules_compute_again_too(regional, backend):
     plain, again = Model(), Model()
     activations.apply(again, units_of(again, "Block"))
     for module in again.layers if regional else [again]:
