@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launch import run
+from forked_launch import Accel, run
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
@@ -203,13 +203,13 @@ def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_p
         "if dist.get_rank() == 2:\n    raise SystemExit(4)\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    command = [
-        sys.executable, "-m", "accel_cli", "launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "2",
+    command = (
+        "launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "2",
         "--set", f"launcher.rdzv_endpoint=127.0.0.1:{port}", "train.py",
-    ]  # fmt: skip
+    )  # fmt: skip
     machines = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        Accel(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "ACCEL_HOME": str(tmp_path / f"home{number}")},
         )
         for number in range(2)

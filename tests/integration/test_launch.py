@@ -306,11 +306,11 @@ def test_two_machines_meet_by_the_same_command(accel, script, tmp_path, port):
     script(
         "from accel_runtime import Accelerator\na = Accelerator()\nprint('I am', a.process_index, 'of', a.num_processes)\n"
     )
-    command = [
-        sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1",
+    command = (
+        "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1",
         "--ranks", "all", "--set", f"launcher.rdzv_endpoint=localhost:{port}", "train.py",
-    ]  # fmt: skip
-    machines = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    )  # fmt: skip
+    machines = [Accel(*command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         said = [machine.communicate(timeout=120)[0].strip() for machine in machines]
     finally:

@@ -1,13 +1,12 @@
 """The checkpointing example, ended in every way there is: started again it comes to the weights of a whole run."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
+from forked_launch import Accel
 from forked_launch import run as forked
 from slowed import EXAMPLES, checkpointing
 
@@ -45,7 +44,9 @@ accelerator.print("ends with", optimizer.steps, accelerator.unwrap_model(model).
 def example(cwd):
     """The example, slow as long as the folder has a file `hold`."""
     path = cwd / "train.py"
-    text = checkpointing(cwd / "hold").replace("import hashlib\n", "import hashlib\nimport sys\n")
+    # One process writes as Python does: to a pipe, when it ends.
+    now = "import hashlib\nimport sys\nsys.stdout.reconfigure(line_buffering=True)\n"
+    text = checkpointing(cwd / "hold").replace("import hashlib\n", now)
     path.write_text(text.replace("from digits", f"sys.path.append({str(EXAMPLES)!r})\nfrom digits"))
     return path
 
@@ -54,25 +55,14 @@ class Run:
     """A launch of the example under way, in the working folder."""
 
     def __init__(self, cwd, processes, *options):
-        command = [
-            sys.executable,
-            "-m",
-            "accel_cli",
-            "launch",
-            "--quiet",
-            "--cpu",
-            "--nproc-per-node",
-            str(processes),
-        ]
-        self.process = subprocess.Popen(
-            [*command, *options, example(cwd), "--epochs", "2", "--every", "20", "--project-dir", "project"],
+        command = ("launch", "--quiet", "--cpu", "--nproc-per-node", processes, *options)
+        self.process = Accel(
+            *(*command, example(cwd), "--epochs", 2, "--every", 20, "--project-dir", "project"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=cwd,
-            # One process writes as Python does: to a pipe, when it ends.
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.said = ""
 

@@ -256,8 +256,8 @@ def test_twenty_launches_at_once_all_work(script, cwd):
         "socket.create_connection(place, timeout=60).close()\n"
         "Path(f'done-{sys.argv[1]}-{os.environ[\"RANK\"]}').write_text(str(place[1]))\n"
     )
-    command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
-    launches = [subprocess.Popen([*command, str(n)], cwd=cwd, stderr=subprocess.PIPE) for n in range(20)]
+    command = ("launch", "-q", "--nproc-per-node", 2, "train.py")
+    launches = [Accel(*command, n, stderr=subprocess.PIPE) for n in range(20)]
     try:
         said = [launch.communicate(timeout=300)[1] for launch in launches]
     finally:
