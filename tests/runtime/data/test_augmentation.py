@@ -131,28 +131,25 @@ def states():
     return torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
 
 
-def uninterrupted(kind, epoch, after, apart):
-    """What is saved after so many batches of an epoch, and all steps from there on, to the end of two more epochs."""
+def uninterrupted(kind, starts, apart, epochs):
+    """Return by start, an epoch and a number of its batches, what is saved there and the steps of all epochs."""
     accelerator, loader = made(kind)
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(3 + apart * accelerator.process_index)
-    for _ in range(epoch):
-        for batch in loader:
-            step(accelerator, batch)
-    saved = loader.state_dict(), states()
-    rest = []
-    for at in range(3):
-        rest.append([])
+    saved, steps = {}, []
+    for epoch in range(epochs):
+        steps.append([])
+        if (epoch, 0) in starts:
+            saved[epoch, 0] = copy.deepcopy((loader.state_dict(), states()))
         for done, batch in enumerate(loader, 1):
-            rest[-1].append(step(accelerator, batch))
-            if at == 0 and done == after:
-                saved = copy.deepcopy((loader.state_dict(), states()))
-                rest[-1].clear()
-    return saved, rest
+            steps[-1].append(step(accelerator, batch))
+            if (epoch, done) in starts:
+                saved[epoch, done] = copy.deepcopy((loader.state_dict(), states()))
+    return saved, steps
 
 
-def resumed(kind, saved, workers):
-    """The same in another process, or as good as one."""
+def resumed(kind, saved, workers, epochs):
+    """Return the steps of all epochs of a run that loads what was saved."""
     accelerator, loader = made(kind, workers)
     for generator in (torch.manual_seed, random.seed, np.random.seed):
         generator(99)
@@ -161,42 +158,80 @@ def resumed(kind, saved, workers):
     torch.set_rng_state(torchs)
     random.setstate(pythons)
     np.random.set_state(numpys)  # noqa: NPY002
-    return [[step(accelerator, batch) for batch in loader] for _ in range(3)]
+    return [[step(accelerator, batch) for batch in loader] for _ in range(epochs)]
 
 
-def check(pair, kind, epoch, after, **options):
-    workers, apart = options.get("workers"), options.get("apart", 0)
-    steps = COUNT // (1 if kind == "one by one" else PART) // 2
-    results = pair.run(uninterrupted, kind, epoch, steps - 1 if after < 0 else after, apart)
-    again = pair.run(resumed, kind, [saved for saved, _ in results], workers)
-    assert again == [rest for _, rest in results]
+def check(pair, kind, *starts, epochs, workers=None, apart=0):
+    """Compare an uninterrupted run of so many epochs with three epochs of the runs that resume it at each start."""
+    results = pair.run(uninterrupted, kind, starts, apart, epochs)
+    for epoch, after in starts:
+        saved = [saved[epoch, after] for saved, _ in results]
+        again = pair.run(resumed, kind, saved, workers, 3)
+        assert again == [[steps[epoch][after:], *steps[epoch + 1 : epoch + 3]] for _, steps in results]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SIBLINGS = ["two", "shuffled", "persistent", "persistent in order", "far ahead", "initialised", "a stream"]
+SIBLINGS += ["a persistent stream"]
+"""Kinds whose options are those of other kinds; `make test-slow` resumes them from other batches."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in SIBLINGS)) for kind in KINDS]
+)
 def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
     """In the dataset, in collate_fn and in the loop, in the epoch it goes on with and in the next two."""
-    check(pair, kind, 1, 2)
+    check(pair, kind, (1, 2), epochs=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("epoch", "after"), [(0, 0), (0, 3), (2, 0), (1, -1)])
-def test_it_does_so_from_any_batch_of_any_epoch(pair, kind, epoch, after):
-    check(pair, kind, epoch, after)
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "persistent", "together", "dispatched"])
-def test_the_number_of_workers_does_not_matter(pair, kind):
-    check(pair, kind, 1, 2, workers=1)
+@pytest.mark.parametrize(
+    "starts", [[(0, 0), (2, -1)], pytest.param([(0, 3), (2, 0)], marks=pytest.mark.full)], ids=str
+)
+def test_it_does_so_from_any_batch_of_any_epoch(pair, kind, starts):
+    """Minus one is before the last batch."""
+    steps = COUNT // (1 if kind == "one by one" else PART) // 2
+    check(pair, kind, *((epoch, after % steps) for epoch, after in starts), epochs=5)
 
 
 @pytest.mark.parametrize(
-    "kind", ["two", "shuffled", "persistent", "dispatched", "split by process", "without"]
+    "kind",
+    [
+        "shuffled",
+        pytest.param("persistent", marks=pytest.mark.slow),
+        pytest.param("together", marks=pytest.mark.slow),
+        "dispatched",
+    ],
 )
-@pytest.mark.parametrize("after", [0, 2])
+def test_the_number_of_workers_does_not_matter(pair, kind):
+    check(pair, kind, (1, 2), epochs=4, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"),
+    [
+        ("two", 2),
+        ("persistent", 0),
+        ("split by process", 2),
+        ("without", 0),
+        ("without", 2),
+        *(
+            pytest.param(kind, after, marks=pytest.mark.slow)
+            for kind, after in [
+                ("two", 0),
+                ("shuffled", 0),
+                ("shuffled", 2),
+                ("persistent", 2),
+                ("dispatched", 0),
+                ("dispatched", 2),
+                ("split by process", 0),
+            ]
+        ),
+    ],
+)
 def test_it_does_so_where_every_rank_draws_numbers_of_its_own(pair, kind, after):
     """Each loads its own state: they are not the same between two epochs."""
-    check(pair, kind, 1, after, apart=1)
+    check(pair, kind, (1, after), epochs=4, apart=1)
 
 
 def test_two_processes_draw_for_a_batch_what_one_draws(alone, pair):
