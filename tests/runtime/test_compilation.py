@@ -91,9 +91,10 @@ def test_a_compiled_model_trains_the_same_under_the_names_of_the_script(clusters
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_trains_the_same(pair, wanted):
-    check(pair.run(lambda: trained(dynamo_backend="INDUCTOR")), wanted, [""])
+def test_inductor_trains_the_same(clusters, size, wanted):
+    check(clusters[size].run(lambda: trained(dynamo_backend="INDUCTOR")), wanted, [""])
 
 
 @pytest.mark.parametrize("size", [1, 2])

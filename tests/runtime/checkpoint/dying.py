@@ -1,11 +1,13 @@
 """Runs that end by SIGKILL in the midst of a save, and what the next ones find; a script, run by test_death.py.
 
-torch is imported once: every run is a fork of this process, which never touches it itself.
+Each line of its input is a request in JSON, and is answered by a line of its output. torch is imported once: every run
+is a fork of this process, which never touches it itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -229,6 +231,8 @@ def warm():
     for name in names:
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported is not copied by the garbage collections of each fork
 
 
 def visit(pipe):
@@ -243,10 +247,11 @@ def visit(pipe):
 
 def main():
     warm()
-    asked = json.loads(sys.argv[1])
-    folder = Path(asked.pop("folder"))
-    what = {"every call": every_call, "at random": at_random}[asked.pop("what")]
-    print(json.dumps(what(folder=folder, **asked)))
+    for line in sys.stdin:
+        request = json.loads(line)
+        folder = Path(request.pop("folder"))
+        function = {"every call": every_call, "at random": at_random}[request.pop("what")]
+        print(json.dumps(function(folder=folder, **request)), flush=True)
 
 
 if __name__ == "__main__":

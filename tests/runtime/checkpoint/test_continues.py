@@ -98,10 +98,21 @@ LOADERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADERS)
-def test_data_continue(ranks, kind, tmp_path):
-    continues(
-        ranks, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" and ranks.size == 1 else (1, 4)
-    )
+def test_data_continue(alone, kind, tmp_path):
+    continues(alone, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4))
+
+
+ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state", "a stream dispatched")
+"""Loaders of which `make test-slow` has three processes; `make test-full` has all, on two and on three."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in LOADERS]
+)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_data_continue_on_several_processes(clusters, size, kind, tmp_path):
+    continues(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
 
 
 # In whatever order ------------------------------------------------------------------------

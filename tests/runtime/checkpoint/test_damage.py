@@ -104,7 +104,7 @@ def test_a_bit_that_flips_anywhere_is_noticed_and_the_file_named(run, newest, pr
     assert run.step() == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_any_bit_of_the_smallest_files_and_of_every_header_is_noticed(run, newest):
     for name in files(newest):
         size = (newest / name).stat().st_size

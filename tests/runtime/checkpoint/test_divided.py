@@ -147,7 +147,11 @@ def test_what_one_or_whole_models_wrote_is_read_into_shards(ready, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SHARDED, HYBRID, TENSOR], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(SHARDED, marks=pytest.mark.full), HYBRID, pytest.param(TENSOR, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_what_four_wrote_is_read_on_every_other_mesh(four_ready, ready, tmp_path, sizes):
     folder = str(tmp_path / "saved")
     want, *others = four_ready.run(written, folder, sizes)
@@ -160,7 +164,11 @@ def test_what_four_wrote_is_read_on_every_other_mesh(four_ready, ready, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SHARDED, HYBRID, TENSOR], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(SHARDED, marks=pytest.mark.full), pytest.param(HYBRID, marks=pytest.mark.full), TENSOR],
+    ids=str,
+)
 def test_what_few_wrote_is_read_on_four(four_ready, ready, tmp_path, sizes):
     want = written(str(tmp_path / "alone"), {})
     assert four_ready.run(read, str(tmp_path / "alone"), sizes) == [want] * 4

@@ -45,6 +45,7 @@ CASES = {
     ),
     "hooks that write files": Case(1, hooks=True),
 }
+EVEN, ODD = list(CASES)[::2], list(CASES)[1::2]
 PARTS = 4
 """Runs into which the calls are divided, so that each stays far below the time ranks are given."""
 
@@ -192,7 +193,12 @@ def test_a_call_that_fails_on_one_of_two_ranks_fails_the_save_on_both(pair, memo
     assert on_two(pair, memory, "the same directory", 1) > 5
 
 
-@pytest.mark.slow
+def slow_for(names):
+    """Every case; those that are not among the names run in `make test-full` only."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.full) for name in CASES]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 def test_any_error_of_any_call_leaves_the_checkpoint_before(alone, memory, error):
     (failed,) = alone.run(every_call_fails_in_turn, memory, "one is kept", 0, error, False)
@@ -200,15 +206,21 @@ def test_any_error_of_any_call_leaves_the_checkpoint_before(alone, memory, error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_for(EVEN))
 def test_any_call_whatever_was_there_leaves_the_checkpoint_before(alone, memory, name):
     (failed,) = alone.run(every_call_fails_in_turn, memory, name, 0, None, False)
     assert failed > 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        pytest.param(name, which, marks=[] if name in names else pytest.mark.full)
+        for which, names in enumerate((EVEN, ODD))
+        for name in CASES
+    ],
+)
 def test_any_call_on_any_of_two_ranks_leaves_the_checkpoint_before(pair, memory, name, which):
     assert on_two(pair, memory, name, which) > 5
 
@@ -238,7 +250,7 @@ def one_disk_fails(run, folder, case, error, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_for(ODD))
 def test_a_disk_that_fails_for_a_while_costs_nothing_that_was_whole(alone, memory, name):
     assert alone.run(from_then_on_all_fail, memory, name, errno.EROFS, False)[0] > 40
 

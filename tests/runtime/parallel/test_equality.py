@@ -238,21 +238,29 @@ def equal(references, alone):
     return check
 
 
-@pytest.mark.parametrize("layout", ON_TWO[1:])
-@pytest.mark.parametrize("case", ["plain", "accumulated, clipped, scheduled", "bf16"])
-def test_training_on_two_processes_is_that_of_one(equal, pair, case, layout):
-    equal(pair, case, layout)
+QUICK = {
+    (2, "sharded"): ("plain", "accumulated, clipped, scheduled", "bf16"),
+    (2, "tensor"): ("plain", "accumulated, clipped, scheduled", "bf16"),
+    (4, "hybrid"): ("accumulated, clipped, scheduled",),
+}
+"""What `make test` runs: cases by world size and layout."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ON_TWO)
-@pytest.mark.parametrize("case", CASES)
-def test_every_training_on_two_processes_is_that_of_one(equal, pair, case, layout):
-    equal(pair, case, layout)
+def trainings():
+    """Every case in every layout: some in `make test`, of the others one in three in `make test-slow`.
+
+    Each third of the layouts has one on two processes and two on four, of these one that shards parameters and one that
+    divides layers. Each case has the third that follows that of the case before.
+    """
+    layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
+    for number, (size, layout) in enumerate(layouts):
+        for turn, case in enumerate(CASES):
+            marks = [pytest.mark.slow] if number % 3 == turn % 3 else [pytest.mark.full]
+            yield pytest.param(
+                size, layout, case, marks=[] if case in QUICK.get((size, layout), ()) else marks
+            )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ON_FOUR)
-@pytest.mark.parametrize("case", CASES)
-def test_every_training_on_four_processes_is_that_of_one(equal, four, case, layout):
-    equal(four, case, layout)
+@pytest.mark.parametrize(("size", "layout", "case"), list(trainings()))
+def test_training_on_several_processes_is_that_of_one(equal, clusters, size, layout, case):
+    equal(clusters[size], case, layout)
