@@ -255,7 +255,8 @@ def trainings():
     layouts = [(2, layout) for layout in ON_TWO] + [(4, layout) for layout in ON_FOUR]
     for number, (size, layout) in enumerate(layouts):
         for turn, case in enumerate(CASES):
-            marks = [pytest.mark.slow] if number % 3 == turn % 3 else [pytest.mark.full]
+            slow = number % 3 == turn % 3 and (layout, case) != ("tensor by four", "compiled")
+            marks = [pytest.mark.slow if slow else pytest.mark.full]
             yield pytest.param(
                 size, layout, case, marks=[] if case in QUICK.get((size, layout), ()) else marks
             )
