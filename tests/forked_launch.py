@@ -39,6 +39,9 @@ PRELOADED = (
 )
 """What the interpreter imports before it forks."""
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
+"""Numbers of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
 
 
 class Accel(subprocess.Popen):
@@ -46,10 +49,12 @@ class Accel(subprocess.Popen):
 
     Args:
         args: What follows `accel`.
+        host: The name of a network namespace, and that of the host which it stands for; None stays where this process is.
         options: Those of `subprocess.Popen` for streams, text, folder and environment.
     """
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, host=None, **options):
+        self._host = host
         super().__init__(["accel", *map(str, args)], **options)
 
     def _execute_child(self, args, *options):
@@ -63,6 +68,7 @@ class Accel(subprocess.Popen):
             "args": args[1:],
             "environ": dict(os.environ if env is None else env),
             "folder": str(cwd or Path.cwd()),
+            "host": self._host,
         }
         # -1 means that the stream of this process is inherited.
         streams = [number if pipe == -1 else pipe for number, pipe in enumerate((stdin, stdout, stderr))]
@@ -227,6 +233,8 @@ def become(request):
     from accel_cli.forkserver import start
 
     os.setsid()
+    if request["host"]:
+        enter(*request["host"])
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
@@ -247,6 +255,22 @@ def become(request):
     # What `become` does in a fresh interpreter, done in this one.
     sys.argv = [start.__file__, str(forkserver._told(plan)), *sys.argv[1:]]
     start.main()
+
+
+def enter(namespace, name):
+    """Move to a network namespace, as `ip netns exec` does, and call its host by a name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result):
+        assert result == 0, os.strerror(ctypes.get_errno())
+
+    with Path("/run/netns", namespace).open() as file:
+        check(libc.setns(file.fileno(), CLONE_NEWNET))
+    check(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
+    check(libc.mount(b"none", b"/", None, MS_REC | MS_SLAVE, None))
+    for file in Path("/etc/netns", namespace).iterdir():
+        check(libc.mount(bytes(file), b"/etc/" + file.name.encode(), None, MS_BIND, None))
+    socket.sethostname(name)
 
 
 def end(code):

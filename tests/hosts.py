@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from forked_launch import Accel
 
 __all__ = ["Host", "Hosts", "hosts", "needs_hosts"]
-
-ENTER = 'hostname "$1" && shift && exec "$@"'
 
 
 def possible() -> bool:
@@ -44,25 +43,11 @@ class Host:
         self.namespace, self._switch, self._port = namespace, switch, f"p{number}"
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Run a command on it; what it prints is read by `communicate`, both streams together."""
-        full = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            ENTER,
-            "sh",
-            self.name,
-            *command,
-        ]
-        process = subprocess.Popen(
-            full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **(env or {})}
-        )  # fmt: skip
+    def accel(self, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Run `accel` on it, forked from an interpreter that has imported torch."""
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        here = (self.namespace, self.name)
+        process = Accel(*args, host=here, text=True, env={**os.environ, **(env or {})}, **streams)
         self.processes.append(process)
         return process
 
@@ -97,8 +82,7 @@ class Hosts(tuple[Host, ...]):
 
     def launch(self, *options: str, env: Mapping[str, str] | None = None) -> list[subprocess.Popen[str]]:
         """`accel launch` with the same options on all of them, which shows what all ranks write."""
-        command = (sys.executable, "-m", "accel_cli", "launch", "--ranks", "all", *options)
-        return [host.start(*command, env=env) for host in self]
+        return [host.accel("launch", "--ranks", "all", *options, env=env) for host in self]
 
 
 def ip(*args: str) -> str:

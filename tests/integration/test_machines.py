@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -283,18 +282,8 @@ def test_a_number_that_two_machines_have_is_refused_on_both(script):
 def test_the_self_check_trains_on_two_machines(cwd):
     with hosts(2) as two:
         two[0].call_itself("127.0.1.1")
-        command = (
-            sys.executable,
-            "-m",
-            "accel_cli",
-            "test",
-            "--cpu",
-            "--nnodes",
-            "2",
-            "--rdzv-endpoint",
-            "h0:29400",
-        )
-        checked = [host.start(*command) for host in two]
+        command = ("test", "--cpu", "--nnodes", "2", "--rdzv-endpoint", "h0:29400")
+        checked = [host.accel(*command) for host in two]
         outputs = [said(process) for process in checked]
     assert [process.returncode for process in checked] == [0, 0], outputs
     assert "2 machines met at h0:29400" in outputs[0]
