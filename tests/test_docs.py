@@ -1,322 +1,150 @@
-"""The docs are true: every fenced block is run, loaded or applied, and the site builds without a warning."""
+"""The docs are true: blocks are run, loaded or applied, and the site builds without a warning.
+
+`make test` checks all commands without running them, and runs the pages without commands and two more; `make test-slow`
+runs all pages.
+"""
 
 from __future__ import annotations
 
 import html
 import os
 import re
-import runpy
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
 import typer.main
+from docs_reader import (
+    ALL,
+    COMMANDS,
+    DIFFS,
+    DOCS,
+    ELSEWHERE,
+    OUTSIDE,
+    PAGES,
+    ROOT,
+    Block,
+    Reader,
+    blocks,
+    check_command,
+    check_python,
+    commands,
+    load_profile,
+    name,
+    sides,
+)
 
 import accel_runtime.utils
+from accel_cli.errors import AccelError
 from accel_cli.main import app
-from accel_cli.profile import layers
 from accel_cli.profile.schema import known_keys
 from accel_runtime.env import HOME, PROFILE, Settings
 
-ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-OUTSIDE = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "examples" / "README.md",
-]
-PAGES = [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]
-SLOW = {
-    "README.md",
-    *(
-        f"docs/{page}.md"
-        for page in (
-            "checkpoint-commands",
-            "evaluation",
-            "first-launch",
-            "functions",
-            "index",
-            "install",
-            "profile",
-            "sagemaker",
-            "sharding",
-            "tracking",
-            "when-it-fails",
-        )
-    ),
-}
+FAST = {"docs/launching.md", "docs/slurm.md"}
+"""Pages with commands that `make test` runs: of launches, and of commands that start no script."""
+CONSOLES = [block for block in ALL if block.language == "console"]
 
 
-class Elsewhere(NamedTuple):
-    """A command that cannot run here."""
-
-    reason: str
-    covered: str
-    """The file that sees to it."""
-    instead: str | None = None
-    """What runs in its place, so that the page goes on as it would."""
+FULL = {"docs/functions.md"}
+"""Pages that take half a minute, whose examples other tests run."""
 
 
-ELSEWHERE = {
-    "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/first-launch.md"),
-    "make test": Elsewhere("runs this test", ".ci/run"),
-    "make check": Elsewhere("lints the repository", ".ci/run"),
-    "git clone PATH_TO_ACCEL accel": Elsewhere("needs a place to clone from", ".ci/run"),
-    "python -m pip install -e .": Elsewhere("changes the environment that runs this test", "Makefile"),
-    "accel config": Elsewhere(
-        "asks questions on a terminal",
-        "tests/integration/test_wizard.py",
-        "accel config set launcher.kind=torchrun launcher.nproc_per_node=2",
-    ),
-    "accel launch --profile pair train.py": Elsewhere(
-        "waits for a second machine", "tests/integration/test_launch.py"
-    ),
-    **dict.fromkeys(
-        (
-            "accel launch --profile cluster train.py --epochs 3",
-            "accel launch --profile cluster --detach train.py",
-            "accel jobs logs 4711 -f",
-            "accel launch --profile cluster --nnodes 500 train.py",
-            "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
-        ),
-        Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
-    ),
-    'python -m pip install -e ".[sagemaker]"': Elsewhere(
-        "changes the environment that runs this test", "pyproject.toml"
-    ),
-    **dict.fromkeys(
-        (
-            "accel launch --profile aws --dry-run train.py --epochs 3",
-            "accel launch --profile aws --job-name first-try train.py --epochs 3",
-            "accel jobs status first-try --profile aws",
-            "accel jobs logs first-try --profile aws",
-            "accel jobs download first-try --profile aws -o models",
-            "accel test --profile aws",
-        ),
-        Elsewhere("needs an AWS", "tests/integration/test_sagemaker_docs.py"),
-    ),
-    'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
-    "accel launch --tpu-pod my-pod --zone us-central2-b --run-pod train.py --epochs 3": Elsewhere(
-        "needs a pod", "tests/cli/test_pods.py"
-    ),
-    **dict.fromkeys(
-        (
-            "accel launch --profile tpu train.py",
-            "PJRT_DEVICE=CPU accel launch --set launcher.kind=xla train.py",
-            "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 accel launch --profile tpu --set launcher.spmd=true train.py",
-            "accel test --profile tpu",
-        ),
-        Elsewhere("needs torch_xla", "tests/xla/test_docs.py"),
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    title: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{name(self.page)}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A line that begins with `$ `, and what the page shows below it."""
-
-    text: str
-    code: int
-    shown: tuple[str, ...]
-
-
-def name(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    fence = re.compile(r'^```(\w*)(?: title="([^"\n]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-    return [
-        Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2] or "", found[3])
-        for found in fence.finditer(text)
-    ]
-
-
-def commands(block: Block) -> Iterator[Command]:
-    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        first, *shown = part.splitlines()
-        text, _, code = first.partition("  # exit ")
-        yield Command(text, int(code or 0), tuple(line for line in shown if line.strip()))
-
-
-def sides(diff: str) -> tuple[str, str]:
-    """The script before and after."""
-    # An editor may have taken the space off an empty line.
-    lines = [line or " " for line in diff.splitlines()]
-    before = [line[1:] for line in lines if line[0] in " -"]
-    after = [line[1:] for line in lines if line[0] in " +"]
-    return "\n".join(before) + "\n", "\n".join(after) + "\n"
-
-
-ALL = [block for page in PAGES for block in blocks(page)]
-DIFFS = [block for block in ALL if block.language == "diff"]
-COMMANDS = {command.text for block in ALL if block.language == "console" for command in commands(block)}
-
-
-class Reader:
-    """Somebody who does what a page says, from the top to the bottom."""
-
-    def __init__(
-        self,
-        folder: Path,
-        elsewhere: Mapping[str, Elsewhere] = MappingProxyType(ELSEWHERE),
-        environ: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._elsewhere = elsewhere
-        self.folder = folder / "work"
-        # The search for a project file ends at a repository's root.
-        (self.folder / ".git").mkdir(parents=True)
-        shutil.copytree(
-            ROOT / "examples", self.folder / "examples", ignore=shutil.ignore_patterns("__pycache__")
-        )
-        (self.folder / "train.py").write_text(sides(DIFFS[0].text)[1], encoding="utf-8")
-        self._environ = {
-            **os.environ,
-            HOME: str(folder / "home"),
-            "COLUMNS": "200",
-            "CUDA_VISIBLE_DEVICES": "",
-            "HOME": str(folder),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "TERM": "xterm",
-            **environ,
-        }
-
-    def console(self, block: Block) -> None:
-        """Type the commands, and compare with what the page shows."""
-        for command in commands(block):
-            text = command.text
-            if text in self._elsewhere:
-                text = self._elsewhere[text].instead or "true"
-            code, output = self._type(text)
-            said = f"{block}: $ {text}\n{output}"
-            assert code == command.code, said
-            if text == command.text:
-                self._compare(command.shown, output.splitlines(), said)
-
-    def python(self, block: Block) -> None:
-        """Run it here, where warnings are errors."""
-        script = self.folder / "block.py"
-        script.write_text(block.text, encoding="utf-8")
-        runpy.run_path(str(script), run_name="__main__")
-
-    def yaml(self, block: Block) -> None:
-        """Load it as a profile."""
-        profile = self.folder / "profile.yaml"
-        profile.write_text(block.text, encoding="utf-8")
-        layers.resolve([layers.file(profile, "file")])
-
-    def diff(self, block: Block) -> None:
-        """Run the script before and after."""
-        for script in sides(block.text):
-            self.python(Block(block.page, block.line, "python", "", script))
-
-    def file(self, block: Block) -> None:
-        """Put it where its title says, for the commands that follow."""
-        (self.folder / block.title).write_text(block.text, encoding="utf-8")
-
-    def _type(self, command: str) -> tuple[int, str]:
-        """Run it on a pseudo-terminal, since that is what a reader has; code and output."""
-        ours, theirs = os.openpty()
-        with subprocess.Popen(
-            ["bash", "-c", command], cwd=self.folder, env=self._environ, stdin=subprocess.DEVNULL,
-            stdout=theirs, stderr=theirs,
-        ) as process:  # fmt: skip
-            os.close(theirs)
-            output = b"".join(_chunks(ours))
-        os.close(ours)
-        return process.returncode, re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
-
-    @staticmethod
-    def _compare(shown: tuple[str, ...], output: list[str], said: str) -> None:
-        """Every line shown is there, in this order; `...` stands for anything."""
-        rest = iter(" ".join(line.split()) for line in output)
-        for line in shown:
-            wanted = re.compile(".*".join(re.escape(" ".join(part.split())) for part in _around_dots(line)))
-            assert any(wanted.fullmatch(found) for found in rest), f"{line!r} is not (or not here) in\n{said}"
-
-
-def _around_dots(line: str) -> list[str]:
-    # A space beside the dots is part of what they stand for.
-    return re.split(r"\s*\.\.\.\s*", line)
-
-
-def _chunks(terminal: int) -> Iterator[bytes]:
-    """What comes from a pseudo-terminal until its other side is closed."""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:  # Linux's way to say that nobody is there any more
-            return
-        if not chunk:
-            return
-        yield chunk
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    """Return `slow` or `full` for a page with commands that `make test` does not run."""
+    if name(page) in FULL:
+        return [pytest.mark.full]
+    has_commands = any(block.language == "console" for block in blocks(page))
+    return [pytest.mark.slow] if has_commands and name(page) not in FAST else []
 
 
 # The blocks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
-        for page in PAGES
-        if blocks(page)
-    ],
-)
-def test_what_a_page_shows_is_what_happens(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    """A reader in a folder of its own, whose scripts leave no process group to those of the next page."""
     reader = Reader(tmp_path)
     monkeypatch.chdir(reader.folder)
+    yield reader
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=name(page), marks=marks(page)) for page in PAGES if blocks(page)],
+)
+def test_what_a_page_shows_is_what_happens(page: Path, reader: Reader) -> None:
     for block in blocks(page):
         follow = reader.file if block.title else getattr(reader, block.language)
         follow(block)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_no_block_escapes(page: Path) -> None:
-    fences = re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(fences) == 2 * len(blocks(page))
-    assert {block.language for block in blocks(page)} <= {"console", "diff", "python", "yaml"}
+def test_every_option_key_and_example_of_a_command_exists() -> None:
+    wrong = []
+    for block in CONSOLES:
+        for command in commands(block):
+            try:
+                check_command(command)
+            except Exception as error:  # noqa: BLE001 - all mistakes are listed
+                wrong.append(f"{block}: {command.text}: {error or type(error).__name__}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.language == "console"], ids=str)
-def test_a_console_block_begins_with_a_command(block: Block) -> None:
-    assert block.text.startswith("$ ")
+def test_every_script_compiles_and_what_it_takes_of_accel_exists() -> None:
+    scripts = [block for block in ALL if block.language == "python"]
+    scripts += [
+        Block(block.page, block.line, "python", "", side) for block in DIFFS for side in sides(block.text)
+    ]
+    wrong = []
+    for script in scripts:
+        try:
+            check_python(script)
+        except Exception as error:  # noqa: BLE001 - all mistakes are listed
+            wrong.append(f"{script}: {error or type(error).__name__}")
+    assert len(scripts) > 30
+    assert not wrong
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.title], ids=str)
-def test_a_file_that_a_page_shows_is_used_by_a_command_below(block: Block) -> None:
-    below = [other for other in blocks(block.page) if other.line > block.line and other.language == "console"]
-    assert any(block.title in command.text for other in below for command in commands(other))
+def test_every_profile_loads(tmp_path: Path) -> None:
+    # A file with a title is imported, or refused, by a command below it.
+    profiles = [block for block in ALL if block.language == "yaml" and not block.title]
+    assert profiles
+    wrong = []
+    for block in profiles:
+        try:
+            load_profile(block, tmp_path)
+        except AccelError as error:
+            wrong.append(f"{block}: {error}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("command", ELSEWHERE)
-def test_a_command_that_cannot_run_here_is_on_a_page(command: str) -> None:
-    assert command in COMMANDS
-    assert (ROOT / ELSEWHERE[command].covered).is_file()
+def test_every_fence_is_of_a_block() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks(page)), name(page)
+    assert {block.language for block in ALL} <= {"console", "diff", "python", "yaml"}
+
+
+def test_a_console_block_begins_with_a_command() -> None:
+    assert not [str(block) for block in CONSOLES if not block.text.startswith("$ ")]
+
+
+def test_a_file_that_a_page_shows_is_used_by_a_command_below() -> None:
+    titled = [block for block in ALL if block.title]
+    assert titled
+    for block in titled:
+        below = [other for other in CONSOLES if other.page == block.page and other.line > block.line]
+        assert any(block.title in command.text for other in below for command in commands(other)), str(block)
+
+
+def test_a_command_that_cannot_run_here_is_on_a_page() -> None:
+    assert not set(ELSEWHERE) - COMMANDS
+    assert not {other.covered for other in ELSEWHERE.values() if not (ROOT / other.covered).is_file()}
 
 
 def test_the_five_lines_are_five_and_the_same_everywhere() -> None:
@@ -329,24 +157,23 @@ def test_the_five_lines_are_five_and_the_same_everywhere() -> None:
 # Around the blocks ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", OUTSIDE, ids=name)
-def test_links_outside_the_site_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(
-        r"\]\((?!https?:)([^)#\s]+)(?:#([^)]+))?\)", page.read_text(encoding="utf-8")
-    ):
-        assert (page.parent / target).is_file(), target
-        if anchor:
-            titles = re.findall(
-                r"^#+ (.+)$", (page.parent / target).read_text(encoding="utf-8"), re.MULTILINE
-            )
-            assert anchor in {re.sub(r"[^\w]+", "-", title.lower()).strip("-") for title in titles}
+def test_links_outside_the_site_lead_somewhere() -> None:
+    link = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#([^)]+))?\)")
+    for page in OUTSIDE:
+        for target, anchor in link.findall(page.read_text(encoding="utf-8")):
+            assert (page.parent / target).is_file(), (name(page), target)
+            if anchor:
+                text = (page.parent / target).read_text(encoding="utf-8")
+                titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+                anchors = {re.sub(r"[^\w]+", "-", title.lower()).strip("-") for title in titles}
+                assert anchor in anchors, (name(page), target)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_file_that_a_page_names_is_there(page: Path) -> None:
-    rooms = r"`((?:accel_cli|accel_runtime|examples|benchmarks|configs|tests|docs)/[\w./-]*)`"
-    for named in re.findall(rooms, page.read_text(encoding="utf-8")):
-        assert (ROOT / named).exists(), named
+def test_a_file_that_a_page_names_is_there() -> None:
+    folders = r"`((?:accel_cli|accel_runtime|examples|benchmarks|configs|tests|docs)/[\w./-]*)`"
+    for page in PAGES:
+        for named in re.findall(folders, page.read_text(encoding="utf-8")):
+            assert (ROOT / named).exists(), (name(page), named)
 
 
 def test_every_example_is_listed() -> None:
@@ -363,6 +190,7 @@ DRAWN = {DOCS / "img" / "layouts.svg"}
 """Pictures that are no screens."""
 
 
+@pytest.mark.slow
 def test_the_pictures_are_what_the_screen_shows(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, DOCS / "screenshots.py", tmp_path], capture_output=True, text=True, check=False
@@ -411,6 +239,7 @@ def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield from walk(f"{path} {below}", inner)
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_command_and_option(site: Path) -> None:
     text = page(site, "reference/cli")
     found = list(walk("accel", typer.main.get_command(app)))
@@ -424,6 +253,7 @@ def test_the_reference_has_every_command_and_option(site: Path) -> None:
             assert all(spelling in section for spelling in spelled), (path, spelled)
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_key_and_variable(site: Path) -> None:
     text = page(site, "reference/profile")
     for key, description in known_keys().items():
@@ -433,6 +263,7 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
         assert variable in text
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = (site / "python-api" / "index.html").read_text(encoding="utf-8")
     beside = ["Accelerator.gather_for_metrics", "MismatchError", "PreparedLoader", "Sharding"]
@@ -440,6 +271,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
         assert re.search(rf'id="accel_runtime[.\w]*\.{public}"', text), public
 
 
+@pytest.mark.slow
 def test_the_site_has_no_sources_and_fetches_nothing(site: Path) -> None:
     assert not list(site.rglob("*.py"))
     for file in site.rglob("*.html"):

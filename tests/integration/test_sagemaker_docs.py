@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import docs_reader as docs
 import pytest
-from modules import load_test_module
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "sagemaker.md"
@@ -26,14 +26,8 @@ FREE = {"sts:GetCallerIdentity"}
 """What everybody may do."""
 
 
-@pytest.fixture(scope="module")
-def docs():
-    """The test of the docs, with the reader that does what a page says."""
-    return load_test_module("test_docs.py")
-
-
 @pytest.mark.slow
-def test_the_page_on_sagemaker_is_what_happens(docs, aws, tmp_path, monkeypatch):
+def test_the_page_on_sagemaker_is_what_happens(aws, tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     elsewhere = {command: why for command, why in docs.ELSEWHERE.items() if why.covered != here}
     aws.role()

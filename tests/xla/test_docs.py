@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import docs_reader as docs
 import pytest
-from modules import load_test_module
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.fixture(scope="module")
-def docs():
-    """The test of the docs, with the reader that does what a page says."""
-    return load_test_module("test_docs.py")
-
-
 @pytest.mark.full
-def test_what_needs_torch_xla_on_a_page_happens(docs, tmp_path, monkeypatch):
+def test_what_needs_torch_xla_on_a_page_happens(tmp_path, monkeypatch):
     here = Path(__file__).relative_to(ROOT).as_posix()
     mine = {command for command, why in docs.ELSEWHERE.items() if why.covered == here}
     others = {command: why for command, why in docs.ELSEWHERE.items() if command not in mine}
