@@ -1,4 +1,4 @@
-"""`accel jobs` with SageMaker: the real command in a subprocess, against the plane."""
+"""`accel jobs` with SageMaker: commands over HTTP, to a SageMaker on loopback."""
 
 import io
 import os
@@ -7,9 +7,13 @@ import signal
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 
+import forked_launch
+import in_process
 import pytest
+from aws import models
 
 WAIT_S = 120
 """A generous bar for a command that hangs."""
@@ -27,12 +31,23 @@ def account(aws):
     return aws
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    forked_launch.preload(models.__file__)
+
+
 @pytest.fixture
-def jobs(accel):
+def forked(cwd):
+    """Runs `accel` in an empty folder, forked from an interpreter that has boto3 and the models of its services."""
+    return partial(forked_launch.run, cwd=cwd)
+
+
+@pytest.fixture
+def jobs(forked):
     """Runs `accel jobs` for SageMaker."""
 
     def run(verb, *args, **options):
-        return accel("jobs", verb, *args, "--launcher", "sagemaker", timeout=WAIT_S, **options)
+        return forked("jobs", verb, *args, "--launcher", "sagemaker", timeout=WAIT_S, **options)
 
     return run
 
@@ -43,15 +58,10 @@ def following(cwd):
     started = []
 
     def start(name):
-        command = [sys.executable, "-m", "accel_cli", "jobs", "logs", name, "-f", "--launcher", "sagemaker"]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-        )
+        process = forked_launch.Accel(
+            "jobs", "logs", name, "-f", "--launcher", "sagemaker", cwd=cwd, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -94,11 +104,11 @@ def test_an_account_without_jobs_says_so(account, jobs):
     assert "there are no jobs" in jobs("list").stderr
 
 
-def test_a_status_says_where_a_job_runs_and_what_it_is_billed_for(account, jobs):
+def test_a_status_says_where_a_job_runs_and_what_it_is_billed_for(account, accel):
     account.settings(time=200)
     create(account, "one", ResourceConfig=TWO, **SPOT)
     account.wait("one")
-    said = jobs("status", "one").stdout.splitlines()
+    said = accel("jobs", "status", "one", "--launcher", "sagemaker").stdout.splitlines()
     assert {
         "id\tone", "state\tCompleted", "exit code\t0", "where\t2 x ml.g5.xlarge, spot", "time\t00:03:20",
         "log\tCloudWatch Logs, group /aws/sagemaker/TrainingJobs, streams one/",
@@ -136,20 +146,20 @@ def test_what_is_no_name_never_reaches_aws(aws, jobs):
 
 
 def test_region_and_aws_profile_are_those_of_the_profile_in_force(
-    account, accel, home, tmp_path, monkeypatch
+    account, forked, home, tmp_path, monkeypatch
 ):
     account.client("sagemaker", "eu-west-1").list_training_jobs()
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "cloud.yaml").write_text(
         "schema_version: 1\nlauncher:\n  kind: sagemaker\n  instance_type: ml.m5.large\n  region: eu-west-1\n  aws_profile: ann\n"
     )
-    done = accel("jobs", "status", "one", "--profile", "cloud")
+    done = forked("jobs", "status", "one", "--profile", "cloud")
     assert done.returncode == 2
     assert "profile ann" in done.stderr
     config = tmp_path / "config"
     config.write_text("[profile ann]\naws_access_key_id = a\naws_secret_access_key = b\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-    done = accel("jobs", "status", "one", "--profile", "cloud")
+    done = forked("jobs", "status", "one", "--profile", "cloud")
     assert "no training job one in eu-west-1; accel jobs list --profile cloud shows" in done.stderr
 
 
@@ -180,20 +190,25 @@ def test_a_service_that_throttles_is_asked_again_and_that_is_said(account, jobs)
 
 LACKING = """
 import sys
-class Lacking:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"boto3", "botocore"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Lacking())
+sys.modules |= dict.fromkeys(["boto3", "botocore"])
 """
 
 
-@pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])
-def test_without_boto3_it_is_said_what_to_install(aws, jobs, tmp_path, monkeypatch, words):
+def test_without_boto3_it_is_said_what_to_install(aws, accel, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(LACKING)
     here = Path(__file__).parent.parent.parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{here}")
-    done = jobs(*words)
+    done = accel("jobs", "list", "--launcher", "sagemaker")
+    assert done.returncode == 2
+    assert 'pip install "accel[sagemaker]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])
+def test_no_command_needs_boto3_to_say_that_it_is_missing(aws, cwd, capfd, monkeypatch, words):
+    for name in ("boto3", "botocore"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = in_process.run(capfd, "jobs", *words, "--launcher", "sagemaker")
     assert done.returncode == 2
     assert 'pip install "accel[sagemaker]"' in done.stderr
     assert "Traceback" not in done.stderr
@@ -388,7 +403,7 @@ def test_an_archive_that_is_broken_or_reaches_outside_leaves_nothing(account, jo
     assert not (cwd / "evil").exists()
 
 
-def test_a_slurm_job_has_its_files_where_it_ran(accel):
-    done = accel("jobs", "download", "12", "--launcher", "slurm")
+def test_a_slurm_job_has_its_files_where_it_ran(forked):
+    done = forked("jobs", "download", "12", "--launcher", "slurm")
     assert done.returncode == 2
     assert "the file system that its machines and this one share" in done.stderr

@@ -1,13 +1,15 @@
-"""`accel launch` of a SageMaker job, as a person runs it: the real command, over HTTP, to a SageMaker on loopback."""
+"""`accel launch` of a SageMaker job, as a person runs it: the command, over HTTP, to a SageMaker on loopback."""
 
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from functools import partial
 
+import forked_launch
 import pytest
+from aws import models
 
 BUCKET = "sagemaker-us-east-1-123456789012"
 PROFILE = """
@@ -79,11 +81,22 @@ def refused(done):
     return message
 
 
-@pytest.fixture
-def launched(here, accel, tmp_path):
-    """Runs the real `accel launch`, and looks that nothing temporary is left of it."""
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded():
+    forked_launch.preload(models.__file__)
 
-    def run(*args, **options):
+
+@pytest.fixture
+def forked(here):
+    """Runs `accel`, forked from an interpreter that has boto3 and the models of its services."""
+    return partial(forked_launch.run, cwd=here)
+
+
+@pytest.fixture
+def launched(here, forked, tmp_path):
+    """Runs `accel launch`, and looks that nothing temporary is left of it."""
+
+    def run(*args, accel=forked, **options):
         done = accel("launch", *args, **options)
         assert list((tmp_path / "scratch").iterdir()) == []
         return done
@@ -93,14 +106,12 @@ def launched(here, accel, tmp_path):
 
 @pytest.fixture
 def started(here):
-    """Starts the real `accel launch` in the background; what is left of it is ended."""
+    """Starts `accel launch` in the background; what is left of it is ended."""
     running = []
 
     def start(*args):
-        command = [sys.executable, "-m", "accel_cli", "launch", *args]
-        running.append(
-            subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running.append(forked_launch.Accel("launch", *args, cwd=here, **pipes))
         return running[-1]
 
     yield start
@@ -119,14 +130,14 @@ def until(true, seconds=120):
     return found
 
 
-def test_a_job_is_submitted_and_its_name_is_all_there_is_on_stdout(aws, here, launched):
-    done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4")
+def test_a_job_is_submitted_and_its_name_is_all_there_is_on_stdout(aws, accel, launched):
+    done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
     assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
     assert jobs(aws) == ["mine"]
     assert "accel jobs logs mine -f follows it, accel jobs stop mine ends it" in done.stderr
 
 
-def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, launched):
+def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, forked, launched):
     (here / "accel.yaml").unlink()
     options = [
         "launcher.kind=sagemaker",
@@ -138,8 +149,7 @@ def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, launched)
     done = launched("--detach", *told, "--job-name", "mine", "train.py")
     again = "--launcher sagemaker --set launcher.region=eu-west-1"
     assert f"accel jobs logs mine -f {again} follows it" in done.stderr, done.stderr
-    asked = [sys.executable, "-m", "accel_cli", "jobs", "status", "mine", *again.split()]
-    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.startswith("id\tmine\n")
+    assert forked("jobs", "status", "mine", *again.split()).stdout.startswith("id\tmine\n")
 
 
 def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launched):
