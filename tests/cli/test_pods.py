@@ -7,8 +7,10 @@ The worker's `python3` writes down what it was called with.
 import os
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
+import in_process
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,13 +190,19 @@ def test_what_cannot_run_on_a_pod_is_refused_here(said, message):
 # The command itself.
 
 
-def test_the_command_is_printed_and_nothing_runs(accel, script, world):
+@pytest.fixture
+def launch(cwd, capfd):
+    """Calls `accel launch` in this process."""
+    return partial(in_process.run, capfd, "launch")
+
+
+def test_the_command_is_printed_and_nothing_runs(launch, script, world):
     script("")
-    done = accel("launch", "--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
+    done = launch("--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
     assert done.returncode == 0
     assert shlex.split(done.stdout)[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
     assert "--run-pod" in done.stderr
-    quiet = accel("launch", "-q", "--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
+    quiet = launch("-q", "--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
     assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
 
 
@@ -212,11 +220,10 @@ def test_on_request_it_runs_and_its_exit_code_is_gclouds(accel, script, world, c
     assert "TPU pod pod" in done.stderr
 
 
-def test_without_gcloud_one_message_says_where_it_is(accel, script, tmp_path):
+def test_without_gcloud_one_message_says_where_it_is(launch, script, tmp_path):
     script("")
     (tmp_path / "empty").mkdir()
-    done = accel(
-        "launch",
+    done = launch(
         "--tpu-pod",
         "p",
         "--run-pod",
@@ -228,9 +235,9 @@ def test_without_gcloud_one_message_says_where_it_is(accel, script, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_says_the_command_and_where_values_came_from(accel, script, world):
+def test_a_dry_run_says_the_command_and_where_values_came_from(launch, script, world):
     script("")
-    done = accel("launch", "--tpu-pod", "p", "--run-pod", "--explain", "train.py", env=world[1])
+    done = launch("--tpu-pod", "p", "--run-pod", "--explain", "train.py", env=world[1])
     assert "command: gcloud compute tpus tpu-vm ssh p" in done.stdout
     assert "launcher.kind: xla  [detected]" in done.stdout
     assert not (world[0] / "gcloud").exists() or "p" not in words(world[0] / "gcloud")
@@ -240,13 +247,13 @@ def test_a_dry_run_says_the_command_and_where_values_came_from(accel, script, wo
     "option",
     [["--zone", "z"], ["--project", "p"], ["--pod-folder", "d"], ["--pod-setup", "x"], ["--run-pod"]],
 )
-def test_options_of_a_pod_need_a_pod(accel, script, option):
+def test_options_of_a_pod_need_a_pod(launch, script, option):
     script("")
-    done = accel("launch", *option, "train.py")
+    done = launch(*option, "train.py")
     assert done.returncode == 2
     assert f"{option[0]} is for a TPU pod: it needs --tpu-pod NAME" in done.stderr
 
 
-def test_a_script_that_is_not_here_is_refused_unless_the_workers_have_their_own_folder(accel):
-    assert "does not exist" in accel("launch", "--tpu-pod", "p", "train.py").stderr
-    assert accel("launch", "--tpu-pod", "p", "--pod-folder", "d", "train.py").returncode == 0
+def test_a_script_that_is_not_here_is_refused_unless_the_workers_have_their_own_folder(launch):
+    assert "does not exist" in launch("--tpu-pod", "p", "train.py").stderr
+    assert launch("--tpu-pod", "p", "--pod-folder", "d", "train.py").returncode == 0

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
+import in_process
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,51 +19,57 @@ def project(handmade, cwd):
     return cwd / "run" / "checkpoints"
 
 
-def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, project):
+@pytest.fixture
+def checkpoint(cwd, capfd):
+    """Calls `accel checkpoint` in this process; the process that it starts is real."""
+    return partial(in_process.run, capfd, "checkpoint")
+
+
+def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, checkpoint, project):
     done = accel("checkpoint", "list", "run")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert [row[:2] for row in rows] == [[f"run/checkpoints/checkpoint_{n}", str(n)] for n in range(3)]
     assert {row[-1] for row in rows} == {"whole"}
-    found = json.loads(accel("checkpoint", "list", "run", "--json").stdout)
+    found = json.loads(checkpoint("list", "run", "--json").stdout)
     assert [entry["step"] for entry in found["checkpoints"]] == [0, 1, 2]
 
 
-def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(accel, project, handmade):
-    done = accel("checkpoint", "verify", "run")
+def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(checkpoint, project, handmade):
+    done = checkpoint("verify", "run")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("run/checkpoints/checkpoint_2 is whole: step 2")
     handmade.flip(project / "checkpoint_2" / "model-0.safetensors", -1)
-    done = accel("checkpoint", "verify", "run")
+    done = checkpoint("verify", "run")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
         "accel: error: run/checkpoints/checkpoint_2/model-0.safetensors is damaged: model/w does not have its checksum",
         "accel: run/checkpoints/checkpoint_1, of step 1, is whole",
     ]
-    done = accel("checkpoint", "verify", "run", "--json")
+    done = checkpoint("verify", "run", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["before"]["step"] == 1
 
 
-def test_what_is_shown_and_exported_is_what_was_saved(accel, project, cwd):
-    shown = accel("checkpoint", "show", "run", "--tensors").stdout
+def test_what_is_shown_and_exported_is_what_was_saved(checkpoint, project, cwd):
+    shown = checkpoint("show", "run", "--tensors").stdout
     assert "step\t2\n" in shown
     assert "model/w\t[8]\tfloat32\t32 B\tmodel-0.safetensors at" in shown
-    done = accel("checkpoint", "export", project / "checkpoint_1", "-o", "m.safetensors", "--dtype", "bf16")
+    done = checkpoint("export", project / "checkpoint_1", "-o", "m.safetensors", "--dtype", "bf16")
     assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(load_file(cwd / "m.safetensors")["w"], torch.ones(8, dtype=torch.bfloat16))
 
 
-def test_pruning_asks_and_removes_nothing_unasked(accel, project):
-    done = accel("checkpoint", "prune", "run", "--keep", 1)
+def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
+    done = checkpoint("prune", "run", "--keep", 1)
     assert done.returncode == 2
     assert "nothing was removed: prune asks on a terminal; elsewhere say --yes" in done.stderr
     assert len(list(project.iterdir())) == 3
-    done = accel("checkpoint", "prune", "run", "--keep", 1, "--yes")
+    done = checkpoint("prune", "run", "--keep", 1, "--yes")
     assert done.returncode == 0
     assert "2 checkpoints removed, 1 kept" in done.stderr
     assert [path.name for path in project.iterdir()] == ["checkpoint_2"]
-    assert "nothing to remove" in accel("checkpoint", "prune", "run", "--keep", 1).stderr
+    assert "nothing to remove" in checkpoint("prune", "run", "--keep", 1).stderr
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,9 @@ def test_pruning_asks_and_removes_nothing_unasked(accel, project):
         (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
     ],
 )
-def test_what_cannot_be_done_is_one_message_and_code_2(accel, project, cwd, args, said):
+def test_what_cannot_be_done_is_one_message_and_code_2(checkpoint, project, cwd, args, said):
     (cwd / "empty").mkdir()
-    done = accel("checkpoint", *args)
+    done = checkpoint(*args)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr

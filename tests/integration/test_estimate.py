@@ -1,9 +1,18 @@
 """`accel estimate` as it is typed: the table, the layout to take, what it writes, and what it refuses."""
 
 import json
+import os
+import subprocess
+import sys
+import types
+from contextlib import redirect_stdout
 
+import in_process
 import pytest
 import yaml
+
+from accel_cli import estimates
+from accel_runtime.estimating import __main__ as estimating
 
 MODULE = """
 import torch
@@ -55,6 +64,31 @@ def models(script):
     return script(MODULE, "models.py")
 
 
+@pytest.fixture
+def estimate(cwd, capfd, monkeypatch, tmp_path):
+    """Calls `accel estimate` in this process, with the child process that it would start."""
+
+    def child(command, **_):
+        assert command[:-1] == [sys.executable, "-m", "accel_runtime.estimating"]
+        stdout = os.dup(1)
+        with (tmp_path / "answer").open("w+b") as file:
+            os.dup2(file.fileno(), 1)
+            try:
+                with redirect_stdout(sys.stderr):  # pytest has put its own file there
+                    code = estimating._run(command[-1])
+            finally:
+                os.dup2(stdout, 1)
+                os.close(stdout)
+            file.seek(0)
+            return subprocess.CompletedProcess(command, code, file.read())
+
+    ways = {"run": child, "DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
+    monkeypatch.setattr(estimates, "subprocess", types.SimpleNamespace(**ways))
+    monkeypatch.syspath_prepend(cwd)
+    yield lambda *args: in_process.run(capfd, "estimate", *args)
+    sys.modules.pop("models", None)
+
+
 def rows(done):
     return [line.split("\t") for line in done.stdout.splitlines()]
 
@@ -81,15 +115,15 @@ def test_a_table_shows_each_split_and_the_notes_say_which_to_take(accel, models)
     assert said[-1] == "accel: it fits on 2 device(s) already: dp_shard 2, reshard"
 
 
-def test_all_shows_what_resharding_and_checkpointing_save(accel, models):
-    found = rows(accel("estimate", "models.py:make", "--devices", 2, "--all"))
+def test_all_shows_what_resharding_and_checkpointing_save(estimate, models):
+    found = rows(estimate("models.py:make", "--devices", 2, "--all"))
     assert [row[-1] for row in found] == [
         "-", "no reshard", "reshard", "checkpointing, no reshard", "checkpointing, reshard", "-", "checkpointing"
     ]  # fmt: skip
 
 
-def test_json_has_bytes_and_every_layout(accel, models):
-    done = accel("estimate", "models:make", "--devices", 2, "--memory", "80GB", "--json")
+def test_json_has_bytes_and_every_layout(estimate, models):
+    done = estimate("models:make", "--devices", 2, "--memory", "80GB", "--json")
     found = json.loads(done.stdout)
     assert found["memory"] == 80 * 10**9
     assert found["usable"] == 72 * 10**9
@@ -101,8 +135,8 @@ def test_json_has_bytes_and_every_layout(accel, models):
     assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
 
 
-def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(accel, models):
-    done = accel("estimate", "models:enormous", "--devices", 64, "--memory", "80GB")
+def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(estimate, models):
+    done = estimate("models:enormous", "--devices", 64, "--memory", "80GB")
     assert done.returncode == 0, done.stderr
     assert "activations are not counted: there are no inputs" in done.stderr
     assert "Module with 100,000,000,000 parameters" in done.stderr
@@ -110,43 +144,37 @@ def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(acc
     assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tensor parallel plan") == 1
 
 
-@pytest.mark.slow
-def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(accel, models):
-    done = accel("estimate", "models:make", "--devices", 2, "--memory", "1MB")
+def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, models):
+    done = estimate("models:make", "--devices", 2, "--memory", "1MB")
     assert done.returncode == 1
     assert {row[9] for row in rows(done)} == {"no"}
     error = done.stderr.splitlines()[-1]
     assert "no layout on 2 device(s) fits: the leanest (" in error
     assert "and 900.0 kB of 1.0 MB may be used" in error
-    assert json.loads(accel("estimate", "models:make", "--memory", "1MB", "--json").stdout)["best"] is None
+    assert json.loads(estimate("models:make", "--memory", "1MB", "--json").stdout)["best"] is None
 
 
-@pytest.mark.slow
-def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(accel, models):
-    done = accel("estimate", "models:unwrapped", "--devices", 4, "--memory", "18MB")
+def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(estimate, models):
+    done = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB")
     assert (
         "the model has no list of layers, so all of it is gathered at once; --wrap CLASS says what is"
         in done.stderr
     )
-    again = accel(
-        "estimate", "models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json"
-    )
+    again = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json")
     assert json.loads(again.stdout)["wrapped"] == ["0", "1"]
 
 
-@pytest.mark.slow
-def test_without_memory_nothing_is_judged(accel, models):
-    done = accel("estimate", "models:alone")
+def test_without_memory_nothing_is_judged(estimate, models):
+    done = estimate("models:alone")
     assert done.returncode == 0
     assert rows(done)[0][:4] == ["1", "1", "1", "4.0 MB"]
     assert rows(done)[0][6] == "-", "there is nothing to measure activations with"
     assert "fits" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_smaller_batch_and_another_optimizer_take_less(accel, models):
+def test_a_smaller_batch_and_another_optimizer_take_less(estimate, models):
     def total(*options):
-        done = accel("estimate", "models:make", "--json", *options)
+        done = estimate("models:make", "--json", *options)
         return json.loads(done.stdout)["layouts"][0]["bytes"]
 
     first = total()
@@ -157,12 +185,11 @@ def test_a_smaller_batch_and_another_optimizer_take_less(accel, models):
     assert total("--mixed-precision", "bf16")["parameters"] == WHOLE
 
 
-@pytest.mark.slow
-def test_the_layout_is_written_beside_what_the_profile_says(accel, models, home, cwd):
-    accel("config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
+def test_the_layout_is_written_beside_what_the_profile_says(estimate, models, home, cwd, capfd):
+    in_process.run(capfd, "config", "set", "mixed_precision=bf16", "log_level=info", "--profile", "gpu")
     file = home / "profiles" / "gpu.yaml"
     file.write_text(file.read_text() + "# mine\n")
-    done = accel("estimate", "models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
+    done = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "--write-profile", "gpu")
     assert done.returncode == 0, done.stderr
     text = file.read_text()
     assert "# mine" in text
@@ -171,30 +198,27 @@ def test_the_layout_is_written_beside_what_the_profile_says(accel, models, home,
     assert data["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     assert data["fully_shard"]["reshard_after_forward"] is True
     assert "the estimate is for mixed_precision: no, and" in done.stderr
-    assert accel("config", "validate", file).returncode == 0
+    assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
-@pytest.mark.slow
-def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(accel, models, cwd):
+def test_a_layout_of_whole_models_takes_out_what_no_longer_has_a_say(estimate, models, cwd, capfd):
     file = cwd / "new.yaml"
-    first = accel("estimate", "models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
+    first = estimate("models:make", "--devices", 2, "--memory", "3.2MB", "-o", file)
     assert first.returncode == 0, first.stderr
     assert "fully_shard" in yaml.safe_load(file.read_text())
-    again = accel("estimate", "models:make", "--devices", 2, "--memory", "80GB", "--output", file)
+    again = estimate("models:make", "--devices", 2, "--memory", "80GB", "--output", file)
     assert again.returncode == 0, again.stderr
     data = yaml.safe_load(file.read_text())
     assert data["parallel"] == {"dp_replicate": 2, "dp_shard": 1, "tp": 1}
     assert "fully_shard" not in data
-    assert accel("config", "validate", file).returncode == 0
+    assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
-@pytest.mark.slow
-def test_nothing_is_written_where_nothing_fits(accel, models, cwd):
-    assert accel("estimate", "models:make", "--memory", "1MB", "-o", "new.yaml").returncode == 1
+def test_nothing_is_written_where_nothing_fits(estimate, models, cwd):
+    assert estimate("models:make", "--memory", "1MB", "-o", "new.yaml").returncode == 1
     assert not (cwd / "new.yaml").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -212,24 +236,22 @@ def test_nothing_is_written_where_nothing_fits(accel, models, cwd):
         ((), "Missing argument 'MODEL'"),
     ],
 )
-def test_what_cannot_be_estimated_is_one_message_and_code_2(accel, models, args, said):
-    done = accel("estimate", *args)
+def test_what_cannot_be_estimated_is_one_message_and_code_2(estimate, models, args, said):
+    done = estimate(*args)
     assert done.returncode == 2
     assert said in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_configuration_of_transformers_is_estimated(accel, cwd):
+def test_a_configuration_of_transformers_is_estimated(estimate, cwd):
     pytest.importorskip("transformers")
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100,
     }  # fmt: skip
     (cwd / "config.json").write_text(json.dumps(config))
-    done = accel(
-        "estimate", ".", "--devices", 4, "--memory", "24GB", "--mixed-precision", "bf16", "--seq-length", 128
-    )
+    done = estimate(".", "--devices", 4, "--memory", "24GB", "--mixed-precision", "bf16", "--seq-length", 128)
     assert done.returncode == 0, done.stderr
     assert "LlamaForCausalLM" in done.stderr
     assert "input_ids [1, 128], labels [1, 128]" in done.stderr
