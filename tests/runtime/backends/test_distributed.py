@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
+from forked import ForkServer
 from ports import free_port
 
 INSPECT = """
@@ -22,40 +23,65 @@ atexit.register(lambda: print("is there" if dist.is_initialized() else "is gone"
 """
 
 
-def start(code, rank, size, port=0):
-    """A process placed by a launcher, that runs `code`."""
+@pytest.fixture(scope="module")
+def fork_server():
+    """An interpreter that forks the processes of a script."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(fork_server, tmp_path):
+    """Runs code in a process that a launcher started alone; returns its output, its errors and its exit code."""
+
+    def run(code):
+        script = tmp_path / "train.py"
+        script.write_text(code)
+        (done,) = fork_server.run(script, [environ(0, 1, port=0)])
+        return done
+
+    return run
+
+
+@pytest.fixture
+def printed(run):
+    """Returns what code prints, line by line."""
+
+    def printed(code):
+        out, errors, exit_code = run(code)
+        assert exit_code == 0, errors
+        return out.splitlines()
+
+    return printed
+
+
+def environ(rank, size, port):
+    """The environment of a process that a launcher starts."""
     counts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    told = {name: str(value) for name, value in (counts | store).items()}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | told, **pipes)
+    return counts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def printed(code):
-    """What one process prints that a launcher placed alone."""
-    process = start(INSPECT + code, 0, 1)
-    out, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    return out.splitlines()
-
-
-def test_a_group_of_ours_has_the_timeout_of_the_settings_and_is_gone_at_the_end(monkeypatch):
+def test_a_group_of_ours_has_the_timeout_of_the_settings_and_is_gone_at_the_end(printed, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_TIMEOUT", "90")
-    assert printed("Accelerator(); print(dist.get_backend(), seconds())") == ["gloo 90.0", "is gone"]
+    assert printed(INSPECT + "Accelerator(); print(dist.get_backend(), seconds())") == [
+        "gloo 90.0",
+        "is gone",
+    ]
 
 
-def test_options_of_the_script_win_over_the_settings():
+def test_options_of_the_script_win_over_the_settings(printed):
     code = "kwargs = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=7))\n"
     code += "Accelerator(kwargs_handlers=[kwargs]); print(seconds())"
-    assert printed(code) == ["7.0", "is gone"]
+    assert printed(INSPECT + code) == ["7.0", "is gone"]
 
 
-def test_a_group_of_the_script_is_used_and_left_alone():
+def test_a_group_of_the_script_is_used_and_left_alone(printed):
     code = (
         "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=11)); ours = dist.group.WORLD\n"
     )
     code += "Accelerator().wait_for_everyone(); print(seconds(), dist.group.WORLD is ours)"
-    assert printed(code) == ["11.0 True", "is there"]
+    assert printed(INSPECT + code) == ["11.0 True", "is there"]
 
 
 # A stand-in: SageMaker's own library exists in its images only. It registers itself with torch when it is imported.
@@ -87,15 +113,12 @@ print(dist.get_backend(), backend.begin_sum(torch.ones(2))().tolist(), backend.n
 """
 
 
-def test_sagemakers_library_is_imported_and_asked_for_before_the_group_is_made(monkeypatch):
+def test_sagemakers_library_is_imported_and_asked_for_before_the_group_is_made(printed, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
-    process = start(STAND_IN + CONNECT, 0, 1)
-    out, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    assert out.splitlines() == ["asked for by rank 0", "smddp [1.0, 1.0] smddp"]
+    assert printed(STAND_IN + CONNECT) == ["asked for by rank 0", "smddp [1.0, 1.0] smddp"]
 
 
-def test_sagemakers_library_where_it_is_not_is_one_message(monkeypatch):
+def test_sagemakers_library_where_it_is_not_is_one_message(run, monkeypatch):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_BACKEND", "smddp")
     for code, said in (
         (CONNECT, "which cannot be imported here (No module named 'smdistributed')"),
@@ -104,19 +127,39 @@ def test_sagemakers_library_where_it_is_not_is_one_message(monkeypatch):
             "smddp is for NVIDIA GPUs, and the device is cpu",
         ),
     ):
-        process = start(code, 0, 1)
-        assert said in process.communicate(timeout=200)[1].splitlines()[-1]
+        _, errors, exit_code = run(code)
+        assert said in errors.splitlines()[-1]
+        assert exit_code == 1
+
+
+END = "import torch, accel_runtime; accel_runtime.Accelerator().gather(torch.ones(3))"
+
+
+def forked(server, script, environs):
+    """The output, errors and exit codes of processes that are forked from one interpreter."""
+    return server.run(script, environs)
+
+
+def launched(_, script, environs):
+    """The same of interpreters of their own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    told = [{name: str(value) for name, value in environ.items()} for environ in environs]
+    processes = [
+        subprocess.Popen([sys.executable, script], env=os.environ | {"OMP_NUM_THREADS": "1"} | some, **pipes)
+        for some in told
+    ]
+    return [(*process.communicate(timeout=240), process.returncode) for process in processes]
 
 
 @pytest.mark.slow
-def test_processes_that_end_right_after_a_collective_end_well():
-    """gloo's threads may still be at work: see `_leave`, without which about one pair in ten aborts."""
-
-    def pair(_):
-        code = "import torch, accel_runtime; accel_runtime.Accelerator().gather(torch.ones(3))"
-        with free_port() as port:
-            processes = [start(code, rank, 2, port) for rank in range(2)]
-            return [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
-
-    with ThreadPoolExecutor(2) as two:  # at once: a busy machine shows it sooner
-        assert list(two.map(pair, range(8))) == [[("", 0)] * 2] * 8
+@pytest.mark.parametrize("start", [forked, pytest.param(launched, marks=pytest.mark.full)])
+def test_processes_that_end_right_after_a_collective_end_well(fork_server, tmp_path, start):
+    """gloo's threads may still be at work: see `_leave`, without which about one launched pair in ten aborts."""
+    script = tmp_path / "train.py"
+    script.write_text(END)
+    with ExitStack() as ports:
+        for _ in range(4):
+            # Two pairs at once: a busy machine shows it sooner.
+            pairs = [ports.enter_context(free_port()) for _ in range(2)]
+            done = start(fork_server, script, [environ(rank, 2, port) for port in pairs for rank in range(2)])
+            assert done == [("", "", 0)] * 4

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import ForkServer
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives import MismatchError, broadcast, gather, gather_object, gather_valid, reduce
@@ -138,7 +137,7 @@ def test_a_call_is_known_by_its_line_outside_of_the_package():
 SCRIPT = """
 import datetime, os, sys, time, torch, torch._dynamo, torch.distributed as dist
 from accel_runtime import Accelerator, InitProcessGroupKwargs
-from accel_runtime.collectives import RankLostError, StallError; import together
+from accel_runtime.collectives import RankLostError, StallError
 
 accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=PATIENCE))])
 model = accelerator.prepare(torch.nn.Linear(1, 1))
@@ -154,36 +153,12 @@ except StallError as error:
 """
 
 
-# On a busy machine one may take many seconds longer to import torch than another.
-TOGETHER = """
-import os, pathlib, time
-here = pathlib.Path(__file__).parent
-(here / f"imported-{os.environ['RANK']}").touch()
-while len(list(here.glob("imported-*"))) < int(os.environ["WORLD_SIZE"]):
-    time.sleep(0.05)
-"""
-
-
-def run(odd, patience, processes, tmp_path, port, *, apart):  # noqa: PLR0913
-    """What ranks print of which the last does something else; `apart`, each is alone on its machine."""
-    (tmp_path / "train.py").write_text(SCRIPT.replace("ODD", odd).replace("PATIENCE", str(patience)))
-    (tmp_path / "together.py").write_text(TOGETHER)
-    started = []
-    for rank in range(processes):
-        local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        local = local if apart else {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": processes}
-        counts = {"RANK": rank, "WORLD_SIZE": processes} | local
-        told = {k: str(v) for k, v in (counts | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, str(tmp_path / "train.py")],
-                env=os.environ | told | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return [(*process.communicate(timeout=240), process.returncode) for process in started]
+@pytest.fixture(scope="module")
+def fork_server():
+    """An interpreter that forks the processes of a script."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -198,9 +173,20 @@ def run(odd, patience, processes, tmp_path, port, *, apart):  # noqa: PLR0913
 )
 @pytest.mark.parametrize("apart", [False, True], ids=["one machine", "three machines"])
 @pytest.mark.slow
-def test_ranks_that_wait_in_vain_are_told_for_whom(odd, error, patience, apart, tmp_path, port):  # noqa: PLR0913, PLR0917
+def test_ranks_that_wait_in_vain_are_told_for_whom(  # noqa: PLR0913, PLR0917
+    fork_server, odd, error, patience, apart, tmp_path, port
+):
+    """Of three ranks the last does something else; `apart`, each is alone on its machine."""
     missing = 2
-    *waiting, gone = run(odd, patience, 3, tmp_path, port, apart=apart)
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("ODD", odd).replace("PATIENCE", str(patience)))
+    group = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    locals_ = [(0, 1) if apart else (rank, 3) for rank in range(3)]
+    environs = [
+        group | {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
+        for rank, (local, size) in enumerate(locals_)
+    ]
+    *waiting, gone = fork_server.run(script, environs)
     for out, errors, code in waiting:
         assert out, errors
         kind, seconds, *_ = out.split()
