@@ -443,8 +443,15 @@ def interrupted(kind, epoch, state=None):
     return found, state
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize(
+    ("kind", "epoch"),
+    [
+        # Workers take long to start: `data/test_position.py` and `data/test_augmentation.py` resume other epochs of theirs.
+        pytest.param(kind, epoch, marks=[pytest.mark.full] * (kind == "workers" and epoch == 1))
+        for kind in RESUMED
+        for epoch in (0, 1)
+    ],
+)
 def test_a_run_that_goes_on_has_what_was_left_of_its_epoch_on_any_number_of_processes(clusters, kind, epoch):
     """There: another order than that of the epoch left, epoch 0 twice, or an epoch without samples."""
 

@@ -653,8 +653,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("text", [EARLY_SCRIPT, RECENT_SCRIPT], ids=["an early script", "a recent script"])
+@pytest.mark.parametrize(
+    ("text", "processes"),
+    [
+        pytest.param(EARLY_SCRIPT, 1, id="an early script-1"),
+        pytest.param(EARLY_SCRIPT, 2, id="an early script-2", marks=pytest.mark.full),
+        pytest.param(RECENT_SCRIPT, 1, id="a recent script-1", marks=pytest.mark.full),
+        pytest.param(RECENT_SCRIPT, 2, id="a recent script-2"),
+    ],
+)
 def test_a_script_whose_import_is_changed_runs(accel, script, text, processes):
     path = script(re.sub(r"\bfrom accelerate\b", "from accel_runtime", text))
     done = accel("launch", "--cpu", "--nproc-per-node", processes, path)

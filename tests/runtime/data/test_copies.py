@@ -10,6 +10,7 @@ import torch
 import walks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairs import pairwise_params
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from walks import checked, chunks, walked
@@ -88,10 +89,12 @@ def every_walk(kind, reader, copies, even):
 # What is read ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copies", [2, 4])
-@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("reader", ["each", "the first"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "reader", "even", "copies"),
+    pairwise_params(
+        {"kind": list(KINDS), "reader": ["each", "the first"], "even": [True, False], "copies": [2, 4]}
+    ),
+)
 def test_parts_are_those_of_as_many_processes_and_copies_get_the_same(four, kind, reader, even, copies):
     found = four.run(every_walk, kind, reader, copies, even)
     for key in found[0]:
@@ -100,9 +103,16 @@ def test_parts_are_those_of_as_many_processes_and_copies_get_the_same(four, kind
         assert checked(own) == chunks(range(count), size, drop_last=drop)
 
 
-@pytest.mark.parametrize("dispatch", [False, True], ids=["each reads", "the first reads"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [walks.Shuffled, walks.Divided, walks.Stateful, walks.Buffered, range])
+@pytest.mark.parametrize(
+    ("kind", "workers", "dispatch"),
+    pairwise_params(
+        {
+            "kind": [walks.Shuffled, walks.Divided, walks.Stateful, walks.Buffered, range],
+            "workers": [0, 2],
+            "dispatch": [False, True],
+        }
+    ),
+)
 def test_ranks_seeded_apart_read_the_same_with_their_copies(four, kind, workers, dispatch):
     def walk(kind, workers, dispatch):
         made = accelerator(dispatch_batches=dispatch)

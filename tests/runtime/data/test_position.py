@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairs import pairwise_params
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from accel_runtime import Accelerator
@@ -56,7 +57,11 @@ ORDERS = {
     "batches of the script": lambda: {"batch_sampler": Pairs()},
     "one by one": lambda: {"batch_size": None, "shuffle": True},
 }
-every_order = pytest.mark.parametrize("kind", ORDERS)
+RANKS = [
+    pytest.param(1, id="1 process"),
+    pytest.param(2, id="2 processes", marks=pytest.mark.full),
+    pytest.param(3, id="3 processes"),
+]
 
 
 def made(accelerator, kind):
@@ -111,8 +116,11 @@ def resumed(kind, kept):
 
 
 @pytest.mark.slow
-@every_order
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "epoch"),
+    pairwise_params({"ranks": RANKS, "kind": list(ORDERS), "epoch": [0, 1]}),
+    indirect=["ranks"],
+)
 def test_what_is_left_of_an_epoch_is_what_an_uninterrupted_run_has(ranks, kind, epoch):
     """Rows B1 and B6, with the samples of a step gathered, so that every rank says the same."""
     (kept, rest, _), *others = ranks.run(interrupted, kind, epoch, 2)
@@ -129,13 +137,20 @@ def test_the_epoch_after_the_resumed_one_goes_on_with_the_loaders_own_generator(
     ] * ranks.size
 
 
-@every_order
-def test_a_run_goes_on_with_another_number_of_processes(clusters, kind):
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        # Workers take long to start; what they read is the same.
+        pytest.param(kind, *sizes, marks=[pytest.mark.full] * (kind == "workers" and sizes[0] != 2))
+        for kind in ORDERS
+        for sizes in ((1, 2), (2, 3), (3, 2), (2, 1))
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_processes(clusters, kind, before, after):
     """Row B5: the samples not seen yet, in the order of the epoch."""
-    for before, after in ((1, 2), (2, 3), (3, 2), (2, 1)):
-        kept, rest, _ = clusters[before].run(interrupted, kind, 1, 2)[0]
-        for again, _, _ in clusters[after].run(resumed, kind, kept):
-            assert again == rest
+    kept, rest, _ = clusters[before].run(interrupted, kind, 1, 2)[0]
+    for again, _, _ in clusters[after].run(resumed, kind, kept):
+        assert again == rest
 
 
 def test_a_state_is_the_same_on_all_ranks(several):
@@ -199,8 +214,11 @@ def test_what_is_no_state_of_a_loader_or_of_another_kind_of_loader_is_refused():
 # Skipping ---------------------------------------------------------------------------------
 
 
-@every_order
-@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "skip"),
+    pairwise_params({"ranks": RANKS, "kind": list(ORDERS), "skip": [0, 1, 3]}),
+    indirect=["ranks"],
+)
 def test_skipped_batches_are_left_out_and_the_rest_is_exact(ranks, kind, skip):
     """Row B4: what a gather for metrics returns of the last batch too."""
 
