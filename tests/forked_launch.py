@@ -154,7 +154,7 @@ INTERPRETER = Interpreter()
 
 
 def _read_at_start(environ):
-    return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_"))}
+    return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_", "MALLOC_"))}
 
 
 @contextmanager

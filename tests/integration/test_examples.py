@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from forked_launch import preload, run
 
 pytestmark = pytest.mark.slow  # each takes seconds, and there are many
 
@@ -30,16 +31,23 @@ PRINTED = {
 """For each example its arguments here, and what its output holds."""
 
 
+@pytest.fixture
+def accel(cwd, monkeypatch):
+    """Runs `accel`, forked from an interpreter that has imported torch and scikit-learn, in an empty folder."""
+    preload("sklearn.datasets", "sklearn.metrics")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a process alone would take all cores for models this small
+    return run
+
+
 def test_every_example_is_run():
     assert sorted(PRINTED) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("example", sorted(PRINTED))
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_example_prints_its_result_once(accel, monkeypatch, example, processes):
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     arguments, printed = PRINTED[example]
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     done = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(printed, done.stdout)) == 1, done.stdout
@@ -72,7 +80,6 @@ def test_weighted_tokens_give_the_same_losses_on_one_and_on_two_processes(accel)
 def test_a_divided_model_is_exported_whole(accel, monkeypatch, layout):
     for name, size in layout.items():
         monkeypatch.setenv(f"ACCEL_PARALLEL_{name}", str(size))
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     done = accel("launch", "--cpu", "--nproc-per-node", 2, EXAMPLES / "sharded.py", "--epochs", 2)
     assert done.returncode == 0, done.stderr
     here, everywhere = map(

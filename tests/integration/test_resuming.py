@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from forked_launch import Accel
+from forked_launch import Accel, preload
 from forked_launch import run as forked
 from slowed import EXAMPLES, checkpointing
 
@@ -45,10 +45,16 @@ def example(cwd):
     """The example, slow as long as the folder has a file `hold`."""
     path = cwd / "train.py"
     # One process writes as Python does: to a pipe, when it ends.
-    now = "import hashlib\nimport sys\nsys.stdout.reconfigure(line_buffering=True)\n"
-    text = checkpointing(cwd / "hold").replace("import hashlib\n", now)
-    path.write_text(text.replace("from digits", f"sys.path.append({str(EXAMPLES)!r})\nfrom digits"))
+    now = "import sys\nsys.stdout.reconfigure(line_buffering=True)\n"
+    path.write_text(checkpointing(cwd / "hold").replace("import sys\n", now))
     return path
+
+
+@pytest.fixture(autouse=True)
+def environment(home, monkeypatch):
+    """What the example imports is imported once, and a process alone does not take all cores."""
+    preload("sklearn.datasets")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 class Run:
@@ -131,8 +137,15 @@ def left(cwd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2], ids=["1 process", "2 processes"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [
+        (signal.SIGUSR1, 1),
+        (signal.SIGTERM, 2),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_run_that_is_preempted_saves_and_ends_with_the_weights_of_a_whole_one(
     run, cwd, whole, processes, number
 ):
@@ -165,14 +178,14 @@ def test_a_run_that_is_killed_ends_with_the_weights_of_a_whole_one(run, cwd, who
 
 
 @pytest.mark.slow
-def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
+def test_processes_that_are_started_again_go_on_by_themselves(cwd, script):
     script(DIES)
-    undisturbed = accel("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
+    undisturbed = forked("launch", "--cpu", "--nproc-per-node", 2, "train.py", 0)
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert "begins at 0 of run None" in undisturbed.stdout
     options = ("launch", "--cpu", "--nproc-per-node", 2, "--max-restarts", 1, "train.py")
     # The checkpoint of the run before is there: a run that has none yet does not take it up.
-    early, late = accel(*options, 2), accel(*options, 5)
+    early, late = forked(*options, 2), forked(*options, 5)
     for done in (early, late):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
@@ -185,7 +198,7 @@ def test_processes_that_are_started_again_go_on_by_themselves(accel, script):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
+def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(cwd):
     options = (
         "--cpu",
         "--resume",
@@ -197,7 +210,7 @@ def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(accel):
         "--project-dir",
         "project",
     )
-    done = accel("launch", *options)
+    done = forked("launch", *options)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
 

@@ -165,7 +165,6 @@ def test_a_signal_that_a_wrapper_sends_twice_is_one(script, cwd, launch):
     assert len(list(cwd.glob("saved*"))) == 2
 
 
-@pytest.mark.slow
 def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
     script(DEAF + UP + WAIT)
     launched = launch("--shutdown-timeout", "1").up()

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from forked_launch import run
-from slowed import EXAMPLES, checkpointing
+from forked_launch import Accel, run
+from slowed import checkpointing
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""
@@ -45,10 +45,10 @@ if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
 
 
 @pytest.fixture
-def on_slurm(slurm_cluster, accel, monkeypatch):
+def on_slurm(slurm_cluster, cwd, monkeypatch):
     """Runs `accel` on the login node."""
     monkeypatch.setenv("PATH", f"{slurm_cluster.path}{os.pathsep}{os.environ['PATH']}")
-    return accel
+    return run
 
 
 @pytest.fixture
@@ -57,20 +57,8 @@ def jobs(slurm_cluster, cwd):
     started = []
 
     def launch(*args):
-        command = [
-            sys.executable,
-            "-m",
-            "accel_cli",
-            "launch",
-            "--cpu",
-            "--set",
-            "launcher.kind=slurm",
-            "--ranks",
-            "all",
-            *args,
-        ]
-        process = subprocess.Popen(
-            command,
+        process = Accel(
+            *("launch", "--cpu", "--set", "launcher.kind=slurm", "--ranks", "all", *args),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -389,10 +377,7 @@ def test_no_profile_reads_no_file(cwd, script, home):
 
 
 @pytest.mark.slow
-def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(
-    on_slurm, jobs, script, cwd, monkeypatch
-):
-    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}")
+def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(on_slurm, jobs, script, cwd):
     script(checkpointing(cwd / "hold"))
     options = ("--epochs", "2", "--every", "20", "--project-dir")
     whole = on_slurm("launch", "--cpu", "--nproc-per-node", 2, "train.py", *options, "whole", timeout=WAIT_S)

@@ -267,7 +267,9 @@ def asked(accel, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "module", [False, pytest.param(True, marks=pytest.mark.full)], ids=["script", "module"]
+)
 def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script, asked, module):
     if module:
         script("", "package/__init__.py")
