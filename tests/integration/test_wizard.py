@@ -1,5 +1,6 @@
 """The wizard in a real pseudo-terminal: what a person sees, types and gets."""
 
+import in_process
 import pytest
 
 from accel_cli.profile.layers import file, resolve
@@ -104,6 +105,7 @@ def test_no_at_the_end_writes_nothing(terminal, home):
     assert not home.exists()
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written):
     screen = terminal()
     screen.answer(KIND, DOWN + ENTER)
@@ -178,8 +180,8 @@ def test_a_named_profile_and_the_project_file_are_written_where_they_belong(term
         assert profile.launcher.kind == "single"
 
 
-def test_without_a_terminal_it_says_what_to_do_instead(accel, home):
-    done = accel("config")
+def test_without_a_terminal_it_says_what_to_do_instead(cwd, home, capfd):
+    done = in_process.run(capfd, "config")
     assert done.returncode == 2
     assert "accel config --default" in done.stderr
     assert "accel config set KEY=VALUE" in done.stderr

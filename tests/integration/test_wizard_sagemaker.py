@@ -2,6 +2,7 @@
 
 import time
 
+import in_process
 import pytest
 
 ENTER, DOWN, CTRL_C, CLEAR = "\r", "\x1b[B", "\x03", "\x15"
@@ -202,6 +203,6 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written
     assert (said.tags, said.requirements) == ({"team": "vision"}, "gone.txt")
 
 
-def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, accel, home):
-    assert accel("config", "--default").returncode == 0
+def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, cwd, capfd, home):
+    assert in_process.run(capfd, "config", "--default").returncode == 0
     assert not aws.calls()

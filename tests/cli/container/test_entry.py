@@ -164,6 +164,7 @@ def read(file):
         return b""
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_is_said_by_the_first_process(containers):
     host = containers.hosts("algo-1", source={"train.py": SAVES}).start()
     host.until("ready")

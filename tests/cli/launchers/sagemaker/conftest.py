@@ -1,24 +1,14 @@
 """A folder that is sent, what makes it a repository, and the S3 it is sent to, with a bad network before it."""
 
 import contextlib
-import os
 import socket
 import struct
 import subprocess
-import sys
 import threading
 
 import pytest
 from aws.models import keep_models
 
-MOTO = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()
-"""
 WHY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 SLOW_DOWN = (
     b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -75,21 +65,9 @@ def git(tree, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def moto_port():
+def moto_port(aws_plane):
     """The port of an AWS on loopback."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    command = [sys.executable, "-c", MOTO]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environ,
-        text=True,
-    ) as server:
-        yield int(server.stdout.readline())
-        # Its end of input would not come as long as a process that was forked from this one holds the pipe too.
-        server.kill()
+    return int(aws_plane.address.rpartition(":")[2])
 
 
 class Proxy:

@@ -64,6 +64,7 @@ def test_a_second_launch_needs_no_pip(index, tmp_path, monkeypatch):
     assert "pip cannot be run" in fetched(tmp_path, "3.11")[0]
 
 
+@pytest.mark.slow
 def test_for_a_python_that_is_not_known_there_are_wheels_for_each_that_has_some(index, tmp_path):
     said, names = fetched(tmp_path, None)
     assert said == ""
