@@ -29,7 +29,8 @@ RANKS = [
     pytest.param(2, id="2 processes", marks=pytest.mark.full),
     pytest.param(3, id="3 processes"),
 ]
-WHOLE = [walks.Stream, walks.Sized, walks.Shuffled, walks.Buffered, walks.Stateful]
+WHOLE = [walks.Stream, walks.Shuffled, walks.Buffered, walks.Stateful]
+WHOLE += [pytest.param(walks.Sized, marks=pytest.mark.full)]
 DIVIDED = {
     "in __iter__": (walks.Divided, None),
     "by worker_init_fn": (walks.Ranged, walks.divide),
