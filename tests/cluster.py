@@ -6,6 +6,7 @@ and forks a rank whenever it is asked to, which takes milliseconds where a fresh
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -40,6 +41,8 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
+    "torch._dynamo",
+    "accel_runtime.accelerator",
     "accel_runtime.utils",
 )
 """What the interpreter imports before it forks ranks."""
@@ -232,6 +235,8 @@ def preload(link):
     """Import torch, and fork ranks until the other end of the link is closed."""
     for name in PRELOADED:
         __import__(name)
+    gc.collect()
+    gc.freeze()
     ranks = set()
     while message := socket.recv_fds(link, 1 << 20, 1):
         data, (*connections,), _, _ = message
