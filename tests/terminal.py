@@ -9,6 +9,13 @@ import pyte
 
 __all__ = ["Terminal"]
 
+REAL = ["-m", "accel_cli"]
+WITHOUT_DEVICES = [
+    "-c",
+    "from accel_cli import machine, main; machine._asked = lambda _: machine.Machine(machine.cpus()); main.main()",
+]
+"""Starts `accel` on a machine that is known to have no devices: to find out takes a process that imports torch."""
+
 
 class Screen(pyte.Screen):
     """A screen that answers where its cursor is, as terminals do."""
@@ -22,15 +29,15 @@ class Screen(pyte.Screen):
 
 
 class Terminal:
-    """A screen on which `accel config` runs."""
+    """A screen on which `accel config` runs, which looks for the devices of this machine if `start` is `REAL`."""
 
-    def __init__(self, *args, columns=80, lines=40):
+    def __init__(self, *args, columns=80, lines=40, start=WITHOUT_DEVICES):
         self._screen = Screen(columns, lines)
         self._stream = pyte.Stream(self._screen)
         environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
         self.process = pexpect.spawn(
             sys.executable,
-            ["-m", "accel_cli", "config", *args],
+            [*start, "config", *args],
             dimensions=(lines, columns),
             env=environ,
             encoding="utf-8",

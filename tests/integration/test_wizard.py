@@ -2,6 +2,7 @@
 
 import in_process
 import pytest
+from terminal import REAL
 
 from accel_cli.profile.layers import file, resolve
 
@@ -12,7 +13,7 @@ FITS = "fit on one device?"
 
 
 def test_enter_on_every_question_writes_a_profile_that_launches(terminal, written, accel, script):
-    screen = terminal()
+    screen = terminal(start=REAL)
     for question in (KIND, PRECISION, WRITE):
         screen.answer(question, ENTER)
     assert screen.end() == 0

@@ -5,6 +5,8 @@ import time
 import in_process
 import pytest
 
+from accel_cli.machine import Machine
+
 ENTER, DOWN, CTRL_C, CLEAR = "\r", "\x1b[B", "\x03", "\x15"
 KIND, PROFILE, REGION, ROLE = "How should scripts run?", "Which AWS profile?", "Which region?", "Which role"
 TYPE, COUNT, SPOT = "Which instance type?", "How many instances?", "On demand, or spot?"
@@ -203,6 +205,7 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written
     assert (said.tags, said.requirements) == ({"team": "vision"}, "gone.txt")
 
 
-def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, cwd, capfd, home):
+def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, cwd, capfd, monkeypatch):
+    monkeypatch.setattr("accel_cli.machine.detect", lambda *_: Machine(2))
     assert in_process.run(capfd, "config", "--default").returncode == 0
     assert not aws.calls()
