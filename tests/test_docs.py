@@ -49,8 +49,8 @@ FAST = {"docs/launching.md", "docs/slurm.md"}
 CONSOLES = [block for block in ALL if block.language == "console"]
 
 
-FULL = {"docs/functions.md"}
-"""Pages that take half a minute, whose examples other tests run."""
+FULL = {"docs/checkpoint-commands.md", "docs/functions.md"}
+"""Pages that take half a minute, whose examples and commands other tests run."""
 
 
 def marks(page: Path) -> list[pytest.MarkDecorator]:

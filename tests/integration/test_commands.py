@@ -299,9 +299,14 @@ def test_env_also_answers_when_the_profile_is_broken(typed, home, machine):
     assert "default.yaml:2: device" in facts["profile"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("count", "precision"),
+    [
+        *(pytest.param(2, precision, marks=pytest.mark.slow) for precision in ("no", "bf16", "fp16")),
+        pytest.param(1, "no", marks=pytest.mark.slow),
+        *(pytest.param(1, precision, marks=pytest.mark.full) for precision in ("bf16", "fp16")),
+    ],
+)
 def test_the_self_check_holds_here(typed, cwd, count, precision):
     typed("config", "set", f"mixed_precision={precision}")
     done = forked_launch.run("test", "--nproc-per-node", count, cwd=cwd)

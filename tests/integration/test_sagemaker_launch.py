@@ -197,7 +197,12 @@ def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, envir
     ("operation", "fault", "words"),
     [
         ("s3:PutObject", {"kind": "denied", "after": 1}, "nothing of it is left there"),
-        ("CreateTrainingJob", {"kind": "broken", "times": None}, "an error of its own, 500 InternalFailure"),
+        pytest.param(
+            "CreateTrainingJob",
+            {"kind": "broken", "times": None},
+            "an error of its own, 500 InternalFailure",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_breaks_is_one_message_and_leaves_nothing(aws, launched, operation, fault, words):

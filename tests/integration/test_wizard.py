@@ -81,8 +81,10 @@ def test_a_person_goes_back_from_every_question(terminal, written):
     assert (written().launcher.nproc_per_node, written().mixed_precision) == (2, "bf16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize(
+    "at",
+    [pytest.param(at, marks=pytest.mark.slow if at in {0, 5} else pytest.mark.full) for at in range(6)],
+)
 def test_ctrl_c_at_any_question_leaves_nothing_behind(terminal, home, at):
     screen = terminal()
     keys = [(KIND, DOWN + ENTER), (NNODES, ENTER), (NPROC, ENTER), (PRECISION, ENTER), (FITS, ENTER)]

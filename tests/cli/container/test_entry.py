@@ -199,7 +199,7 @@ def test_what_the_job_says_wrongly_is_one_message(containers, work, reason):
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_script_that_fails_on_two_hosts_by_itself_is_the_reason_on_each(containers, port):
     script = (
         "import os, accel_runtime\naccel_runtime.Accelerator().wait_for_everyone()\n"

@@ -71,6 +71,7 @@ def test_a_container_that_is_taken_away_saves_and_the_next_one_ends_with_the_wei
     assert "step 10:" not in said
 
 
+@pytest.mark.full
 def test_two_hosts_with_a_folder_each_save_on_the_first_and_both_go_on_from_what_the_platform_kept(
     containers, source, opt, port, tmp_path
 ):
