@@ -90,6 +90,9 @@ class Failure:
     @property
     def code(self) -> int:
         """What the launcher exits with: 128 + n where signal n ended the process."""
+        if self.chain and self.exitcode in {-signal.SIGTERM, -signal.SIGKILL}:
+            # It had failed, and the launcher ended it before it was done with ending.
+            return self.exit if isinstance(self.exit, int) else 1
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
 
     @property

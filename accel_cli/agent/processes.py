@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -65,7 +66,9 @@ class Processes(SubprocessContext):
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
         handlers = self.subprocess_handlers.items()
-        self.stopped |= {rank for rank, handler in handlers if handler.proc.poll() is None}
+        running = {rank for rank, handler in handlers if handler.proc.poll() is None}
+        # One that has recorded its failure is only not done with ending, and the others may have lost it before that.
+        self.stopped |= {rank for rank in running if not Path(self.error_files[rank]).exists()}
         super().close(death_sig, self._shutdown_timeout if timeout is None else timeout)
 
     @override

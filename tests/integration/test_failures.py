@@ -55,6 +55,20 @@ def test_an_exception_while_the_others_are_in_a_collective(fails, home):
     assert log(home, 2).count("ValueError: there is no data\n") == 1
 
 
+def test_a_rank_that_has_raised_and_is_slow_to_end_is_the_first_failure(fails):
+    lines, code = fails(
+        "import atexit, os, time\nfrom pathlib import Path\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    atexit.register(time.sleep, 60)\n    atexit.register(Path('ending').touch)\n"
+        "    raise ValueError('there is no data')\n"
+        "while not Path('ending').exists():\n    time.sleep(0.01)\n"
+        "raise RuntimeError('[gloo/transport/tcp/pair.cc] Connection closed by peer')\n"
+    )
+    assert code == 1
+    assert lines[-1].startswith("accel: error: rank 2 of 4 on ")
+    assert lines[-1].endswith(": ValueError: there is no data")
+
+
 def test_all_ranks_raise(fails):
     lines, code = fails(
         "import os, time\ntime.sleep(1.5 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"

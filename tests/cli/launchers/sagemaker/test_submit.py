@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -264,7 +265,8 @@ def assumable_after(aws, monkeypatch, times):
     said = "Could not assume role arn:aws:iam::123456789012:role/trainer."
     aws.fault("CreateTrainingJob", "error", code="ValidationException", message=said, times=times)
     slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
+    # Only there: threads of other tests sleep too.
+    monkeypatch.setattr("accel_cli.launchers.sagemaker.starting.time", SimpleNamespace(sleep=slept.append))
     return slept
 
 
