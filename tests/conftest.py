@@ -153,6 +153,7 @@ def aws_plane(tmp_path_factory):
 def aws(aws_plane, monkeypatch):
     """The plane as this test's AWS: empty at its start and at its end; bundles run only after `settings(run=True)`."""
     aws_plane.use(monkeypatch)
+    aws_plane.reset()  # tests of uploads use it by its port
     yield aws_plane
     aws_plane.reset()
 
@@ -185,3 +186,10 @@ def pytest_collection_finish(session):
     """Leave what importing the tests made out of every later garbage collection: it is a million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish():
+    """End the interpreters that tests have forked from."""
+    for name in ("cluster", "forked_launch"):
+        if module := sys.modules.get(name):
+            module.INTERPRETER.close()

@@ -136,6 +136,14 @@ class Interpreter:
         assert pid, "the interpreter that forks launches has ended"
         return int(pid)
 
+    def close(self):
+        """End the interpreter; what it has forked are children of this process, and run on."""
+        if self._process is not None:
+            self._link.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
     def _start(self):
         self._read = _read_at_start(os.environ)
         self._link, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)

@@ -136,7 +136,7 @@ MUTATIONS = (
         "accel_cli/launchers/sagemaker/running.py",
         '        "args": list(job.args),',
         '        "args": list(job.args[1:]),',
-        ("tests/cli/launchers/sagemaker",),
+        ("tests/cli/launchers/sagemaker/test_section.py", "tests/cli/launchers/sagemaker/test_submit.py"),
     ),
 )
 

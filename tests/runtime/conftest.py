@@ -44,7 +44,6 @@ def clusters(replicas):
     yield sizes | replicas
     for some in sizes.values():
         some.close()
-    cluster.INTERPRETER.close()
 
 
 TWO = pytest.param(2, id="2 processes", marks=pytest.mark.full)

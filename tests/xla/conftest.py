@@ -27,7 +27,6 @@ def gloo():
     yield sizes
     for some in sizes.values():
         some.close()
-    cluster.INTERPRETER.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

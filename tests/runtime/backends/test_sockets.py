@@ -152,6 +152,14 @@ def test_ranks_of_one_machine_meet_over_sockets_and_others_over_gloo(pair, clust
     assert clusters["apart"].run(wire) == [GlooWire.__name__] * 3
 
 
+def new_group():
+    """Make a gloo group, whether or not another test has made the default one."""
+    from accel_runtime import Accelerator
+
+    Accelerator()
+    return dist.new_group(backend="gloo")
+
+
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
 def test_where_one_rank_cannot_be_reached_none_uses_sockets(pair, broken):
     def attempt(broken):
@@ -161,7 +169,7 @@ def test_where_one_rank_cannot_be_reached_none_uses_sockets(pair, broken):
         def refuse(*_, **__):
             raise OSError("no room")
 
-        group = dist.new_group(backend="gloo")
+        group = new_group()
         what = {
             "no folder": (tempfile, "mkdtemp"),
             "cannot listen": (socket.socket, "listen"),
@@ -189,8 +197,8 @@ def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
         class Watched(socket.socket):
             bind = watched
 
+        group = new_group()
         with mock.patch.object(socket, "socket", Watched):
-            group = dist.new_group(backend="gloo")
             peers = connected(group, group.get_group_store(), timedelta(seconds=10))
         for peer in peers.values():
             peer.close()
