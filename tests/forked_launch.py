@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 PRELOADED = (
@@ -38,7 +38,6 @@ PRELOADED = (
     "typer.rich_utils",
 )
 """What the interpreter imports before it forks."""
-PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 """Numbers of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
@@ -125,6 +124,8 @@ class Interpreter:
         Returns:
             Its process id.
         """
+        from accel_cli.forkserver.server import _adopting  # not in the interpreter before what it preloads
+
         with self._lock, _adopting():
             if self._process is None:
                 self._start()
@@ -163,17 +164,6 @@ INTERPRETER = Interpreter()
 
 def _read_at_start(environ):
     return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_", "MALLOC_"))}
-
-
-@contextmanager
-def _adopting():
-    """While this holds, a process whose parent ends becomes a child of this one."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def serve(link):
