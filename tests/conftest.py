@@ -182,6 +182,11 @@ def written(home):
     return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile
 
 
+def pytest_configure():
+    """Have SIGHUP end the processes that tests start, also if pytest was started with nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def pytest_collection_finish(session):
     """Leave what importing the tests made out of every later garbage collection: it is a million objects."""
     gc.collect()
