@@ -165,27 +165,65 @@ def resumed(script: Script, folder: str, name: str, before: Callable[[Training],
     """What fresh objects see after loading."""
     run = begun(script, 77)
     before(run)
-    run.accelerator.load_state(Path(folder) / name)
+    run.accelerator.resume(Path(folder) / name)
     return walked(script, run)
 
 
-def every_point(script: Script, folder: str, points: Sequence[int] | None = None):
-    """What is wrong with any resume of this rank: (checkpoint, what came, what should have come); and how many were."""
+def skip_after_load(script: Script, checkpoint: Path, first_epoch: int, done: int, way: str):
+    """Return the rows and weights of fresh objects that load a state, and skip what was trained on as scripts do.
+
+    Args:
+        script: The training.
+        checkpoint: What is loaded.
+        first_epoch: The epoch to begin with.
+        done: How many steps of it had been taken.
+        way: `skip_first_batches`, or `continue` in the loop.
+    """
+    run = begun(script, 77)
+    run.accelerator.load_state(checkpoint)
+    rows = []
+    for epoch in range(first_epoch, EPOCHS):
+        skip = done if epoch == first_epoch else 0
+        loader = run.loader
+        if way == "skip_first_batches" and skip:
+            loader, skip = run.accelerator.skip_first_batches(loader, skip), 0
+        for step, batch in enumerate(loader):
+            if step < skip:
+                continue
+            rows.append(row(run, batch, script.step(run, batch)))
+    return rows, weights(run)
+
+
+def every_point(
+    script: Script, folder: str, points: Sequence[int] | None = None, ways: Sequence[str] = ("resume",)
+):
+    """Return the resumes of this rank that differ: (way, checkpoint, step, came, expected); and the number of each."""
     rows, end, places = uninterrupted(script, folder, points)
     wrong = []
-    for name, number in places.items():
-        again, finally_ = resumed(script, folder, name)
+    for way, (name, number) in itertools.product(ways, places.items()):
+        if way == "resume":
+            again, finally_ = resumed(script, folder, name)
+        else:
+            first_epoch, done = divmod(number, len(rows) // EPOCHS)
+            again, finally_ = skip_after_load(script, Path(folder) / name, first_epoch, done, way)
         if again != rows[number:]:
             pairs = itertools.zip_longest(again, rows[number:])
             at, (came, should) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-            wrong.append((name, at, came, should))
+            wrong.append((way, name, at, came, should))
         elif finally_ != end:
-            wrong.append((name, {key: (finally_[key], end[key]) for key in end if finally_[key] != end[key]}))
+            differences = {key: (finally_[key], end[key]) for key in end if finally_[key] != end[key]}
+            wrong.append((way, name, differences))
     return wrong, len(places), len(rows)
 
 
-def continues(ranks, script: Script, folder: Path, points: Sequence[int] | None = None):
+def continues(
+    ranks,
+    script: Script,
+    folder: Path,
+    points: Sequence[int] | None = None,
+    ways: Sequence[str] = ("resume",),
+):
     """Every resume is the uninterrupted run."""
-    for wrong, count, steps in ranks.run(every_point, script, str(folder), points):
+    for wrong, count, steps in ranks.run(every_point, script, str(folder), points, ways):
         assert not wrong, wrong[:2]
         assert count >= (steps if points is None else 1)

@@ -119,7 +119,7 @@ def test_the_environment_is_read_at_the_edges_only():
 def test_a_file_opens_with_a_docstring_and_has_one_subject():
     assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(tree(path))]
     lengths = {name(path): len(path.read_text().splitlines()) for path in [*CLI, *RUNTIME]}
-    assert not {path: length for path, length in lengths.items() if length >= 420}
+    assert not {path: length for path, length in lengths.items() if length > 600}
 
 
 def test_unsafe_loading_and_shells_are_nowhere():

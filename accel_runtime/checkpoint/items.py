@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from accel_runtime.checkpoint.live import fitting, named
 from accel_runtime.checkpoint.manifest import Stored
-from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.loader import NextBatch, PreparedLoader
 
 __all__ = ["Item", "Loader", "Stateful"]
 
@@ -103,9 +103,9 @@ class Loader(Item):
     One that the script has let go, when it saved or when it loads, has no state.
     """
 
-    def __init__(self, name: str, loader: PreparedLoader | None) -> None:
+    def __init__(self, name: str, loader: PreparedLoader | None, position: NextBatch = "next_batch") -> None:
         super().__init__(name)
-        self._loader = loader
+        self._loader, self._position = loader, position
         self.every_rank = loader is not None and loader.own_data
 
     @override
@@ -119,4 +119,4 @@ class Loader(Item):
     @override
     def restore(self, tree: Any) -> None:
         if self._loader is not None and tree is not None:
-            self._loader.load_state_dict(tree, random_restored=not self.moved)
+            self._loader.load_state_dict(tree, random_restored=not self.moved, position=self._position)

@@ -19,7 +19,7 @@ from accel_runtime.checkpoint.manifest import Stored
 from accel_runtime.checkpoint.models import Model
 from accel_runtime.checkpoint.names import parameter_names
 from accel_runtime.checkpoint.optimizers import Optimizer
-from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.materializing import Memory
@@ -74,6 +74,7 @@ class Run:
         *,
         without: Container[int] = (),
         strict: bool = True,
+        position: NextBatch = "next_batch",
     ) -> list[Item]:
         """All items, in the order in which they are restored.
 
@@ -81,6 +82,7 @@ class Run:
             states: The states of models by their numbers, as hooks of the script have left them; None is that of all.
             without: The numbers of models that hooks have taken away.
             strict: False lets a model take what fits.
+            position: Where loaders begin after they were loaded; see `PreparedLoader.load_state_dict`.
         """
         names = parameter_names(self.models, self.optimizers, self.backend.original)
         items: list[Item] = [Replicas(self.backend, self.models)]
@@ -104,7 +106,9 @@ class Run:
             ("registered", enumerate(self.registered)),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
-        items += [Loader(_numbered("loader", index), loader) for index, loader in enumerate(self.loaders)]
+        items += [
+            Loader(_numbered("loader", index), loader, position) for index, loader in enumerate(self.loaders)
+        ]
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [

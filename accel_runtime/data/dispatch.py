@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.sampling import Sharding, factor
 from accel_runtime.data.source import Loop, Share, Source
 from accel_runtime.data.streams import Stream
 from accel_runtime.exchange.samples import scatter_object
@@ -81,7 +81,7 @@ class Dispatched(Source):
 
     @override
     def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        place, sharding = self._backend.data, self._source.sharding
+        place = self._backend.data
         parts = [place.of(rank) for rank in range(self._backend.topology.world_size)]
         stand = start
         loop.where = lambda _: stand
@@ -100,7 +100,8 @@ class Dispatched(Source):
             if item is None:
                 return
             stand = {"random": stand.get("random")} | item.stand
-            loop.share = item.share._replace(factor=sharding.weight(item.share.valid))
+            share = item.share
+            loop.share = share._replace(factor=factor(share.valid, place.rank) if share.by_samples else 1.0)
             last = item.share.last
             yield item.batch
 
@@ -140,6 +141,10 @@ class Dispatched(Source):
     @override
     def following(self, start: dict[str, Any]) -> dict[str, Any]:
         return self._source.following(start)
+
+    @override
+    def restart(self, start: dict[str, Any]) -> dict[str, Any]:
+        return self._source.restart(start)
 
     def _read(self, loop: Loop, start: dict[str, Any]) -> Iterator[list[Handed]]:
         """What the ranks of each part are handed, step by step."""

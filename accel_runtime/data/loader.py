@@ -20,8 +20,17 @@ from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_o
 from accel_runtime.data.separate import elsewhere
 from accel_runtime.data.source import Loop, Source
 from accel_runtime.heartbeat import heartbeat
+from accel_runtime.randomness import Apart, capture
 
-__all__ = ["LoaderOptions", "PreparedLoader", "skip_first_batches"]
+__all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "skip_first_batches"]
+
+
+_ABOUT = {"epoch", "kind", "restored", "batches", "upcoming"}
+"""The keys of a loader's state that are not those of a position of its source."""
+_END = object()
+
+NextBatch = Literal["next_batch", "epoch_start", "exact"]
+"""Where a loader begins after a state was loaded; see `PreparedLoader.load_state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,14 @@ class _Progress:
     """Of the walk under way or left; of the next one, where none is."""
     loop: Loop | None = None
     """The walk under way or left early."""
+    batches: int = 0
+    """How many batches of the epoch under way were handed out or skipped."""
     resume: dict[str, Any] | None = None
     """Where the next walk begins; None: at the start of the epoch."""
+    upcoming: dict[str, Any] | None = None
+    """Where the epoch after that of `resume` begins, if `resume` is the end of its epoch."""
+    saved_batches: int = 0
+    """How many batches had been handed out when the state that `resume` comes from was taken."""
     repeats: int = 0
     """How many samples the last whole epoch trained on twice, over all ranks."""
 
@@ -91,8 +106,9 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         rng.share_states(list(self._options.rng_types), self._backend)
         alike_in_copies(self._backend)
-        start = self._begin()
-        loop = self._progress.loop = Loop(self._progress.epoch)
+        progress = self._progress
+        start, redone = self._begin()
+        loop = progress.loop = Loop(progress.epoch)
         track, place = self._loops.opened(loop), self._placing()
         there = tree.presence(self._backend.device)
         note = self._loops.note if self._backend.repeats else None
@@ -100,7 +116,7 @@ class PreparedLoader(DataLoader[Any]):
         finished = False
         try:
             for batch in self._backend.walked(
-                lambda loop: self._source.walk(loop, start),
+                lambda loop: _walk(self._source, loop, start, redone),
                 loop,
                 place=place is not None,
                 loaded_beside=self.num_workers > 0,
@@ -111,23 +127,29 @@ class PreparedLoader(DataLoader[Any]):
                     note(track, batch)
                 if beat is not None:
                     beat.batch()
+                progress.batches += 1
                 yield batch
             finished = True
         finally:
             self._loops.closed(track, finished=finished)
             if finished:
-                self._progress.epoch += 1
-                self._progress.loop = None
-                self._progress.repeats = track.repeats
+                progress.epoch += 1
+                progress.loop = None
+                progress.repeats = track.repeats
 
-    def _begin(self) -> dict[str, Any]:
-        """The position of the next walk."""
+    def _begin(self) -> tuple[dict[str, Any], int]:
+        """Return the position of the next walk, and how many of its batches were handed out before a state was saved."""
         progress = self._progress
         if progress.loop is not None:  # a walk that was left early was an epoch too
             progress.epoch += 1
-        start, progress.resume = progress.resume or {}, None
+        start, progress.resume, progress.upcoming = progress.resume or {}, None, None
+        saved, progress.saved_batches = progress.saved_batches, 0
         self._tell(progress.epoch)
-        return start if start.get("position") else self._source.after(self._skip, start)
+        if start.get("position"):
+            progress.batches = saved
+            return start, 0
+        progress.batches = self._skip
+        return self._source.after(self._skip, start), max(0, saved - self._skip)
 
     def _placing(self) -> Callable[[Any], Any] | None:
         """How a batch comes to the device; None where it is there already."""
@@ -148,15 +170,31 @@ class PreparedLoader(DataLoader[Any]):
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; the sampler, batch sampler or dataset that wants to know is told."""
-        self._progress.epoch = epoch
-        self._progress.loop = None
+        """Set the number of the next epoch, for this loader and for each of its samplers and its dataset with `set_epoch`.
+
+        After a state was loaded, another number than that of its epoch begins that other epoch at its start.
+        """
+        progress = self._progress
+        if epoch != progress.epoch and progress.resume is not None:
+            progress.resume = progress.upcoming if epoch == progress.epoch + 1 else None
+            progress.upcoming, progress.saved_batches = None, 0
+        progress.epoch = epoch
+        progress.loop = None
         self._tell(epoch)
 
     def _tell(self, epoch: int) -> None:
-        for part in (self.batch_sampler, self.sampler, self.dataset):
+        told: list[Any] = []
+        parts: list[Any] = [self.batch_sampler, self.sampler, self.dataset]
+        while parts:
+            part = parts.pop()
+            if part is None or any(part is one for one in told):
+                continue
+            told.append(part)
             if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)  # type: ignore[union-attr]
+                part.set_epoch(epoch)
+            if isinstance(part, Sampler):
+                # A batch sampler draws from a sampler, which may draw from another.
+                parts += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
 
     @property
     def source_batch_size(self) -> int | None:
@@ -179,15 +217,18 @@ class PreparedLoader(DataLoader[Any]):
         """What becomes of the end of an epoch, for people."""
         if self._options.data == "sharded":
             return "each process has data of its own; one that is out repeats a batch that counts for nothing"
-        alone = self._backend.data.world_size == 1
+        alone, even = self._backend.data.world_size == 1, self._options.even_batches
         if alone and (self.drop_last or not self._backend.static_shapes):
             return "no repeats"
         if self.drop_last:
             return "what does not fill a global batch is left out"
-        if alone and not self._options.even_batches:
-            return "the last batch is as short as it comes, a shape of its own"
-        if not self._options.even_batches:
-            return "the end is divided evenly, gradients count its samples"
+        if not even:
+            divided = "the end is divided evenly, gradients count its samples"
+            return "the last batch is as short as it comes, a shape of its own" if alone else divided
+        if self.source_batch_size is None and not self._backend.static_shapes:
+            return (
+                "batches keep their sizes; one that is missing at the end is a repeat that counts for nothing"
+            )
         return f"the end is filled up from the start{self._filled()}"
 
     def _filled(self) -> str:
@@ -216,29 +257,44 @@ class PreparedLoader(DataLoader[Any]):
 
         Returns:
             The epoch, the position in it, counting the batches handed out, and the random states the epoch is drawn
-            under: numbers, text and tensors only.
+            under: numbers, text and tensors only. After the last batch of an epoch, also where the next one begins.
         """
-        progress = self._progress
-        at = (
-            progress.resume or self._source.beginning() if progress.loop is None else progress.loop.position()
-        )
-        return {"epoch": progress.epoch, "kind": self._source.kind} | at
+        progress, loop = self._progress, self._progress.loop
+        state = {"epoch": progress.epoch, "kind": self._source.kind}
+        if loop is None:
+            pending = {"batches": progress.saved_batches} if progress.resume else {}
+            upcoming = {"upcoming": progress.upcoming} if progress.upcoming else {}
+            return state | (progress.resume or self._source.beginning()) | pending | upcoming
+        ended = loop.share is not None and loop.share.last
+        upcoming = {"upcoming": self._source.beginning()} if ended else {}
+        return state | loop.position() | {"batches": progress.batches} | upcoming
 
-    def load_state_dict(self, state_dict: dict[str, Any], *, random_restored: bool = False) -> None:
-        """Go on from where `state_dict` was taken, with the next walk.
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        random_restored: bool = False,
+        position: NextBatch = "next_batch",
+    ) -> None:
+        """Continue from where `state_dict` was taken.
 
         Args:
-            state_dict: What `state_dict` gave.
+            state_dict: The return value of `state_dict`.
             random_restored: The caller puts the global random generators back too, as they were then. An epoch that
                 had not begun draws from them as they are when it begins, as it would have without a break; otherwise
                 it draws under the states that `state_dict` kept.
+            position: Where the next iteration begins. `next_batch`: after the last batch that was handed out; after
+                the last one of an epoch, at the start of the next epoch. `epoch_start`: at the first batch of that
+                epoch, in the same order, for scripts that skip batches themselves. `exact`: as `next_batch`, but
+                after the last batch of an epoch the iteration ends at once, so that the script does what follows
+                the epoch.
 
         Raises:
             ValueError: It is not what `state_dict` gave, or gave for a loader of another kind; or it holds for
                 another number of processes or workers only.
         """
         kind = self._source.kind
-        start = {k: v for k, v in state_dict.items() if k not in {"epoch", "kind", "restored"}}
+        start = {k: v for k, v in state_dict.items() if k not in _ABOUT}
         world = self._backend.data.world_size
         if start.get("world_size", world) != world:
             # First of all: on one process such a loader is of another kind, which says nothing to a person.
@@ -249,9 +305,19 @@ class PreparedLoader(DataLoader[Any]):
                 f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }"
             )
         self._source.check(start)
-        if random_restored:
-            start = self._source.following(start)
-        self._progress.epoch, self._progress.loop, self._progress.resume = state_dict["epoch"], None, start
+        progress, epoch = self._progress, state_dict["epoch"]
+        upcoming, saved_batches = state_dict.get("upcoming"), state_dict.get("batches", 0)
+        if random_restored and upcoming is not None:
+            upcoming = self._source.following(upcoming)
+        if upcoming is not None and position != "exact":
+            progress.epoch, progress.resume = epoch + 1, upcoming
+            progress.upcoming, progress.saved_batches = None, 0
+        else:
+            start = self._source.restart(start) if position == "epoch_start" else start
+            progress.epoch = epoch
+            progress.resume = self._source.following(start) if random_restored else start
+            progress.upcoming, progress.saved_batches = upcoming, saved_batches
+        progress.loop = None
 
     @property
     def own_data(self) -> bool:
@@ -282,6 +348,26 @@ class PreparedLoader(DataLoader[Any]):
         if name == "_source":
             raise AttributeError(name)
         return getattr(self._source.inner or self.dataset, name)
+
+
+def _walk(source: Source, loop: Loop, start: dict[str, Any], redone: int) -> Iterator[Any]:
+    """Iterate over the batches from `start`; the first `redone` are loaded without drawing from the run's generators.
+
+    They were loaded before the state was saved, so the generators that were restored have those draws behind them.
+    """
+    if not redone:
+        return source.walk(loop, start)
+    return _isolate_first(source.walk(loop, start), redone, Apart(capture() | start.get("random", {})))
+
+
+def _isolate_first(batches: Iterator[Any], count: int, isolated: Apart) -> Iterator[Any]:
+    for _ in range(count):
+        with isolated():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
+    yield from batches
 
 
 def _length(sized: Any) -> int | None:

@@ -143,8 +143,7 @@ class Batches(Order):
     @override
     def walk(self, position: int, epoch: int, *, eager: bool) -> Iterator[Step]:
         order, head = _split(self._drawn(map(list, self.source), eager=eager), position, self.stride)
-        first = list(chain.from_iterable(head)) if head is not None else None
-        return self.sharding.group(order, first)
+        return self.sharding.group(order, head)
 
 
 def order_of(loader: DataLoader[Any], sharding: Sharding, backend: Backend, seed: int | None) -> Order:

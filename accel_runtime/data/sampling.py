@@ -30,6 +30,10 @@ class Sharding:
     By default the script's batch is one rank's batch, and a global batch is `world_size` of them.
     With `split` the script's batch is the global batch, and each rank takes its part.
 
+    Batches of the script's that differ in size are given out as they are; with `even`, a rank without one in the last
+    step is given a batch of the first step, which counts for nothing in the gradients. Only `static` shapes are padded
+    to the largest batch of a step.
+
     A tail that does not fill a global batch is, with `drop_last`, left out. With `even` it is completed from the
     start of the epoch, so that all ranks see equal shapes. Without, it is divided so that the ranks' numbers of
     samples differ by at most one, and a rank for which nothing is left repeats one sample that counts for nothing,
@@ -97,19 +101,19 @@ class Sharding:
                 yield self.completed(samples, share, head), share
 
     def group(
-        self, batches: Iterable[Sequence[Index]], head: Sequence[Index] | None = None
+        self, batches: Iterable[Sequence[Index]], head: Sequence[Sequence[Index]] | None = None
     ) -> Iterator[Step]:
         """The steps over the script's batches, which may be of any size.
 
         Args:
             batches: The batches of one epoch, or what is left of them.
-            head: The samples of the first step of the epoch, where `batches` does not begin with them.
+            head: The batches of the first step of the epoch, if `batches` does not begin with them.
         """
-        for round_, last in _chunks(batches, self.batches, drop_last=self.drop_last):
-            samples = list(chain.from_iterable(round_))
-            head = samples if head is None else head
-            share = self._dealt(list(map(len, round_)), last=last)
-            yield self.completed(samples, share, head), share
+        for step, last in _chunks(batches, self.batches, drop_last=self.drop_last):
+            head = step if head is None else head
+            share = self._dealt(list(map(len, step)), list(map(len, head)), last=last)
+            flat, start = list(chain.from_iterable(step)), list(chain.from_iterable(head))
+            yield self.completed(flat, share, start), share
 
     def share(self, count: int, *, last: bool) -> Share:
         """The step of a global batch of `count` samples."""
@@ -132,10 +136,6 @@ class Sharding:
         parts = zip(share.valid, share.sizes, strict=True)
         return [x for n, size in parts for x in chain(islice(own, n), islice(repeats, size - n))]
 
-    def weight(self, valid: tuple[int, ...]) -> float:
-        """What this rank's mean loss of a step counts for."""
-        return 1.0 if self.even else factor(valid, self.rank)
-
     @cached_property
     def _full(self) -> Share:
         # One object for all full steps: whoever remembers steps counts how often it came.
@@ -145,16 +145,20 @@ class Sharding:
         full, rest = divmod(count, size)
         return full + (rest > 0 and not self.drop_last)
 
-    def _dealt(self, lengths: list[int], *, last: bool) -> Share:
-        """The step of some batches of the script's."""
+    def _dealt(self, lengths: list[int], first_lengths: list[int], *, last: bool) -> Share:
+        """Return the step of some batches of the script's; `first_lengths` are those of the first step."""
         *full, tail = lengths
         # Where all but the last are full, only the end of the order is missing.
         regular = all(length == self.batch_size for length in full) and tail <= (self.batch_size or 0)
         if self.split or regular:
             size = max(self.each, -(-sum(lengths) // self.world_size))
             return self._known(self._divided(sum(lengths), size), size, last=last)
-        without = [0] * (self.world_size - len(lengths))
-        return self._known((*lengths, *without), max(lengths), last=last)
+        missing = self.world_size - len(lengths)
+        valid = (*lengths, *[0] * missing)
+        if self.static or not self.even:
+            return self._known(valid, max(lengths), last=last)
+        sizes = (*lengths, *islice(cycle(first_lengths), missing))
+        return Share(valid, sizes, last, True, factor(valid, self.rank))
 
     def _divided(self, count: int, size: int) -> tuple[int, ...]:
         """Every rank's number of samples: full batches one after the other, or near-equal ones."""
@@ -165,7 +169,8 @@ class Sharding:
 
     def _known(self, valid: tuple[int, ...], size: int, *, last: bool) -> Share:
         sizes = (size,) * self.world_size if self.fills else tuple(max(1, count) for count in valid)
-        return Share(valid, sizes, last, self.weight(valid))
+        by_samples = not self.even
+        return Share(valid, sizes, last, by_samples, factor(valid, self.rank) if by_samples else 1.0)
 
 
 def slices(share: Share) -> list[slice]:

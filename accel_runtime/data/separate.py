@@ -109,6 +109,13 @@ class Separate(Source):
     def following(self, start: dict[str, Any]) -> dict[str, Any]:
         return start | {"local": self._local.following(start["local"])} if "local" in start else start
 
+    @override
+    def restart(self, start: dict[str, Any]) -> dict[str, Any]:
+        if "local" not in start:
+            return start
+        kept_keys = {key: start[key] for key in ("world_size", "began") if key in start}
+        return kept_keys | {"local": self._local.restart(start["local"])}
+
     def _again(self, epoch: int, local: dict[str, Any], began: dict[str, Any], agree: _Agree) -> _Spare:
         """The spare of an epoch that is gone on with: its start is read once more, as it was then."""
         with Apart(began.get("began"))():
@@ -155,7 +162,7 @@ class Separate(Source):
     def _share(self, valid: tuple[int, ...], first: list[int], *, last: bool) -> Share:
         pairs = zip(valid, first, strict=True)
         sizes = tuple(first) if self._filled else tuple(count or size for count, size in pairs)
-        return Share(valid, sizes, last, factor(valid, self._backend.data.rank))
+        return Share(valid, sizes, last, True, factor(valid, self._backend.data.rank))
 
 
 class _Spare(NamedTuple):

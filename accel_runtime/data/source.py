@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Loop", "Share", "Source", "ahead", "inside"]
 
+_EPOCH = ("random", "seed", "persisted", "walks", "base", "live")
+"""The keys of a position that hold for its whole epoch."""
+
 
 class Share(NamedTuple):
     """One step as all ranks know it: whose rows are samples of the epoch, and whose are repeats."""
@@ -22,9 +25,11 @@ class Share(NamedTuple):
     """For every rank, how many samples its batch has."""
     last: bool
     """Whether the epoch ends with this step."""
+    by_samples: bool = False
+    """Whether ranks count by their numbers of samples; else all count alike, repeats included."""
     factor: float = 1.0
     """What this rank's mean loss counts for, so that the average over the ranks is the mean over the step's
-    samples: `valid[rank] * world_size / sum(valid)` where ranks may have different numbers of samples, else 1."""
+    samples: `valid[rank] * world_size / sum(valid)` if they count by samples, else 1."""
 
 
 class Loop:
@@ -50,7 +55,8 @@ class Loop:
 
 def inside(start: dict[str, Any]) -> bool:
     """Whether a position lies in an epoch that had begun, so that what is drawn at its start has been drawn."""
-    return "random" in start and bool(start.get("position")) and not start.get("ahead")
+    begun = start.get("begun") or (start.get("position") and not start.get("ahead"))
+    return "random" in start and bool(begun)
 
 
 def ahead(steps: int, start: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +70,7 @@ class Source(ABC):
     A position is a dict that is equal on all ranks, valid for another world size (but for `Separate`), and made of numbers, text,
     tensors, lists and dicts only, so that it can be saved. Its `position` is a number, in the source's own unit, and
     its `random` the random states the epoch is drawn under, as `randomness.capture` gives them. A position of 0, or none,
-    is that of an epoch which has not begun.
+    is that of an epoch which has not begun, unless it is marked as `begun`.
     """
 
     inner: DataLoader[Any] | None = None
@@ -122,6 +128,12 @@ class Source(ABC):
         if "random" not in start:
             return start
         return start | {"random": {"generators": start["random"]["generators"]}}
+
+    def restart(self, start: dict[str, Any]) -> dict[str, Any]:
+        """Return the start of the epoch that `start` lies in: the same order, with no batch left out."""
+        if not inside(start):
+            return start
+        return {key: start[key] for key in _EPOCH if key in start} | {"begun": True}
 
     @abstractmethod
     def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:

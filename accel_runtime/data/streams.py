@@ -132,7 +132,8 @@ class Stream(Source):
         reads = self._reads(random) if alone and not live else None
         # What was read in turn with the loop is read again on its own, up to where it stood, and then in turn again.
         replay, begin = (
-            self._reads(random) if alone and resumed and wanted else None for wanted in (live, True)
+            self._reads(random) if alone and resumed and wanted else None
+            for wanted in (live and start.get("position"), True)
         )
         bare = self._bare(start, Reading(self._recipe, start, reads, replay, begin))
         walks = bare.walks

@@ -29,12 +29,13 @@ from accel_runtime.checkpoint.run import Run
 from accel_runtime.checkpoint.saving import Saving
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.together import Share, together
-from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.env import Settings
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.facade.processes import Processes
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.parallel.gathering import at_rest
 from accel_runtime.parallel.materializing import Memory, with_buffers
 from accel_runtime.precision import Precision
@@ -54,6 +55,7 @@ class Checkpointing(Processes):
 
     _accumulation: Accumulation
     _gradients: Gradients
+    _loader_config: DataLoaderConfiguration
     _loaders: Mapping[int, PreparedLoader]
     _loaders_prepared: int
     _memory: Memory
@@ -146,9 +148,13 @@ class Checkpointing(Processes):
         *,
         strict: bool = True,
     ) -> Found:
-        """Put back what `save_state` saved, on as many processes or on others; prepare everything before.
+        """Restore what `save_state` saved, on the same number of processes or on another; prepare everything before.
 
-        All checksums are verified before anything changes.
+        All checksums are verified before anything changes. A loader begins at the start of the epoch in which the
+        state was saved, in the same order, so that the script skips the batches it has trained on: with
+        `skip_first_batches`, or by itself. If the state was saved after the last batch of an epoch, it begins the next
+        one. `resume` continues after the last batch, without any skipping, and so does this method with
+        `DataLoaderConfiguration(use_stateful_dataloader=True)`.
 
         Args:
             input_dir: A checkpoint's directory, also one that Accelerate wrote; None is the newest that is whole.
@@ -165,6 +171,10 @@ class Checkpointing(Processes):
         """
         if load_kwargs:
             raise ValueError(f"load_kwargs are not used, and these were given: {', '.join(load_kwargs)}")
+        stateful = self._loader_config.use_stateful_dataloader
+        return self._load(input_dir, "next_batch" if stateful else "epoch_start", strict=strict)
+
+    def _load(self, input_dir: _Path | None, position: NextBatch, *, strict: bool = True) -> Found:
         self._looked_back = True
         self._background.wait()
         self._backend.settle()
@@ -183,26 +193,34 @@ class Checkpointing(Processes):
                 loading.run_hooks(lambda: gone.extend(self._taken(found.path)))
             # Of models on the meta device: what no checkpoint has is computed, before anything changes.
             together(share, lambda: self._compute_buffers(stack))
-            loading.load(found, self._run().items(without=gone, strict=strict))
+            loading.load(found, self._run().items(without=gone, strict=strict, position=position))
             self._backend.settle()
         if found.number is not None and input_dir is None:
             self.project_configuration.iteration = found.number + 1
         return found
 
-    def resume(self) -> Found | None:
-        """Go on from a checkpoint with an automatic name, where there is one to go on from.
+    def resume(self, input_dir: _Path | None = None) -> Found | None:
+        """Continue from a checkpoint exactly where it was saved; prepare everything before.
 
-        With `accel launch --resume` that is the newest. Without, it is the newest that this same run has written:
-        after a restart of its processes, and where Slurm runs the job again. Call it when everything is prepared.
+        Each loader continues after the last batch it had handed out, so the script skips nothing:
+        `for epoch in range(loader.epoch, epochs)`. If that was the last batch of an epoch, the loop over the loader
+        ends at once, and what follows the epoch is done as it would have been.
+
+        Args:
+            input_dir: A checkpoint's directory. None takes one with an automatic name: with `accel launch --resume`
+                the newest; without, the newest that this same run has written, after a restart of its processes or
+                if Slurm runs the job again.
 
         Returns:
-            The checkpoint; None where the run begins anew.
+            The checkpoint; None if no directory was given and the run begins anew.
 
         Raises:
             CheckpointError: As for `load_state`; or there are checkpoints, and none is whole.
-            ValueError: Checkpoints are not named automatically, or the project has no directory.
+            ValueError: No directory, and checkpoints are not named automatically or the project has no directory.
         """
         self._looked_back = True
+        if input_dir is not None:
+            return self._load(input_dir, "exact")
         project = self.project_configuration
         if not project.automatic_checkpoint_naming or project.checkpoints is None:
             raise ValueError(
@@ -214,7 +232,7 @@ class Checkpointing(Processes):
         path = together(self._share("resume"), self._newest)[0]
         if path is None:
             return None
-        found = self.load_state(path)
+        found = self._load(path, "exact")
         project.iteration = (found.number or 0) + 1
         return found
 

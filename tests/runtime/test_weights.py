@@ -171,7 +171,7 @@ def epoch_of(accelerator, steps, factors=None):
         try:
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]
-                loop.share = Share((1,), (1,), index == steps - 1, factor)
+                loop.share = Share((1,), (1,), index == steps - 1, factor=factor)
                 yield index
         finally:
             accelerator._loops.closed(track, finished=False)

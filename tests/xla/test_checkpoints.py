@@ -99,7 +99,7 @@ def uninterrupted(folder, points, options, *, background=False):
 def resumed(folder, number, options):
     run = begun(77, **options)
     before = [id(parameter) for parameter in run[1].parameters()]
-    run[0].load_state(f"{folder}/{number}")
+    run[0].resume(f"{folder}/{number}")
     assert [id(parameter) for parameter in run[1].parameters()] == before
     assert run[1].first.weight is run[1].second.weight
     return walked(run)

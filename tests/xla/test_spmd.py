@@ -452,7 +452,7 @@ def half(folder, options):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     begun = folder.exists()
     if begun:
-        accelerator.load_state(folder)
+        accelerator.resume(folder)
     losses = []
     for index, (tokens, targets) in enumerate(loader):
         loss = loss_of(model, tokens, targets)

@@ -73,7 +73,7 @@ def written(folder, steps):
 
 def read(folder):
     run = begun(training(), 77)
-    run.accelerator.load_state(folder)
+    run.accelerator.resume(folder)
     return rest(run)
 
 
@@ -107,7 +107,7 @@ def with_own_batches(folder, load):
     script = Script(loader=lambda data: DataLoader(data, batch_size=2), dataset=lambda: Samples(48))
     run = begun(script, 5)
     if load:
-        run.accelerator.load_state(folder)
+        run.accelerator.resume(folder)
         return run.accelerator.gather_for_metrics(next(iter(run.loader))[0]).tolist()[0]
     walk = iter(run.loader)
     for _ in range(3):

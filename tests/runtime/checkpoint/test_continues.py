@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -115,6 +116,88 @@ def test_data_continue_on_several_processes(clusters, size, kind, tmp_path):
     continues(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
 
 
+# Scripts that skip by themselves ---------------------------------------------------------
+
+WAYS = ("skip_first_batches", "continue")
+"""How scripts skip the batches they have trained on after `load_state`."""
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Points that are changed at random when they are read."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        number, inputs, targets = point(index)
+        return number, inputs + torch.rand(()) + random.random(), targets
+
+
+SKIPPING = LOADERS | {"augmented": lambda: {"dataset": Noisy}}
+
+
+def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
+    continues(alone, Script(), tmp_path, ways=WAYS)
+
+
+def test_scripts_that_skip_batches_continue_on_two_processes(clusters, tmp_path):
+    """Saved at the first batch, in the middle of an accumulation cycle, at the last batch of an epoch and after it."""
+    continues(clusters[2], half_way(), tmp_path, (1, 4, 6), WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SKIPPING)
+def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kind, tmp_path):
+    script = Script(**SKIPPING[kind]())
+    last = len(begun(script, 5).loader) if "stream" not in kind else COUNT // 2
+    continues(alone, script, tmp_path, (1, 4, last), WAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
+)
+def test_scripts_that_skip_batches_continue_on_three_processes(clusters, kind, tmp_path):
+    continues(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), WAYS)
+
+
+def load_state_and_continue(script, folder, name):
+    run = begun(script, 77)
+    run.accelerator.load_state(f"{folder}/{name}")
+    return walked(script, run)
+
+
+def test_a_stateful_loader_continues_by_itself_after_load_state(ranks, tmp_path):
+    script = Script(**configured(use_stateful_dataloader=True))
+    before = ranks.run(uninterrupted, script, str(tmp_path), [3])
+    after = ranks.run(load_state_and_continue, script, str(tmp_path), "3")
+    assert after == [(rows[3:], end) for rows, end, _ in before]
+
+
+@pytest.mark.parametrize("way", ["resume", *WAYS])
+def test_every_way_continues_the_same_batches_on_another_number_of_processes(clusters, alone, way, tmp_path):
+    # Global batches are the same on every number of processes.
+    script = Script(**configured(split_batches=True), **with_loader(batch_size=6, shuffle=True))
+
+    def batches(number, folder):
+        run = begun(script, 77)
+        per_epoch = len(run.loader)
+        if way == "resume":
+            run.accelerator.resume(f"{folder}/{number}")
+            return [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in run.loader]
+        run.accelerator.load_state(f"{folder}/{number}")
+        done = number % per_epoch
+        loader = run.accelerator.skip_first_batches(run.loader, done) if way == WAYS[0] else run.loader
+        seen = [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
+        return seen if way == WAYS[0] else seen[done:]
+
+    rows, _, _ = uninterrupted(script, str(tmp_path), [1, 3])
+    per_epoch = len(rows) // 3
+    for number in (1, 3):
+        expected = [row[1] for row in rows[number : number - number % per_epoch + per_epoch]]
+        assert clusters[2].run(batches, number, str(tmp_path)) == [expected] * 2
+
+
 # In whatever order ------------------------------------------------------------------------
 
 
@@ -135,7 +218,7 @@ def with_gradients(run):
 
 
 def twice(folder):
-    return lambda run: run.accelerator.load_state(folder)
+    return lambda run: run.accelerator.resume(folder)
 
 
 BEFORE = {
@@ -156,7 +239,7 @@ def test_loading_after(alone, what, tmp_path):
 def test_what_was_loaded_can_be_saved_at_once(alone, tmp_path):
     rows, end, _ = uninterrupted(half_way(), tmp_path, [4])
     run = begun(half_way(), 77)
-    run.accelerator.load_state(tmp_path / "4")
+    run.accelerator.resume(tmp_path / "4")
     run.accelerator.save_state(tmp_path / "again")
     assert walked(half_way(), run) == (rows[4:], end)
     assert resumed(half_way(), tmp_path, "again") == (rows[4:], end)
@@ -195,5 +278,5 @@ def test_a_loader_that_is_let_go_is_not_missed(alone, tmp_path):
     rest = [int(batch) for batch in walk]
     for keep in (False, True):
         again, loader, *_ = run(keep=keep)
-        again.load_state(tmp_path / "saved")
+        again.resume(tmp_path / "saved")
         assert [int(batch) for batch in loader] == rest

@@ -81,7 +81,7 @@ def read(folder, sizes, *, meta=False):
     """The same out of a checkpoint, into other values; and that it trains on."""
     run = Run(sizes, 2, meta=meta)
     shards = [id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]]
-    run.accelerator.load_state(folder)
+    run.accelerator.resume(folder)
     state = run.state(), run.upcoming()
     assert [id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]] == shards
     for batch in run.loader:
@@ -236,7 +236,7 @@ def half(folder, sizes, load, options=None):
     """Saved, or loaded, after one micro-batch of three; then the step."""
     run = Run(sizes, 2 if load else 1, options=options, gradient_accumulation_steps=3)
     if load:
-        run.accelerator.load_state(folder)
+        run.accelerator.resume(folder)
     walk = iter(run.loader)
     if not load:
         run.learn(next(walk))

@@ -427,7 +427,7 @@ def test_a_checkpoint_goes_on_with_other_copies(four, pair, tmp_path, data):
         if saves:
             torch.manual_seed(3)
         else:
-            made.load_state(f"{folder}/kept")
+            made.resume(f"{folder}/kept")
         seen = []
         for batch in loader:
             seen.append(made.gather_for_metrics(batch).tolist())

@@ -9,6 +9,7 @@ from itertools import chain, product
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -184,6 +185,50 @@ def test_an_epoch_number_reaches_the_sampler(ranks):
     assert ranks.run(epoch) == [3] * ranks.size
 
 
+class DrawsByEpoch(Sampler):
+    """Another order in every epoch, for scripts that call `set_epoch` or not."""
+
+    epoch = 0
+
+    def __iter__(self):
+        return iter([(index + self.epoch) % COUNT for index in range(COUNT)])
+
+    def __len__(self):
+        return COUNT
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class Nested(BatchSampler):
+    """A batch sampler around another one, as libraries have them."""
+
+    def __init__(self, batches):
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.batch_sampler = batches
+        del self.sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+    def __len__(self):
+        return len(self.batch_sampler)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["batch sampler", "nested batch samplers"])
+def test_an_epoch_number_reaches_the_sampler_inside_a_batch_sampler(ranks, wrapped):
+    def epochs(wrapped):
+        accelerator = Accelerator()
+        batches = BatchSampler(DrawsByEpoch(), GLOBAL_BATCH // accelerator.num_processes, drop_last=False)
+        loader = prepared(accelerator, batch_sampler=Nested(batches) if wrapped else batches)
+        seen = [walked(accelerator, loader)[0] for _ in range(2)]
+        loader.set_epoch(5)
+        return [list(chain.from_iterable(steps)) for steps in [*seen, walked(accelerator, loader)[0]]]
+
+    expected = [[(index + epoch) % COUNT for index in range(COUNT)] for epoch in (0, 1, 5)]
+    assert ranks.run(epochs, wrapped) == [expected] * ranks.size
+
+
 # Exactly once ----------------------------------------------------------------------------
 
 
@@ -261,9 +306,7 @@ def test_batches_of_different_lengths_stay_whole_on_a_rank_each(ranks):
     for rank, (own, gathered) in enumerate(shares):
         assert gathered == [list(chain.from_iterable(step)) for step in steps]
         for step, batch in zip(steps, own, strict=True):
-            assert len(batch) == max(map(len, step))
-            if rank < len(step):
-                assert batch[: len(step[rank])] == step[rank]
+            assert batch == (step[rank] if rank < len(step) else steps[0][rank - len(step)])
 
 
 def test_two_loops_over_one_loader_at_once_do_not_mix(ranks):

@@ -173,17 +173,39 @@ def test_between_two_epochs_the_state_says_the_next_one(ranks):
     assert ranks.run(between) == [(1, 0, True)] * ranks.size
 
 
-def test_a_state_taken_at_the_last_step_leaves_nothing_of_its_epoch(ranks):
-    def last():
+@pytest.mark.parametrize("position", ["next_batch", "epoch_start", "exact"])
+def test_a_state_taken_at_the_last_step_begins_the_next_epoch_or_ends_its_own_exactly(ranks, position):
+    def last(position):
         accelerator = Accelerator()
         loader = made(accelerator, "in order")
         for _ in loader:
             state = loader.state_dict()
         loader = made(accelerator, "in order")
-        loader.load_state_dict(state)
-        return gathered(accelerator, loader), gathered(accelerator, loader)
+        loader.load_state_dict(state, position=position)
+        first = loader.epoch, gathered(accelerator, loader)
+        return first, (loader.epoch, gathered(accelerator, loader))
 
-    assert ranks.run(last) == [([], list(range(COUNT)))] * ranks.size
+    whole = list(range(COUNT))
+    expected = ((0, []), (1, whole)) if position == "exact" else ((1, whole), (2, whole))
+    assert ranks.run(last, position) == [expected] * ranks.size
+
+
+def test_another_epoch_number_after_loading_begins_that_epoch_at_its_start(ranks):
+    """Scripts count their epochs, and may set one that is not the one the state was taken in."""
+
+    def second(epoch):
+        accelerator = Accelerator()
+        loader = made(accelerator, "in order")
+        for step, _ in enumerate(loader):
+            if step == 1:
+                state = loader.state_dict()
+        loader = made(accelerator, "in order")
+        loader.load_state_dict(state)
+        loader.set_epoch(epoch)
+        return loader.epoch, gathered(accelerator, loader) == list(range(COUNT))
+
+    for epoch, begins_at_its_start in ((0, False), (1, True), (4, True)):
+        assert ranks.run(second, epoch) == [(epoch, begins_at_its_start)] * ranks.size
 
 
 def test_drawing_for_a_resumed_epoch_leaves_the_global_generators_alone(ranks):

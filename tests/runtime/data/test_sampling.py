@@ -189,7 +189,24 @@ def test_batches_of_any_lengths_are_shared_out_once_and_in_order(batches, world,
     assert Sharding(0, world, **options).rounds(len(batches)) == len(steps)
     for parts, shares in steps:
         assert [len(part) for part in parts] == list(shares[0].sizes)
-        assert not even or len(set(shares[0].sizes)) == 1
+        steps_are_regular = batch_size is not None and set(map(len, batches)) == {batch_size}
+        assert not (even and steps_are_regular) or len(set(shares[0].sizes)) == 1
+
+
+@given(script_batches, st.sampled_from(WORLDS))
+def test_batches_of_unequal_sizes_are_not_padded_to_the_largest(batches, world):
+    """A rank without a batch in the last step is given one of the first step."""
+    steps = epoch(world, lambda s: s.group(batches), batch_size=None, even=True)
+    for (parts, _), step in zip(steps, chunks(batches, world), strict=True):
+        repeats = islice(cycle(batches[:world]), world - len(step))
+        assert parts == [*step, *repeats]
+
+
+@given(script_batches, st.integers(2, 4))
+def test_ranks_that_need_equal_shapes_pad_batches_to_the_largest_of_a_step(batches, world):
+    steps = epoch(world, lambda s: s.group(batches), batch_size=None, even=True, static=True)
+    for (parts, _), step in zip(steps, chunks(batches, world), strict=True):
+        assert set(map(len, parts)) == {max(map(len, step))}
 
 
 @given(script_batches, st.sampled_from(WORLDS), st.integers(1, 5), st.booleans())
@@ -212,7 +229,7 @@ def test_from_any_round_the_rest_of_the_batches_is_what_it_was(batches, world, e
     options = {"batch_size": None, "even": even}
     steps = epoch(world, lambda s: s.group(batches), **options)
     for at in range(1, len(steps)):
-        rest, head = batches[at * world :], list(chain.from_iterable(batches[:world]))
+        rest, head = batches[at * world :], batches[:world]
         assert epoch(world, lambda s, r=rest, h=head: s.group(r, h), **options) == steps[at:]
 
 
