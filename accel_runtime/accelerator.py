@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from torch import nn
 
@@ -146,6 +146,7 @@ class Accelerator(
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = Loops(self._backend.data.rank, repeats=self._backend.repeats)
         self._replaced = Replaced()
+        self._compared: WeakSet[Any] = WeakSet()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self._gradients = Gradients(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.facade.consistency import check_consistent
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.materializing import guard, refuse
@@ -35,6 +36,7 @@ class Preparing:
 
     _accumulation: Accumulation
     _backend: Backend
+    _compared: WeakSet[Any]
     _loops: Loops
     _dynamo: TorchDynamoPlugin
     _loaders: WeakValueDictionary[int, PreparedLoader]
@@ -63,12 +65,14 @@ class Preparing:
             The same objects prepared, in the same order; a single one on its own.
 
         Raises:
+            MismatchError: The ranks do not prepare the same: another dataset length, batch size, sampler, dtype, ...
             ValueError: A loader that cannot be shared out exactly; as many `device_placement` as there are no
                 objects; parameters that the loss scaler cannot train.
         """
         places = [None] * len(objects) if device_placement is None else list(device_placement)
         if len(places) != len(objects):
             raise ValueError(f"device_placement has {len(places)} entries for {len(objects)} objects")
+        self._compare([leaf for item in objects for leaf in tree.leaves(item)], self._loading)
         # An optimizer's state goes where the models went, and a scheduler knows its optimizer's prepared form.
         steps = (self._prepare_model, self._prepare_one, self._prepare_scheduler)
         done = list(objects)
@@ -76,6 +80,24 @@ class Preparing:
             pairs = zip(done, places, strict=True)
             done = [tree.map_leaves(partial(step, place=place), item) for item, place in pairs]
         return done[0] if len(objects) == 1 else tuple(done)
+
+    def _compare(self, objects: Sequence[Any], options: LoaderOptions) -> None:
+        """Compare over the ranks those that are not prepared and have not been compared."""
+        if self._backend.topology.world_size == 1:
+            return
+        prepared = (PreparedLoader, PreparedOptimizer, PreparedScheduler)
+        kinds = (nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
+        new = [
+            item
+            for item in objects
+            if isinstance(item, kinds)
+            and not isinstance(item, prepared)
+            and item not in self._compared
+            and not any(item is model for model in self._models)
+        ]
+        self._compared.update(new)
+        if new:
+            check_consistent(new, self._backend, options)
 
     def _prepare_model(self, item: Any, place: bool | None) -> Any:
         return self.prepare_model(item, place) if isinstance(item, nn.Module) else item
@@ -105,6 +127,7 @@ class Preparing:
         if any(model is known for known in self._models):
             return model
         if not evaluation_mode:
+            self._compare([model], self._loading)
             self._precision.check(model.parameters())
         if not self._backend.divides:
             refuse(model)
@@ -191,6 +214,7 @@ class Preparing:
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         options = replace(self._loading, place=self._places(device_placement), data=data)
+        self._compare([data_loader], options)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
         self._loaders[self._loaders_prepared] = prepared
         self._loaders_prepared += 1

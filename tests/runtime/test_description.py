@@ -245,7 +245,7 @@ def test_every_field_is_among_those_that_change():
         (lambda: DataLoader(range(10), 2, drop_last=True), "what does not fill a global batch is left out"),
         (
             lambda: DataLoader(range(9), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8]]),
-            "filled up from the start",
+            "batches keep their sizes; one that is missing at the end is a repeat that counts for nothing",
         ),
         (lambda: DataLoader(Stream(), 2), "filled up from the start"),
     ],

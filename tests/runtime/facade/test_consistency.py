@@ -1,0 +1,157 @@
+"""Ranks that prepare different objects are refused by `prepare`, with the ranks and the values that differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from accel_runtime import Accelerator
+from accel_runtime.exchange.agreement import MismatchError
+
+
+class Stream(IterableDataset):
+    """A stream with a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+    def __len__(self):
+        return self.length
+
+
+LOADERS = {
+    "batch_size: 2 on rank 0; 3 on rank 1": lambda rank: DataLoader(range(12), batch_size=2 + rank),
+    "dataset length: 12 on rank 0; 11 on rank 1": lambda rank: DataLoader(range(12 - rank), batch_size=2),
+    "sampler: RandomSampler on rank 0; SequentialSampler on rank 1": lambda rank: DataLoader(
+        range(12), batch_size=2, shuffle=not rank
+    ),
+    "drop_last: False on rank 0; True on rank 1": lambda rank: DataLoader(
+        range(12), batch_size=2, drop_last=bool(rank)
+    ),
+    "number of batches: 2 on rank 0; 1 on rank 1": lambda rank: DataLoader(
+        range(12), batch_sampler=[[0, 1], [2]][rank:]
+    ),
+    "batch sampler: BatchSampler on rank 0; list on rank 1": lambda rank: DataLoader(
+        range(2), batch_sampler=[[0, 1]] if rank else BatchSampler(SequentialSampler(range(2)), 2, False)
+    ),
+    "replacement: False on rank 0; True on rank 1": lambda rank: DataLoader(
+        range(12), sampler=RandomSampler(range(12), replacement=bool(rank))
+    ),
+    "dataset length: 5 on rank 0; 6 on rank 1": lambda rank: DataLoader(Stream(5 + rank), batch_size=2),
+    "objects: DataLoader on rank 0; Other on rank 1": lambda rank: (Other if rank else DataLoader)(range(4)),
+}
+
+
+class Other(DataLoader):
+    """A loader of the script's own class."""
+
+
+def frozen(rank):
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(not rank)
+    return model
+
+
+def with_buffer(rank):
+    model = nn.Linear(2, 1)
+    model.register_buffer("scale", torch.ones(1 + rank))
+    return model
+
+
+MODELS = {
+    "parameter weight: float32[1, 2] on rank 0; float64[1, 2] on rank 1": lambda rank: nn.Linear(
+        2, 1, dtype=torch.float64 if rank else torch.float32
+    ),
+    "parameter weight: float32[1, 2] on rank 0; float32[1, 3] on rank 1": lambda rank: nn.Linear(2 + rank, 1),
+    "parameter bias: float32[1] on rank 0; missing on rank 1": lambda rank: nn.Linear(2, 1, bias=not rank),
+    "parameter bias: float32[1] on rank 0; float32[1], frozen on rank 1": frozen,
+    "buffer scale: float32[1] on rank 0; float32[2] on rank 1": with_buffer,
+}
+
+
+def optimizer(rank, **options):
+    kind = options.pop("kind", torch.optim.SGD)
+    return kind(nn.Linear(2, 1).parameters(), **({"lr": 0.1} | options))
+
+
+OPTIMIZERS = {
+    "lr of group 0: 0.1 on rank 0; 0.2 on rank 1": lambda rank: optimizer(rank, lr=0.1 * (1 + rank)),
+    "momentum of group 0: 0 on rank 0; 1 on rank 1": lambda rank: optimizer(rank, momentum=rank),
+    "objects: SGD on rank 0; AdamW on rank 1": lambda rank: optimizer(
+        rank, kind=torch.optim.AdamW if rank else torch.optim.SGD
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", [*LOADERS, *MODELS, *OPTIMIZERS])
+def test_objects_that_differ_from_rank_to_rank_are_refused_on_every_rank(pair, difference):
+    def refusal(make):
+        accelerator = Accelerator()
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare(make(accelerator.process_index))
+        return str(error.value)
+
+    texts = pair.run(refusal, (LOADERS | MODELS | OPTIMIZERS)[difference])
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("prepare() failed: the ranks do not prepare the same objects.")
+    assert difference in texts[0]
+
+
+def test_ranks_with_the_same_values_are_named_together(clusters):
+    def refusal():
+        accelerator = Accelerator()
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare(DataLoader(range(12), batch_size=2 if accelerator.process_index % 2 else 4))
+        return str(error.value)
+
+    assert all(
+        "DataLoader, batch_size: 4 on ranks 0, 2; 2 on rank 1\n" in text for text in clusters[3].run(refusal)
+    )
+
+
+def test_different_objects_and_different_configurations_are_refused(pair):
+    def refusals():
+        texts = []
+        accelerator = Accelerator()
+        rank = accelerator.process_index
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare(nn.Linear(1, 1), *[DataLoader(range(2))] * rank)
+        texts.append(str(error.value))
+        accelerator = Accelerator(split_batches=bool(rank))
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare_data_loader(DataLoader(range(4), batch_size=2))
+        texts.append(str(error.value))
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare_model(nn.Linear(1 + rank, 1))
+        return [*texts, str(error.value)]
+
+    for kinds, split, model in pair.run(refusals):
+        assert "objects: Linear on rank 0; Linear, DataLoader on rank 1" in kinds
+        assert "split_batches: False on rank 0; True on rank 1" in split
+        assert "parameter weight: float32[1, 1] on rank 0; float32[1, 2] on rank 1" in model
+
+
+def test_parts_of_the_data_that_are_a_ranks_own_may_differ(pair):
+    def count():
+        accelerator = Accelerator()
+        loader = DataLoader(range(4 + accelerator.process_index), batch_size=2 + accelerator.process_index)
+        prepared = accelerator.prepare_data_loader(loader, data="sharded")
+        return sum(len(accelerator.gather_for_metrics(batch)) for batch in prepared)
+
+    assert pair.run(count) == [9, 9]
+
+
+def test_a_model_for_evaluation_may_be_on_one_rank_only(pair):
+    def output():
+        accelerator = Accelerator()
+        if accelerator.is_main_process:
+            teacher = accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True)
+            teacher(torch.ones(1, 1))
+        return accelerator.reduce(torch.ones(1)).item()
+
+    assert pair.run(output) == [2, 2]
