@@ -26,18 +26,21 @@ Facts = dict[str, Any]
 """What must be equal on all ranks, by a name that the message shows."""
 
 
-def check_consistent(objects: Sequence[Any], backend: Backend, options: LoaderOptions) -> None:
+def check_consistent(
+    objects: Sequence[Any], backend: Backend, options: LoaderOptions, settings: Mapping[str, Any]
+) -> None:
     """Compare models, optimizers, schedulers and loaders over the ranks; every rank calls it.
 
     Args:
         objects: The objects in the order given to `prepare`.
         backend: Exchanges eight bytes an object, and all facts if some differ.
         options: Defines, with a loader's own options, the samples of each rank.
+        settings: The settings of the `Accelerator` that change what a step computes, by name.
 
     Raises:
         MismatchError: Some differ; the message names objects, ranks and values. Raised on every rank.
     """
-    facts = [_collect_facts(item, options) for item in objects]
+    facts = [{"class": "Accelerator", **settings}, *(_collect_facts(item, options) for item in objects)]
     digests = [hashlib.blake2b(repr(own).encode(), digest_size=8).digest() for own in facts]
     everyone = share_objects("prepare", digests, backend.agreement)
     if all(other == everyone[0] for other in everyone):
@@ -136,9 +139,9 @@ def _get_length(sized: Any) -> int | None:
 
 def _list_differences(everyone: Sequence[Sequence[Facts]]) -> list[str]:
     """Return a line for each fact that differs, or one if the ranks do not prepare the same kinds of objects."""
-    kinds = [tuple(_get_kind(facts) for facts in objects) for objects in everyone]
+    kinds = [tuple(str(facts["class"]) for facts in objects) for objects in everyone]
     if len(set(kinds)) > 1:
-        return [f"objects: {_group_by_value([', '.join(own) or 'none' for own in kinds])}"]
+        return [f"objects: {_group_by_value([', '.join(own[1:]) for own in kinds])}"]
     lines = []
     for index, versions in enumerate(zip(*everyone, strict=True)):
         names = dict.fromkeys(name for facts in versions for name in facts)
@@ -147,10 +150,6 @@ def _list_differences(everyone: Sequence[Sequence[Facts]]) -> list[str]:
             if len({repr(facts.get(name, "missing")) for facts in versions}) > 1:
                 lines.append(f"{kinds[0][index]}, {name}: {_group_by_value(values)}")
     return lines
-
-
-def _get_kind(facts: Mapping[str, Any]) -> str:
-    return str(facts["class"])
 
 
 def _shorten(value: Any) -> str:

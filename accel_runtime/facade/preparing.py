@@ -20,6 +20,7 @@ from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.env import Settings
 from accel_runtime.facade.consistency import check_consistent
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
@@ -51,6 +52,7 @@ class Preparing:
     _schedulers: list[PreparedScheduler]
     _reserve: Callable[[PreparedOptimizer], None]
     _step_with_optimizer: bool
+    settings: Settings
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers fit for the run.
@@ -97,7 +99,12 @@ class Preparing:
         ]
         self._compared.update(new)
         if new:
-            check_consistent(new, self._backend, options)
+            settings = {
+                "mixed_precision": self.settings.mixed_precision,
+                "gradient_accumulation_steps": self._accumulation.steps,
+                "step_scheduler_with_optimizer": self._step_with_optimizer,
+            }
+            check_consistent(new, self._backend, options, settings)
 
     def _prepare_model(self, item: Any, place: bool | None) -> Any:
         return self.prepare_model(item, place) if isinstance(item, nn.Module) else item

@@ -136,6 +136,22 @@ def test_different_objects_and_different_configurations_are_refused(pair):
         assert "parameter weight: float32[1, 1] on rank 0; float32[1, 2] on rank 1" in model
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("gradient_accumulation_steps", 2, 3), ("mixed_precision", "no", "bf16")],
+)
+def test_settings_that_change_a_step_are_compared_too(pair, name, first, second):
+    def refusal(name, *values):
+        rank = Accelerator().process_index
+        accelerator = Accelerator(**{name: values[rank]})
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare(nn.Linear(1, 1))
+        return str(error.value)
+
+    for text in pair.run(refusal, name, first, second):
+        assert f"Accelerator, {name}: {first} on rank 0; {second} on rank 1" in text
+
+
 def test_parts_of_the_data_that_are_a_ranks_own_may_differ(pair):
     def count():
         accelerator = Accelerator()
