@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
+from accel_runtime.collectives import reduce
+
 if TYPE_CHECKING:
     from accel_runtime.accelerator import Accelerator
 
@@ -68,5 +70,7 @@ class LocalSGD:
     @torch.no_grad()
     def _average(self) -> None:
         weights = [p.detach() for p in self._model.parameters() if p.requires_grad]
-        for own, mean in zip(weights, self._accelerator.reduce(weights, "mean"), strict=True):
+        backend = self._accelerator._backend  # noqa: SLF001 - `Accelerator.reduce` compares lines of the script
+        means = reduce(weights, "mean", backend, compare_lines=False)
+        for own, mean in zip(weights, means, strict=True):
             own.copy_(mean)

@@ -97,7 +97,7 @@ def agreed(states: States, backend: Backend) -> States:
     prints = backend.all_gather(torch.tensor(fingerprint(states), device=backend.device))
     if bool((prints == prints[0]).all()):
         return states
-    return dict(backend.broadcast_object(states))
+    return dict(backend.broadcast_object(states, "random states"))
 
 
 class Apart:

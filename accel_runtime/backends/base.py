@@ -55,22 +55,32 @@ class Backend(ABC):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """The tensor of rank `source`, written into `tensor` on every rank."""
 
-    def all_gather_objects(self, item: Any) -> list[Any]:
-        """Every rank's picklable object, in rank order.
+    def all_gather_objects(self, item: Any, subject: str) -> list[Any]:
+        """Every rank's picklable object, in rank order, from any line of the script.
+
+        Args:
+            item: This rank's object.
+            subject: A name for the exchange, equal on all ranks; it takes the place of the line.
 
         Raises:
             MismatchError: The ranks called different collectives, or an object cannot be pickled.
         """
-        return share_objects("all_gather_objects", item, self.agreement)
+        return share_objects(f"all_gather_objects of {subject}", item, self.agreement)
 
-    def broadcast_object(self, item: Any, source: int = 0) -> Any:
-        """The picklable object of rank `source`.
+    def broadcast_object(self, item: Any, subject: str, source: int = 0) -> Any:
+        """The picklable object of rank `source`, from any line of the script.
+
+        Args:
+            item: The object; used on rank `source` only.
+            subject: As for `all_gather_objects`.
+            source: The rank whose object it is.
 
         Raises:
             MismatchError: As for `all_gather_objects`.
         """
         mine = item if self.topology.rank == source else None
-        return share_objects(f"broadcast_object from rank {source}", mine, self.agreement)[source]
+        operation = f"broadcast_object of {subject} from rank {source}"
+        return share_objects(operation, mine, self.agreement)[source]
 
     @abstractmethod
     def apart(self) -> Callable[[Any], list[Any]]:

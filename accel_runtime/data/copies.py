@@ -47,7 +47,7 @@ def alike_in_copies(backend: Backend) -> None:
         return
     first = place.rank * place.copies
     leads = backend.topology.rank == first
-    everyone = backend.all_gather_objects(states if leads else None)
+    everyone = backend.all_gather_objects(states if leads else None, "random states")
     if not leads:
         random.restored(everyone[first], backend.device, module)
 

@@ -69,6 +69,7 @@ class Dispatched(Source):
         else:
             self._source = Ordered(loader, backend, sharding, seed, for_all=True)
         self.inner = self._source.inner
+        self._subject = f"the batches of a {type(loader.dataset).__name__}, batches of {sharding.batch_size}"
 
     @property
     @override
@@ -90,7 +91,7 @@ class Dispatched(Source):
         last = False
         while not last:
             parcels, error = self._fetched(read, parts) if leads else (None, None)
-            item, states = scatter_object(parcels, self._backend)
+            item, states = scatter_object(parcels, self._backend, self._subject)
             if states is not None:
                 restore(states)
             if error is not None:

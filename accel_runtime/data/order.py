@@ -68,7 +68,9 @@ class Order(ABC):
         if not eager and self._backend.topology.world_size == 1:
             return iter(items)
         exchanged = _handed_on if self._backend.threads else _compared
-        return exchanged(items, _length(self.source, self.stride * _AHEAD) + 1, self._backend)
+        many = _length(self.source, self.stride * _AHEAD) + 1
+        subject = f"the order of a {type(self.source).__name__} that is read {many} at a time"
+        return exchanged(items, many, self._backend, subject)
 
 
 class Samples(Order):
@@ -191,24 +193,24 @@ def _permuted(sampler: RandomSampler, position: int, stride: int) -> tuple[Itera
     return rest(), order[:stride].tolist()
 
 
-def _compared(items: Iterable[Any], many: int, backend: Backend) -> Iterator[Any]:
+def _compared(items: Iterable[Any], many: int, backend: Backend, subject: str) -> Iterator[Any]:
     """The first rank's items: so many at a time are drawn on all ranks, and travel only where they differ."""
     source = iter(items)
     while True:
         drawn = list(islice(source, many))
         prints = backend.all_gather(_fingerprint(drawn).to(backend.device))
         if not bool((prints == prints[0]).all()):
-            drawn = backend.broadcast_object(drawn)
+            drawn = backend.broadcast_object(drawn, subject)
         yield from drawn
         if len(drawn) < many:
             return
 
 
-def _handed_on(items: Iterable[Any], many: int, backend: Backend) -> Iterator[Any]:
+def _handed_on(items: Iterable[Any], many: int, backend: Backend, subject: str) -> Iterator[Any]:
     """The first rank's items, of which it alone draws: so many travel at a time."""
     source = iter(items) if backend.topology.rank == 0 else iter(())
     while True:
-        drawn = backend.broadcast_object(list(islice(source, many)))
+        drawn = backend.broadcast_object(list(islice(source, many)), subject)
         yield from drawn
         if len(drawn) < many:
             return

@@ -99,7 +99,7 @@ def _check_size(loader: DataLoader[Any], parts: int) -> None:
 def _seed(options: LoaderOptions, backend: Backend) -> int | None:
     if not options.seeded or options.seed is not None:
         return options.seed
-    first: int = backend.broadcast_object(torch.initial_seed())
+    first: int = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
     return first
 
 

@@ -155,7 +155,7 @@ class Separate(Source):
         if all(first) or not any(first):
             return _Spare(batch, first)
         giver = next(rank for rank, count in enumerate(first) if count)
-        given = self._backend.broadcast_object(batch, giver * self._backend.data.copies)
+        given = self._backend.broadcast_object(batch, "a batch", giver * self._backend.data.copies)
         mine = first[self._backend.data.rank]
         return _Spare(batch if mine else given, [count or first[giver] for count in first])
 

@@ -122,29 +122,38 @@ def _up(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def share_objects(operation: str, item: Any, agreement: Agreement) -> list[Any]:
+def share_objects(
+    operation: str, item: Any, agreement: Agreement, *, compare_lines: bool = False
+) -> list[Any]:
     """Every rank's object, in rank order; tensors arrive on the device type they came from.
+
+    Args:
+        operation: The name of the exchange; ranks with different names do not exchange anything.
+        item: This rank's object.
+        agreement: Carries it.
+        compare_lines: Compare the lines of the script too, for a collective that the script itself calls.
 
     Raises:
         MismatchError: The ranks do different things, or an object cannot be pickled. Raised on every rank.
     """
-    call = here(operation)
+    call = here(operation, anywhere=not compare_lines)
     parcel, failure = _tried(item)
     met = agreement.exchange(call, parcel.size, parcel.write, failure=failure)
     return [unwrapped(met.view(rank)) for rank in range(agreement.size)]
 
 
-def deal_objects(items: Sequence[Any] | None, agreement: Agreement) -> Any:
+def deal_objects(operation: str, items: Sequence[Any] | None, agreement: Agreement) -> Any:
     """Of the first rank's objects, one for every rank, this rank's own.
 
     Args:
+        operation: As for `share_objects`.
         items: On the first rank, one for every rank; elsewhere unused.
         agreement: Carries them.
 
     Raises:
         MismatchError: As for `share_objects`, or there is not one object a rank. Raised on every rank.
     """
-    call = here("scatter_object")
+    call = here(operation, anywhere=True)
     if agreement.rank:
         met = agreement.exchange(call)
         return _dealt(met.view(0), agreement, call)

@@ -86,7 +86,11 @@ def gather_object(obj: Any, backend: Backend) -> list[Any]:
         )
     if backend.topology.world_size == 1:
         return obj  # type: ignore[no-any-return]
-    return [item for own in share_objects("gather_object", obj, backend.agreement) for item in own]
+    return [
+        item
+        for own in share_objects("gather_object", obj, backend.agreement, compare_lines=True)
+        for item in own
+    ]
 
 
 def broadcast_object_list(objects: list[Any], backend: Backend, from_process: int = 0) -> list[Any]:
@@ -110,16 +114,17 @@ def broadcast_object_list(objects: list[Any], backend: Backend, from_process: in
         return objects
     mine = list(objects) if backend.topology.rank == from_process else None
     operation = f"broadcast_object_list of {len(objects)} from rank {from_process}"
-    objects[:] = share_objects(operation, mine, backend.agreement)[from_process]
+    objects[:] = share_objects(operation, mine, backend.agreement, compare_lines=True)[from_process]
     return objects
 
 
-def scatter_object(items: Sequence[Any] | None, backend: Backend) -> Any:
-    """Of the first rank's objects, one for every rank, this rank's own.
+def scatter_object(items: Sequence[Any] | None, backend: Backend, subject: str) -> Any:
+    """Of the first rank's objects, one for every rank, this rank's own; from any line of the script.
 
     Args:
         items: On the first rank, one for every rank; elsewhere unused.
         backend: Carries them.
+        subject: A name for the exchange, equal on all ranks; it takes the place of the line.
 
     Returns:
         The object; tensors keep their kind of device.
@@ -129,14 +134,15 @@ def scatter_object(items: Sequence[Any] | None, backend: Backend) -> Any:
             Raised on every rank.
         StallError: A rank does not come.
     """
-    return deal_objects(items, backend.agreement)
+    return deal_objects(f"scatter_object of {subject}", items, backend.agreement)
 
 
 def _gather_objects(data: Any, steps: Steps, backend: Backend, *, as_objects: bool) -> Any:
     """Data that hold more than tensors: they travel pickled, and are merged place by place."""
     listed = as_objects and isinstance(data, (list, tuple))
     operation = f"gather_for_metrics of {'a list of ' if listed else ''}objects{_told(steps)}"
-    everyone = share_objects(operation, tree.map_tensors(torch.Tensor.detach, data), backend.agreement)
+    detached = tree.map_tensors(torch.Tensor.detach, data)
+    everyone = share_objects(operation, detached, backend.agreement, compare_lines=True)
     everyone = each_once(everyone, backend.data)
     joined = steps.entries(everyone) if listed else merged(everyone, steps)
     return tree.send(joined, backend.device)

@@ -52,7 +52,9 @@ def gather(data: Any, backend: Backend) -> Any:
     return replaced(data, gathered.tensors)
 
 
-def reduce(data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0) -> Any:
+def reduce(
+    data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0, *, compare_lines: bool = True
+) -> Any:
     """Every tensor combined over the ranks, element by element.
 
     Args:
@@ -61,6 +63,7 @@ def reduce(data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0
             truth values is how many are true.
         backend: Carries it.
         scale: What the result is multiplied by.
+        compare_lines: Refuse ranks that call from different lines.
 
     Returns:
         The same structure, of new tensors without gradients.
@@ -76,7 +79,8 @@ def reduce(data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0
     found = survey(data)
     exact = [_exact(tensor.detach(), reduction) for tensor in found.tensors]
     found = found._replace(tensors=exact, specs=tuple(Spec(t.dtype, t.shape, t.device.type) for t in exact))
-    call = here(f"reduce {reduction} scale {scale}", found.structure)
+    operation = f"reduce {reduction} scale {scale}"
+    call = here(operation, found.structure, anywhere=not compare_lines)
     if backend.topology.world_size == 1:
         only_tensors(found, data)
         totals = [tensor.clone() for tensor in exact]

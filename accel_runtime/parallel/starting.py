@@ -30,7 +30,8 @@ def take_over(model: nn.Module, backend: Backend) -> None:
         {
             name: (_form(tensor), None if tensor.is_meta else digest(tensor))
             for name, tensor in tensors.items()
-        }
+        },
+        f"the tensors of {type(model).__name__}",
     )
     first = everyone[0]
     for rank, own in enumerate(everyone):

@@ -327,8 +327,8 @@ def test_every_rank_gets_its_own_object(ranks, size):
         b = backend()
         world = b.topology.world_size
         items = [{"x": torch.full((size, 2), rank), "t": (str(rank), None)} for rank in range(world)]
-        mine = scatter_object(items if b.topology.rank == 0 else None, b)
-        again = scatter_object(list(range(world)) if b.topology.rank == 0 else None, b)
+        mine = scatter_object(items if b.topology.rank == 0 else None, b, "tests")
+        again = scatter_object(list(range(world)) if b.topology.rank == 0 else None, b, "tests")
         return mine["x"].unique().tolist(), mine["x"].shape, mine["t"], again
 
     assert ranks.run(dealt, size) == [([r], (size, 2), (str(r), None), r) for r in range(ranks.size)]
@@ -340,7 +340,7 @@ def test_too_few_objects_to_scatter_are_refused_on_every_rank(several):
         with pytest.raises(
             MismatchError, match=f"one object a rank is needed, {b.topology.world_size}; there are 1"
         ):
-            scatter_object([1] if b.topology.rank == 0 else None, b)
+            scatter_object([1] if b.topology.rank == 0 else None, b, "tests")
         return gather(torch.tensor(b.topology.rank), b).tolist()
 
     assert several.run(refused) == [list(range(several.size))] * several.size

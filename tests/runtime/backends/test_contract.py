@@ -86,7 +86,9 @@ def test_objects_travel_from_all_to_all_and_from_one_to_all(ranks):
     def exchanged():
         b = backend()
         mine = {"rank": b.topology.rank, "text": "x" * b.topology.rank}
-        return b.all_gather_objects(mine), b.broadcast_object(mine, b.topology.world_size - 1)
+        return b.all_gather_objects(mine, "tests"), b.broadcast_object(
+            mine, "tests", b.topology.world_size - 1
+        )
 
     everyone = [{"rank": rank, "text": "x" * rank} for rank in range(ranks.size)]
     assert ranks.run(exchanged) == [(everyone, everyone[-1])] * ranks.size

@@ -21,9 +21,11 @@ from torch.utils.data import (
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.single import Single
+from accel_runtime.collectives import MismatchError
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.topology import Topology
 
 SEED = 5
@@ -45,6 +47,19 @@ def prepared(accelerator, dataset=range(COUNT), **options):
     elif "batch_sampler" not in options:
         options = {"batch_size": GLOBAL_BATCH} | options
     return accelerator.prepare(DataLoader(dataset, **options))
+
+
+class Ends(Sampler):
+    """Draws the first index or the last one, so often as there are indices."""
+
+    def __init__(self, count, last):
+        self.count, self.index = count, last * (count - 1)
+
+    def __iter__(self):
+        return iter([self.index] * self.count)
+
+    def __len__(self):
+        return self.count
 
 
 def walked(accelerator, loader, epochs=1):
@@ -146,6 +161,53 @@ def test_ranks_seeded_apart_walk_the_order_of_the_first(several, sampler):
 
     wanted = unprepared(2, shuffle=sampler is None, sampler=sampler)
     assert several.run(epochs, sampler) == [wanted] * several.size
+
+
+def read_on_by(loader):
+    """Read a loader as tqdm does: the line that asks for the next batch is one of its own."""
+    yield from loader
+
+
+class Counted(IterableDataset):
+    """A stream of numbers."""
+
+    def __iter__(self):
+        yield from range(COUNT)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sampler", "stream", "dispatched", "sharded"])
+def test_one_rank_may_read_a_loader_through_a_library(pair, kind):
+    def read(kind):
+        config = DataLoaderConfiguration(dispatch_batches=kind == "dispatched")
+        accelerator = Accelerator(dataloader_config=config)
+        rank = accelerator.process_index
+        torch.manual_seed(rank)
+        options = {"shuffled": {"shuffle": True}, "sampler": {"sampler": Halves()}}.get(kind, {})
+        loader = DataLoader(Counted() if kind == "stream" else range(COUNT), batch_size=3, **options)
+        if kind == "sharded":
+            own = DataLoader(range(3 + rank), batch_size=3)
+            loader = accelerator.prepare_data_loader(own, data="sharded")
+        else:
+            loader = accelerator.prepare(loader)
+        batches = loader if rank else read_on_by(loader)
+        return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches)
+
+    wanted = {"sampler": COUNT // 2, "sharded": 7}.get(kind, COUNT)
+    assert pair.run(read, kind) == [wanted] * 2
+
+
+def test_ranks_that_read_different_loaders_get_an_error_from_any_line(pair):
+    def read():
+        accelerator = Accelerator()
+        rank = accelerator.process_index
+        torch.manual_seed(rank)
+        long, short = (DataLoader(range(n), 1, sampler=Ends(n, rank)) for n in (9, 5))
+        long, short = accelerator.prepare(long, short)
+        with pytest.raises(MismatchError, match="the order of a Ends that is read 10 at a time"):
+            next(iter(short if rank else long))
+        return True
+
+    assert all(pair.run(read))
 
 
 def test_after_an_epoch_the_global_generator_is_where_the_unprepared_loader_leaves_it(ranks):
