@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from accel_cli import launchers, layout, machine, nodes
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.forkserver.unfit import source_of
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.machine import Machine
 from accel_cli.profile import document, layers
@@ -22,7 +24,17 @@ from accel_cli.profile.store import Store
 from accel_cli.tpu import Tpu
 from accel_runtime.env import nearest
 
-__all__ = ["Request", "check_target", "look", "looked", "make", "prepare", "resolve", "run"]
+__all__ = [
+    "Request",
+    "check_target",
+    "find_options_after_script",
+    "look",
+    "looked",
+    "make",
+    "prepare",
+    "resolve",
+    "run",
+]
 
 Kind = Literal["script", "module", "program"]
 _COUNTS = frozenset(
@@ -218,6 +230,32 @@ def check_target(target: str, kind: Kind) -> None:
         "program": _check_program,
     }
     check[kind](target)
+
+
+def find_options_after_script(request: Request, options: Iterable[str]) -> list[str]:
+    """Find the options of `accel launch` among the arguments of a script that does not declare them.
+
+    Args:
+        request: A program (`--no-python`) has options of its own.
+        options: All options of `accel launch`; one letter is too likely to be the script's own.
+    """
+    own = request.args[: request.args.index("--")] if "--" in request.args else request.args
+    ours = {name for name in options if name.startswith("--")} - {"--help"}
+    found = dict.fromkeys(name for argument in own if (name := argument.partition("=")[0]) in ours)
+    if not found or request.kind == "program":
+        return []
+    try:
+        source = source_of(request.kind, request.target).decode(errors="replace")
+    except (OSError, ImportError, ValueError):  # a pod's script may be on its workers only
+        source = ""
+    return [name for name in found if not _declares(source, name)]
+
+
+def _declares(source: str, option: str) -> bool:
+    """Return True if the text of a script has an option, or reads or declares a parameter of its name."""
+    words = re.escape(option.removeprefix("--")).replace(r"\-", "[-_]")
+    declared = rf"--{words}(?![-\w])|\.{words}\b(?!\s*\()|\b{words}\s*(:[ \t]*\w|=(?!=))"
+    return re.search(declared, source) is not None
 
 
 def _check_script(target: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+from typing_extensions import override
 
 from accel_cli.commands.completion import profile_names
 
@@ -16,7 +18,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SETTINGS", "launch"]
 
+_TYPED = "accel.typed"
+
+
+class LaunchCommand(TyperCommand):
+    """The command `accel launch`; it keeps the arguments as typed, since parsing drops `--`."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
 SETTINGS: dict[str, Any] = {
+    "cls": LaunchCommand,
     # Everything after the script is the script's: options of ours end there.
     "context_settings": {"allow_interspersed_args": False},
     "epilog": "Example: accel launch --nproc-per-node 2 train.py --epochs 3",
@@ -27,6 +42,7 @@ _POD = "TPU pods"
 
 
 def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
+    context: typer.Context,
     script: Annotated[
         str,
         typer.Argument(
@@ -247,6 +263,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         planning.check_target(request.target, request.kind)
         resolved, plan = planning.prepare(request, os.environ)
     _refuse_job_options(plan, detach=detach, offline=offline)
+    _note_options_after_script(context, request)
     if offline:
         console.plain(planning.looked(plan, offline=True))
         return
@@ -290,6 +307,21 @@ def _refuse_job_options(plan: Plan, *, detach: bool, offline: bool) -> None:
     if offline and not plan.look:
         raise UsageError(
             f"--offline is for jobs of SageMaker; with launcher.kind: {plan.launcher}, --dry-run asks nobody anything"
+        )
+
+
+def _note_options_after_script(context: typer.Context, request: Request) -> None:
+    """Name the options of `accel launch` that the script gets because they stand after it."""
+    from accel_cli import console, planning
+
+    dashes = context.meta[_TYPED][: -1 - len(request.args)][-1:] == ("--",)
+    options = {name for parameter in context.command.params for name in parameter.opts}
+    names = [] if dashes else planning.find_options_after_script(request, options)
+    if names:
+        target = request.target
+        console.note(
+            f"options after {target} go to it, not to accel launch: {', '.join(names)}. To give them to accel launch, put "
+            f"them before {target}; to leave out this line, put -- before {target}."
         )
 
 

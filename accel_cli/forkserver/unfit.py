@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accel_cli.plan import Plan
 
-__all__ = ["read_by_torch", "reason", "threads"]
+__all__ = ["read_by_torch", "reason", "source_of", "threads"]
 
 _READ_AT_LOAD = ("ATEN_", "GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_")
 """How variables begin that are read while torch or what it loads is loaded."""
@@ -35,7 +35,7 @@ def reason(plan: Plan, *, bare: Collection[str]) -> str | None:
     folder = Path.cwd() if kind == "module" else Path(target).resolve().parent
     if shadowed := sorted(_names(folder) & _loaded_since(bare)):
         return f"{folder} has a module of its own for {', '.join(shadowed)}, which torch has loaded by then"
-    if variables := sorted(set(_set_by(_source(kind, target)))):
+    if variables := sorted(set(_set_by(source_of(kind, target)))):
         return f"{target} sets {', '.join(variables)}, which is read while torch is loaded"
     return None
 
@@ -73,7 +73,7 @@ def _names(folder: Path) -> set[str]:
         }
 
 
-def _source(kind: str, target: str) -> bytes:
+def source_of(kind: str, target: str) -> bytes:
     """The text of what runs as `__main__`, as far as it can be found without importing anything."""
     if kind == "script":
         return Path(target).read_bytes()
