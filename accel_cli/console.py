@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def failure(where: str, body: Sequence[str], cause: str) -> None:
     if body:
         called = any(line.startswith('  File "') and ", in " in line for line in body)
         head = ["Traceback (most recent call last):"] if called else []
-        sys.stderr.write("\n".join([*head, *body, ""]))
+        _write("\n".join([*head, *body, ""]))
     error(f"{where}: {cause}")
 
 
@@ -168,8 +168,14 @@ def _say(head: str, style: str, text: str) -> None:
     """Write a message to stderr, its head in a style where a person looks at it."""
     # By hand: a launch says one line, and rich takes as long to import as all else a launch does.
     styled = f"{style}{head}{_RESET}" if sys.stderr.isatty() and coloured() else head
-    sys.stderr.write(f"{styled} {text}\n")
-    sys.stderr.flush()
+    _write(f"{styled} {text}\n")
+
+
+def _write(text: str) -> None:
+    """Write to stderr; a screen that is full or gone must not end what is under way."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _panel(title: str, body: Sequence[str], cause: str) -> None:

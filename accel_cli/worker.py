@@ -7,11 +7,13 @@ the first place of `sys.path` at once. Usage: `worker.py script|module|program T
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import json
 import os
 import runpy
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -31,6 +33,7 @@ __all__ = [
     "code_of",
     "connect",
     "execute",
+    "ignore_full_disk",
     "main",
     "opened",
     "prepare",
@@ -44,6 +47,9 @@ ASKED = getattr(signal, "SIGRTMIN", 0) + 8
 """The signal at which a process writes down its stacks: none that scripts, torch or a scheduler use."""
 STACKS = "stacks"
 """The file in the rank's folder to which it does."""
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
+"""The errors of a disk that takes no more of a log."""
+_LAUNCHERS_SCREEN = "/proc/{}/fd/2"
 _REPLICAS = str(Path(__file__).with_name("replicas.py"))
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Whether Python was told (`PYTHONSAFEPATH`, from 3.11) to put no script's folder in `sys.path`."""
@@ -96,6 +102,8 @@ def connect(folder: str) -> None:
             continue
         os.dup2(found, number)
         os.close(found)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
@@ -112,6 +120,29 @@ def opened(folder: str, name: str) -> int:
     found = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
     os.set_blocking(found, True)
     return found
+
+
+def ignore_full_disk(stream: Any, link: str) -> None:
+    """Have a stream that writes to a log drop what its disk does not take: a print must not end a training.
+
+    Args:
+        stream: Such as `sys.stdout`.
+        link: The name under which the log was opened; it is removed as a sign for the launcher.
+    """
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    write = raw.write
+
+    def write_or_drop(data: Any) -> int | None:
+        try:
+            return write(data)  # type: ignore[no-any-return]
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            with contextlib.suppress(OSError):
+                os.unlink(link)  # noqa: PTH108 - a text, as `connect` takes it
+            return memoryview(data).nbytes
+
+    raw.write = write_or_drop
 
 
 def answer_for_stacks(folder: str) -> None:
@@ -272,9 +303,21 @@ def record(error: BaseException, file: Path, **more: Any) -> None:
         ours["exit"] = error.code if isinstance(error.code, int) else f"{error.code}"
     told = {"message": {"message": lines[-1].strip(), "extraInfo": extra}, "accel": ours}
     try:
-        file.write_text(json.dumps(told), encoding="utf-8")
+        # Whole or not at all: torch's agent fails on half a file.
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(told), encoding="utf-8")
+        fresh.replace(file)
     except OSError:  # a full disk must not hide what was raised
-        sys.stderr.write("".join(lines))
+        _print_on_launcher("".join(lines))
+
+
+def _print_on_launcher(text: str) -> None:
+    """Write to the launcher's own screen, past a log that takes no more; where that cannot be opened, to stderr."""
+    try:
+        with open(_LAUNCHERS_SCREEN.format(os.getppid()), "a", encoding="utf-8") as screen:  # noqa: PTH123
+            screen.write(text)
+    except OSError:
+        sys.stderr.write(text)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

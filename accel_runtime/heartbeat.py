@@ -32,7 +32,9 @@ class Heartbeat:
 
     def __init__(self, file: Path) -> None:
         with file.open("xb+") as opened:
-            opened.truncate(BEAT_SIZE)
+            # On a full disk a hole in the file would end the process by SIGBUS at the first store.
+            opened.write(bytes(BEAT_SIZE))
+            opened.flush()
             self._memory = mmap.mmap(opened.fileno(), BEAT_SIZE)
         self._numbers = memoryview(self._memory)[:_TEXT].cast("q")
         self._place: tuple[str, CallSite] | None = None

@@ -26,6 +26,7 @@ from accel_cli.agent.elastic import Agent
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.local import Room
 from accel_cli.agent.meeting import Meeting
+from accel_cli.agent.output import LogWarning
 from accel_cli.agent.rendezvous import Handler
 from accel_cli.agent.signals import Signals
 from accel_cli.errors import AccelError, ElsewhereError, UsageError
@@ -68,22 +69,27 @@ def run(plan: Plan, server: Server | None = None) -> int:
 def _recorded(plan: Plan, signals: Signals, server: Server | None) -> int:
     """Run it, and leave in the run's folder how it ended."""
     folder = _folder(plan)
+    warning = LogWarning(folder)
     code = 1
     try:
         with Guard(folder.path) as guard:
-            code = _run(plan, _room(plan, folder, signals, guard, server))
+            code = _run(plan, _room(plan, warning, signals, guard, server))
     except SignalException as error:
         code = 128 + int(error.sigval)
     finally:
         signals.finish()
-        folder.record({"exit_code": code})
+        try:
+            folder.record({"exit_code": code})
+        except OSError as error:
+            warning.give(str(error))
     return code
 
 
-def _room(plan: Plan, folder: runs.RunFolder, signals: Signals, guard: Guard, server: Server | None) -> Room:
+def _room(plan: Plan, warning: LogWarning, signals: Signals, guard: Guard, server: Server | None) -> Room:
     said = plan.agent
     return Room(
-        folder,
+        warning.folder,
+        warning,
         signals,
         guard,
         server,

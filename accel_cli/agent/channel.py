@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import termios
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,16 +41,29 @@ class Channel:
     """Where it is shown, as a file descriptor of ours; None once nobody looks any more."""
     lines: Lines | None = None
     """What makes whole lines of it, where several ranks share the screen."""
+    warn: Callable[[str], None] = console.note
+    """Takes the reason if the log ends before the output."""
     unfinished: bool = False
     """Whether the last thing shown is the beginning of a line."""
 
     @classmethod
-    def open(cls, name: Path, log: Path, screen: int, lines: Lines | None) -> Channel:
+    def open(
+        cls,
+        name: Path,
+        log: Path,
+        screen: int,
+        lines: Lines | None,
+        warn: Callable[[str], None] = console.note,
+    ) -> Channel:
         """A pseudo-terminal if the screen is a terminal and the rank has it alone, else a pipe."""
         ends = _pipe(name) if lines or not os.isatty(screen) else _terminal(name, screen)
         os.set_blocking(ends[0], False)
-        kept = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        return cls(name, *ends, kept, screen if identity(screen) else None, lines)
+        try:
+            kept = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            kept = -1
+            warn(f"{log} cannot be opened: {error.strerror}")
+        return cls(name, *ends, kept, screen if identity(screen) else None, lines, warn)
 
     def copy(self) -> bool:
         """Pass on what has come; whether more can come."""
@@ -95,7 +109,7 @@ class Channel:
             # The ranks would stand still if nobody read on.
             os.close(self.log)
             self.log = -1
-            console.note(f"{self.name.parent}: the log ends here: {error.strerror}")
+            self.warn(f"{self.name.parent.name} could not write: {error.strerror}")
 
     def _show(self, data: bytes) -> bool:
         if self.screen is None or not data:
@@ -104,8 +118,9 @@ class Channel:
             _write(self.screen, data)
         except BrokenPipeError:
             return False  # as in `python train.py | head`: the script finds its output closed
-        except OSError:
+        except OSError as error:
             self.screen = None  # the terminal is gone, and the log goes on
+            console.note(f"output is no longer shown: {error.strerror}. The logs of the run have all of it.")
         self.unfinished = not data.endswith(b"\n")
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from typing_extensions import Self
 
+from accel_cli import console
 from accel_cli.agent import guard
 
 __all__ = ["Guard", "Started", "end", "kill"]
@@ -87,18 +89,27 @@ class Guard:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._lose(f"could not start: {error.strerror}")
 
     def watch(self, pids: Iterable[int]) -> None:
         """Tell it of processes, each the first of a session."""
         self._say("".join(f"{pid} {guard.started(pid)}\n" for pid in pids))
+
+    def check(self) -> None:
+        """Say once that the guard has ended; the run does not need it."""
+        if self._process and (code := self._process.poll()) is not None:
+            self._lose(f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +118,22 @@ class Guard:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._say("done\n")
-        self._process.wait()
+        if self._process:
+            try:
+                self._process.wait(_REAP_S)
+            except subprocess.TimeoutExpired:  # it is stopped
+                self._process.kill()
+                self._process.wait()
 
     def _say(self, text: str) -> None:
-        assert self._process.stdin is not None
-        os.write(self._process.stdin.fileno(), text.encode())
+        if self._process:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended: `check` says so
+                os.write(self._process.stdin.fileno(), text.encode())
+
+    def _lose(self, why: str) -> None:
+        self._process = None
+        console.note(
+            f"the guard process of this run {why}: the run continues, but its processes stay if accel launch is killed "
+            "(SIGKILL). In that case end them by hand."
+        )

@@ -8,7 +8,8 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from accel_cli.agent import exchange
 from accel_cli.agent.arrivals import Arrivals
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.memory import Kills
-from accel_cli.agent.output import Output
+from accel_cli.agent.output import LogWarning, Output
 from accel_cli.agent.processes import Forked, Processes
 from accel_cli.agent.report import in_a_file, report
 from accel_cli.agent.signals import Signals
@@ -47,6 +48,8 @@ class Room:
 
     folder: RunFolder
     """Of the run."""
+    log_warning: LogWarning
+    """Given once, by whatever finds that the logs cannot be written."""
     signals: Signals
     """The handlers of the launcher; they are told who runs."""
     guard: Guard
@@ -117,7 +120,9 @@ class Local(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
-        self._output = Output(prefixed=len(self._on_screen) > 1, coloured=console.coloured())
+        self._output = Output(
+            self._room.log_warning, prefixed=len(self._on_screen) > 1, coloured=console.coloured()
+        )
         if self._room.replicas:
             self._arrivals = Arrivals(
                 self._room.folder.attempt(self._attempt), self._output, self._room.shown
@@ -144,7 +149,8 @@ class Local(LocalElasticAgent):
         self._room.guard.watch(processes.pids().values())
         for worker in workers:
             pid = processes.pids()[worker.local_rank]
-            self._folder(worker).pid.write_text(str(pid))
+            with self._logging():
+                self._folder(worker).pid.write_text(str(pid))
         if self._room.stall_timeout:
             self._watch = Watch(folder.ranks(self._attempt), self._room.stall_timeout)
 
@@ -160,6 +166,7 @@ class Local(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._arrivals and self._arrivals.look() and self._room.stall_timeout:
             self._watch = Watch(self._arrivals.known, self._room.stall_timeout)
+        self._room.guard.check()
         result: RunResult = super()._monitor_workers(worker_group)
         if self._watch and result.state is WorkerState.HEALTHY:
             self._watch.look()
@@ -169,10 +176,11 @@ class Local(LocalElasticAgent):
         """What torch.distributed expects a process to find, as `torchrun` sets it, and the rank's folder."""
         group, spec = self._worker_group, self._worker_group.spec
         folder = self._folder(worker)
-        folder.path.mkdir(parents=True)
         assert self._output is not None
         shown = worker.global_rank in self._on_screen and not self._room.replicas
-        self._output.route(folder, worker.global_rank, shown=shown)
+        with self._logging():  # a process without a folder keeps the launcher's own screen
+            folder.path.mkdir(parents=True)
+            self._output.route(folder, worker.global_rank, shown=shown)
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),
@@ -248,4 +256,13 @@ class Local(LocalElasticAgent):
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
         if self._output:
             for folder in self._output.drain():
-                failures.complete(folder)
+                with self._logging():
+                    failures.complete(folder)
+
+    @contextmanager
+    def _logging(self) -> Iterator[None]:
+        """Warn once, and continue, if the folder of the run cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self._room.log_warning.give(str(error))

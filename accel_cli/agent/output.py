@@ -6,12 +6,15 @@ import os
 import selectors
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
+from accel_cli import console
 from accel_cli.agent.channel import Channel, identity
 from accel_cli.agent.lines import Lines
-from accel_cli.runs import RankFolder
+from accel_cli.runs import RankFolder, RunFolder
 
-__all__ = ["Output"]
+__all__ = ["LogWarning", "Output"]
 
 _SCREENS = {"stdout": 1, "stderr": 2}
 _PATIENCE_S = 1.0
@@ -19,6 +22,27 @@ _QUIET_S = 0.3
 """How long nothing has to come, once all have ended, from a process that a script left behind."""
 _DRAIN_S = 5.0
 """How long such a process is listened to at most."""
+
+
+class LogWarning:
+    """The one warning of a run that its logs are not complete: they are best effort, and training continues.
+
+    Args:
+        folder: Of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._given = False
+
+    def give(self, why: str) -> None:
+        """Give the warning with its reason, unless it was given already."""
+        if not self._given:
+            self._given = True
+            console.note(
+                f"the logs in {console.short(str(self.folder.path))} are not complete: {why}. The run itself continues; free "
+                "space there, or choose another folder by --log-dir."
+            )
 
 
 class Output:
@@ -29,10 +53,12 @@ class Output:
     that is not shown writes straight into its log.
     """
 
-    def __init__(self, *, prefixed: bool, coloured: bool) -> None:
+    def __init__(self, warning: LogWarning, *, prefixed: bool, coloured: bool) -> None:
         self.prefixed = prefixed
         """Whether lines stand behind their rank."""
+        self._warning = warning
         self._coloured = coloured
+        self._hidden: list[Path] = []
         self._channels: list[Channel] = []
         self._folders: list[RankFolder] = []
         self._reader: threading.Thread | None = None
@@ -42,19 +68,23 @@ class Output:
     def route(self, folder: RankFolder, rank: int, *, shown: bool) -> None:
         """Leave in a rank's folder what its process connects to; it waits for `stderr`, where it runs already."""
         self._folders.append(folder)
-        folder.output.touch(mode=0o600)
+        try:
+            folder.output.touch(mode=0o600)
+        except OSError as error:
+            self._warning.give(f"{folder.output} cannot be made: {error.strerror}")
         seen: dict[object, str] = {}
         for stream, screen in _SCREENS.items():
             name = folder.path / stream
             first = seen.setdefault(identity(screen), stream)
             if not shown:
                 name.symlink_to(folder.output.name)
+                self._hidden.append(name)
             elif first != stream:
                 # Together on the screen they are one channel, so that their order stays.
                 name.symlink_to(first)
             else:
                 lines = Lines(rank, coloured=self._coloured and os.isatty(screen)) if self.prefixed else None
-                self._channels.append(Channel.open(name, folder.output, screen, lines))
+                self._channels.append(Channel.open(name, folder.output, screen, lines, self._warning.give))
         if self._reader:
             os.write(self._ended, b"+")
         elif self._started:
@@ -85,6 +115,10 @@ class Output:
             self._reader = None
         for channel in self._channels:
             channel.close()
+        # A process that could not write its log has removed the link to it.
+        if lost := sorted({link.parent.name for link in self._hidden if not link.is_symlink()}):
+            self._warning.give(f"{', '.join(lost)} could not write")
+        self._hidden = []
         for folder in self._folders:
             for stream in _SCREENS:
                 (folder.path / stream).unlink(missing_ok=True)
@@ -95,7 +129,8 @@ class Output:
         """Begin a new line on the screen, if the last thing a rank wrote to it is no whole line."""
         for channel in self._channels:
             if channel.unfinished and channel.screen and identity(channel.screen) == identity(2):
-                os.write(2, b"\n")
+                with suppress(OSError):
+                    os.write(2, b"\n")
                 return
 
     def _read(self, waits: int) -> None:

@@ -170,7 +170,10 @@ def _fork(
     failed = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
     pids = [pid for _, pid in sorted(places.items())]
     answer = json.dumps({"pids": pids, "errno": failed}).encode()
-    link.sendall(_LENGTH.pack(len(answer)) + answer)
+    # Processes whose pipe closes without a byte were forked by a server that was killed, and end.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        link.sendall(_LENGTH.pack(len(answer)) + answer)
+        os.write(begin, bytes(len(pids)))
     os.close(begin)
     return None
 
@@ -180,7 +183,8 @@ def _wait_for_start(place: int, announce: int, go: int, mask: set[int | signal.S
     process.detach(mask)
     os.write(announce, _BORN.pack(place, os.getpid()))
     os.close(announce)
-    os.read(go, 1)
+    if not os.read(go, 1):
+        os._exit(1)
     os.close(go)
 
 

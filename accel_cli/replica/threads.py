@@ -64,9 +64,11 @@ class Threads:
         """Have this replica print to what the launcher left in its folder; others keep the process's own output."""
         for name, streams in self._streams.items():
             like = streams[0]
-            streams[self.mine()] = open(  # noqa: SIM115, PTH123 - until the process ends
+            own = open(  # noqa: SIM115, PTH123 - until the process ends
                 worker.opened(folder, name), "w", buffering=1, encoding=like.encoding, errors=like.errors
             )
+            worker.ignore_full_disk(own, f"{folder}/{name}")
+            streams[self.mine()] = own
 
     def be_main(self, module: ModuleType) -> None:
         """Make a module the `__main__` of this replica."""

@@ -1,11 +1,16 @@
 """What a started process runs."""
 
+import json
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import accel_cli
+from accel_cli import worker
 
 WORKER = Path(accel_cli.__file__).with_name("worker.py")
 
@@ -37,3 +42,36 @@ def test_a_traceback_is_one_write(tmp_path):
     assert said.startswith("Traceback (most recent call last):\n")
     assert said.endswith("ValueError: no data\n")
     assert "worker.py" not in said
+
+
+def test_a_print_to_a_log_on_a_full_disk_is_dropped_and_leaves_a_sign(tmp_path):
+    sign = tmp_path / "stdout"
+    sign.symlink_to("output.log")
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        worker.ignore_full_disk(stream, str(sign))
+        print("lost", file=stream)
+        print("lost too", file=stream, flush=True)
+    assert not sign.is_symlink()
+
+
+def test_a_print_to_a_pipe_that_nobody_reads_fails_as_ever(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as stream:
+        worker.ignore_full_disk(stream, str(tmp_path / "stdout"))
+        with pytest.raises(BrokenPipeError):
+            print("lost", file=stream)
+        with pytest.raises(BrokenPipeError):
+            stream.close()
+
+
+def test_a_failure_is_left_whole_or_not_at_all_and_is_said_where_no_file_takes_it(tmp_path, monkeypatch):
+    error = ValueError("no data")
+    worker.record(error, tmp_path / "error.json")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
+    (tmp_path / "full.new").symlink_to("/dev/full")
+    screen = tmp_path / "screen"
+    monkeypatch.setattr(worker, "_LAUNCHERS_SCREEN", str(screen))
+    worker.record(error, tmp_path / "full.json")
+    assert not (tmp_path / "full.json").exists()
+    assert screen.read_text() == "ValueError: no data\n"

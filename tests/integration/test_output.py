@@ -172,6 +172,26 @@ def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(accel, scrip
     assert time.monotonic() - began < 300
 
 
+@pytest.mark.parametrize(
+    ("breaks", "why"),
+    [
+        ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", "rank_1 could not write"),
+        ("shutil.rmtree(Path(os.environ['ACCEL_RANK_FOLDER']).parent.parent)", "rank_1 could not write"),
+    ],
+    ids=["full disk", "no folder"],
+)
+def test_logs_that_cannot_be_written_are_one_warning_and_the_run_goes_on(accel, script, breaks, why):
+    script(
+        f"import os, shutil\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n    {breaks}\n"
+        "for n in range(3):\n    print('line', n, flush=True)\n"
+    )
+    done = accel(*LAUNCH, "train.py")
+    assert (done.returncode, done.stdout) == (0, "line 0\nline 1\nline 2\n")
+    assert done.stderr.startswith("accel: the logs in ")
+    assert f" are not complete: {why}. The run itself continues" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_logs_shows_the_last_run(accel, script, cwd, home):
     script("import os, sys\nprint(sys.argv[1], os.environ['RANK'])\n")
     for word in ("first", "second"):

@@ -202,6 +202,25 @@ def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, 
     wait_for(lambda: not launched.left(), 20)
 
 
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_run_that_loses_its_guard_ends_as_it_would_with_it_and_says_so_once(script, cwd, launch, number):
+    script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
+    launched = launch().up()
+    (lost,) = [process.pid for process in launched.left() if launched._is_guard(process.pid)]
+    guard.send([lost], signal.SIGKILL)
+    wait_for(lambda: launched.said)
+    if number:
+        launched.send(number)
+    else:
+        (cwd / "go").touch()
+    assert launched.ended() == (143 if number else 0)
+    said = [line for line in launched.said if "SIGTERM" not in line]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "accel: the guard process of this run was ended by signal 9: the run continues, but its processes stay if"
+    )
+
+
 @pytest.mark.slow
 def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_left(script, cwd, launch):
     script(

@@ -80,3 +80,8 @@ def test_a_prepared_optimizer_is_copied_without_the_heartbeat(folder):
     state = optimizer.state_dict()
     assert copy.deepcopy(optimizer).state_dict() == state
     assert pickle.loads(pickle.dumps(optimizer)).state_dict() == state  # noqa: S301 - written a line above
+
+
+def test_the_file_has_its_space_before_it_is_mapped(folder):
+    Heartbeat(folder.beat)
+    assert folder.beat.stat().st_blocks  # on a full disk a store to a hole would end the process

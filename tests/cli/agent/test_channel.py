@@ -27,7 +27,7 @@ def test_a_disk_that_is_full_ends_the_log_and_not_the_run(tmp_path, screen, capf
         assert channel.copy()
         assert os.read(seen, 100) == word
     channel.close()
-    assert capfd.readouterr().err.count("the log ends here: No space left on device") == 1
+    assert capfd.readouterr().err.count("could not write: No space left on device") == 1
 
 
 def test_what_is_written_reaches_screen_and_log_and_a_closed_screen_ends_it(tmp_path, screen):
