@@ -8,11 +8,46 @@ AccelError           the run cannot go on                     exit code 1
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from typing_extensions import override
 
-__all__ = ["AccelError", "ElsewhereError", "Problem", "ProfileError", "UsageError"]
+__all__ = [
+    "SHOWN",
+    "AccelError",
+    "ElsewhereError",
+    "Problem",
+    "ProfileError",
+    "UsageError",
+    "explain_os_error",
+]
+
+SHOWN = 50
+"""The mistakes of a profile that are shown; a file that has more is not a profile."""
+_CURES: Mapping[int, str] = MappingProxyType(
+    {
+        errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+        errno.EFBIG: "Raise the limit on file sizes (ulimit -f).",
+        errno.EAGAIN: "Raise the limit on processes (ulimit -u).",
+        errno.ENOSPC: "Free space there.",
+        errno.EDQUOT: "Free space there.",
+        errno.ENOMEM: "Free memory.",
+    }
+)
+
+
+def explain_os_error(error: OSError) -> str:
+    """Return what the system refused, where, and what to do."""
+    try:
+        os.getcwd()  # noqa: PTH109 - as cheap as it can be
+    except FileNotFoundError:
+        return "the working directory does not exist any more. Change to another one (cd)."
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}. {_CURES.get(error.errno or 0, '')}".strip()
 
 
 class AccelError(Exception):
@@ -56,4 +91,5 @@ class ProfileError(UsageError):
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
-        super().__init__("\n".join(str(problem) for problem in problems))
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        super().__init__("\n".join([*map(str, problems[:SHOWN]), *more]))

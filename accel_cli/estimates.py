@@ -97,7 +97,7 @@ def sections(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
     if layout["tp"] == 1:
         updates["parallel.tp_plan"] = None
     if layout["wrapped"] or layout["activation_checkpointing"]:
-        updates["fully_shard.wrap"] = int(wrap) if wrap.isdigit() else wrap
+        updates["fully_shard.wrap"] = int(wrap) if wrap.isdecimal() else wrap
         updates["fully_shard.activation_checkpointing"] = layout["activation_checkpointing"]
     if layout["wrapped"]:
         updates["fully_shard.reshard_after_forward"] = layout["reshard_after_forward"]

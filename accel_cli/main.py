@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -57,9 +58,10 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: What follows `accel`; None takes the command line's.
     """
-    from accel_cli.errors import AccelError
+    from accel_cli.errors import AccelError, explain_os_error
 
     try:
+        _open_missing_streams()
         app(arguments)
     except KeyboardInterrupt:
         # Nothing runs yet: there is nothing to say.
@@ -69,3 +71,19 @@ def main(arguments: list[str] | None = None) -> None:
 
         console.error(str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        from accel_cli import console
+
+        console.error(explain_os_error(error))
+        sys.exit(1)
+
+
+def _open_missing_streams() -> None:
+    """Open the null device where a standard stream is closed: its number would go to the next file that is opened."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))

@@ -17,6 +17,7 @@ __all__ = ["PORT", "READ", "Facts", "Typed", "facts", "first_host", "pod"]
 PORT = 29400
 """Where machines meet if nobody says a port; torch's own default for c10d."""
 _LAST_PORT = 65535
+_LONGEST_NUMBER = 18
 _FIRST_PORT, _PORTS = 20000, 10000
 """Ports that a scheduler's job number chooses among: below those the kernel hands out."""
 
@@ -157,7 +158,7 @@ def _pet(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
         )
     values: dict[str, Any] = {"nnodes": _nodes(said.get("PET_NNODES", "1"))}
     if count := said.get("PET_NPROC_PER_NODE"):
-        values["nproc_per_node"] = int(count) if count.isdigit() else "auto"
+        values["nproc_per_node"] = int(count) if _is_number(count) else "auto"
     if endpoint := said.get("PET_RDZV_ENDPOINT") or said.get("PET_MASTER_ADDR"):
         port = said.get("PET_MASTER_PORT", str(PORT))
         values["rdzv_endpoint"] = endpoint if _has_port(endpoint) else _endpoint(endpoint, port)
@@ -166,7 +167,7 @@ def _pet(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
     if "PET_MAX_RESTARTS" in said:
         values["max_restarts"] = _number(said, "PET_MAX_RESTARTS")
     # Trainers of Kubernetes write `auto` or nothing for the rank where machines number themselves.
-    rank = _number(said, "PET_NODE_RANK") if said.get("PET_NODE_RANK", "").isdigit() else None
+    rank = _number(said, "PET_NODE_RANK") if _is_number(said.get("PET_NODE_RANK", "")) else None
     if rank is not None:
         _within(rank, _most(values["nnodes"]), "PET_NODE_RANK", "PET_NNODES")
     return Facts("PET_*", values, rank, unused=tuple(sorted(set(said) - set(READ["PET_*"]))))
@@ -187,7 +188,11 @@ def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
     source = f"SLURM_* (step {job}.{step})"
     head = first_host(environ.get("SLURM_STEP_NODELIST", ""))
-    port = str(_FIRST_PORT + (int(job) + 97 * int(step)) % _PORTS)
+    numbers = (
+        _number({"SLURM_JOB_ID": job}, "SLURM_JOB_ID"),
+        _number({"SLURM_STEP_ID": step}, "SLURM_STEP_ID"),
+    )
+    port = str(_FIRST_PORT + (numbers[0] + 97 * numbers[1]) % _PORTS)
     node = _number(environ, "SLURM_NODEID")
     _within(node, nodes, "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
     if tasks == nodes:
@@ -205,7 +210,7 @@ def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
 
 
 def _check_outside_a_step(environ: Mapping[str, str], typed: Typed) -> None:
-    nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
+    nodes = _number({"SLURM_JOB_NUM_NODES": "1", **environ}, "SLURM_JOB_NUM_NODES")
     if nodes > 1 and typed.nnodes is None:
         raise UsageError(
             f"this Slurm job has {nodes} machines, and `accel launch` was started on one of them only. Start it on each: "
@@ -262,9 +267,9 @@ def _dstack(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
 def _cluster(source: str, environ: Mapping[str, str], head: str, port: str) -> Facts | None:
     """The facts of a tool that numbers its machines and says the first one's address."""
     count, number = READ[source][:2]
-    if int(environ.get(count) or "1") == 1:
+    if not environ.get(count) or (nodes := _number(environ, count)) == 1:
         return None
-    nodes, rank = _number(environ, count), _number(environ, number)
+    rank = _number(environ, number)
     _within(rank, nodes, number, count)
     if not head:
         raise UsageError(
@@ -327,9 +332,13 @@ def _port(job: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
-    if not (text.isascii() and text.isdigit()):
+    if not _is_number(text):
         raise UsageError(f"{name} must be a whole number; it is {text!r}")
     return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER
 
 
 def _within(rank: int, size: int, one: str, other: str) -> None:
@@ -341,13 +350,13 @@ def _nodes(text: str) -> int | str:
     """`2`, or a range `1:4` as it stands."""
     low, _, high = text.partition(":")
     if low == high or not high:
-        return int(low) if low.isdigit() else text
+        return int(low) if _is_number(low) else text
     return text
 
 
 def _most(nodes: int | str) -> int:
     last = str(nodes).rpartition(":")[2]
-    return int(last) if last.isdigit() else 0
+    return int(last) if _is_number(last) else 0
 
 
 def _has_port(endpoint: str) -> bool:
@@ -366,5 +375,5 @@ def first_host(nodelist: str) -> str:
 
 def _layout(text: str) -> list[int]:
     """Tasks of each machine out of Slurm's `2(x3),1`."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    parts = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", text)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]

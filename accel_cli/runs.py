@@ -109,7 +109,7 @@ class RunFolder:
     def running(self) -> bool:
         """Whether its launcher still lives."""
         about = self.about
-        return "pid" in about and "exit_code" not in about and Path(f"/proc/{about['pid']}").exists()
+        return "pid" in about and "exit_code" not in about and _exists(about["pid"])
 
     @property
     def state(self) -> str:
@@ -141,6 +141,17 @@ class RunFolder:
         folders = self.attempt(attempt).glob("rank_*")
         found = {int(path.name.partition("_")[2]): RankFolder(path) for path in folders}
         return dict(sorted(found.items()))
+
+
+def _exists(pid: int) -> bool:
+    """Return True if a process of this id runs; there may be no /proc to look into."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 from typing import Any
 
@@ -35,6 +36,9 @@ from accel_cli.plan import Plan
 
 __all__ = ["run"]
 
+_FILES, _FILES_PER_PROCESS = 32, 8
+"""Files that the launcher has open at most: its own, and those of each process."""
+
 
 def run(plan: Plan, server: Server | None = None) -> int:
     """Start the plan's processes on this machine, wait for them, and say what their exit code comes to.
@@ -48,7 +52,9 @@ def run(plan: Plan, server: Server | None = None) -> int:
 
     Raises:
         AccelError: The machines did not find each other.
+        UsageError: The limit on open files is too low.
     """
+    _check_open_files(plan.nproc_per_node)
     # What the agent logs about a failure or a signal is said by us, once. Some of its loggers have a level.
     for name in ("torch.distributed.elastic", api.__name__):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -64,6 +70,17 @@ def run(plan: Plan, server: Server | None = None) -> int:
         except AccelError as error:
             reason.leave(plan.agent, str(error))
             raise
+
+
+def _check_open_files(processes: int) -> None:
+    """Refuse a limit at which the launcher would fail, or wait for ever, in the middle of a run."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES + _FILES_PER_PROCESS * processes
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UsageError(
+            f"the limit on open files is {limit}, and a launcher of {processes} process(es) needs {needed}. Raise it: "
+            f"ulimit -n {max(1024, needed)}"
+        )
 
 
 def _recorded(plan: Plan, signals: Signals, server: Server | None) -> int:

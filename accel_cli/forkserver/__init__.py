@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.plan import Plan
 
 __all__ = ["become"]
@@ -24,7 +24,10 @@ def become(plan: Plan) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    told = _told(plan)
+    try:
+        told = _told(plan)
+    except OSError as error:
+        raise AccelError(f"the plan cannot be passed on: {explain_os_error(error)}") from error
     start = str(Path(__file__).with_name("start.py"))
     os.set_inheritable(told, True)
     try:

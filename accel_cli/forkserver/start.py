@@ -42,6 +42,11 @@ def main() -> None:
 
         console.error(str(error))
         _end(error.exit_code)
+    except OSError as error:
+        from accel_cli import console, errors  # noqa: PLC0415 - as above
+
+        console.error(errors.explain_os_error(error))
+        _end(1)
     started.enter()
     worker.main(started.arguments)
 
@@ -75,7 +80,7 @@ def _started(plan: Plan) -> Server | Request | None:
         said = f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
         file.leave(plan.agent, said)
         raise AccelError(said) from error
-    reason = unfit.reason(plan, bare=_BARE)
+    reason = unfit.reason(plan, bare=_BARE) if os.path.isdir("/proc/self/fd") else "there is no /proc"  # noqa: PTH112
     gc.freeze()
     started = None if reason else start()
     gc.enable()

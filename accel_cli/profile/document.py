@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -34,13 +35,19 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-for _tag, _pattern, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]{1,18}", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?", list("-+.0123456789")),
+_TYPES = MappingProxyType(
+    {
+        "null": re.compile(r"(?:~|null|Null|NULL|)\Z"),
+        "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z"),
+        "int": re.compile(r"[-+]?[0-9]{1,18}\Z"),
+        "float": re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?\Z"),
+    }
+)
+"""The texts that are values of each tag; the first type that fits is that of a value without a tag."""
+for _tag, _first in zip(
+    _TYPES, (["~", "n", "N", ""], [*"tTfF"], [*"-+0123456789"], [*"-+.0123456789"]), strict=True
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _TYPES[_tag], _first)
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -165,17 +172,18 @@ class _Reader:
 
     def _scalar(self, node: yaml.Node, path: Path) -> Any:
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        if tag == "str":
+            return node.value
+        if tag not in _TYPES:
+            return self._refuse(node, path, f"the tag {node.tag} has no place in a profile")
+        # A tag that is written out, as in `!!float .`, may stand before anything.
+        if not _TYPES[tag].match(node.value):
+            return self._refuse(node, path, f"{node.value!r} is not a value of the tag !!{tag}")
         if tag == "null":
             return None
         if tag == "bool":
             return node.value.lower() == "true"
-        if tag in {"int", "float"}:
-            return int(node.value) if tag == "int" else float(node.value)
-        return (
-            node.value
-            if tag == "str"
-            else self._refuse(node, path, f"the tag {node.tag} has no place in a profile")
-        )
+        return int(node.value) if tag == "int" else float(node.value)
 
     def _refuse(self, node: yaml.Node, path: Path, reason: str) -> None:
         place = f"{self._where}:{node.start_mark.line + 1}"

@@ -33,7 +33,7 @@ def _wrap(value: Any) -> Any:
         FullyShard(wrap=text)
     except SettingsError:
         raise ValueError(f"{_WRAPS}{_meant(text)}") from None
-    return int(value) if isinstance(value, str) and value.isdigit() else value
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _is_class(name: Any) -> bool:

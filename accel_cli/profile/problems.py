@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from accel_cli.errors import Problem
+from accel_cli.errors import SHOWN, Problem
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.schema import SECTIONS, known_keys, section_of
@@ -40,9 +40,14 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
         where: File and line, or option, by dotted key; the empty key is the whole.
     """
     problems: dict[str, Problem] = {}
-    for item in error.errors():
+    for item in error.errors(include_url=False):
         section, key = _locate([str(part) for part in item["loc"]])
-        problems.setdefault(key, _problem(item, key, section, _place(key, where)))
+        if key in problems:
+            continue
+        if len(problems) < SHOWN:
+            problems[key] = _problem(item, key, section, _place(key, where))
+        else:  # looking for what was meant takes time, and nobody reads so many
+            problems[key] = Problem(_place(key, where), key, str(item["msg"]))
     return list(problems.values())
 
 

@@ -1,5 +1,7 @@
 """Node facts are a pure function of options and variables, so they are a table."""
 
+from contextlib import suppress
+
 import pytest
 
 from accel_cli.errors import UsageError
@@ -140,3 +142,29 @@ def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
 def test_the_first_host_of_a_list_of_slurm_is_the_meeting_place(nodelist, head):
     found = facts(Typed(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
     assert found.values["rdzv_endpoint"] == f"{head}:21103"
+
+
+CLUSTERS = (
+    SLURM,
+    TASKS,
+    OMPI,
+    PMI,
+    SKY,
+    DSTACK,
+    PET,
+    RANK,
+    {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"},
+)
+
+
+@pytest.mark.parametrize("value", ["x", "", "-1", "²", "٣", "1.5", "9" * 5000])
+def test_no_variable_of_a_scheduler_is_a_traceback(value):
+    for environ in CLUSTERS:
+        for name in environ:
+            with suppress(UsageError):
+                facts(Typed(), {**environ, name: value}, parent=1)
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(UsageError, match="DSTACK_NODES_NUM must be a whole number; it is 'x'"):
+        facts(Typed(), {"DSTACK_NODES_NUM": "x"})

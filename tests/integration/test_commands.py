@@ -243,6 +243,37 @@ def test_bad_input_is_one_message_and_code_2(typed, home, args, said):
     assert not home.exists()
 
 
+def test_a_file_that_is_no_profile_is_refused_by_its_first_lines(typed, cwd, monkeypatch):
+    (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
+    searches = []
+    monkeypatch.setattr("accel_cli.profile.problems.nearest", lambda *asked: searches.append(asked))
+    done = typed("config", "validate", "much.yaml")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "... and 450 more"
+    assert "much.yaml:2: key0: this key is not known" in done.stderr
+    assert len(searches) <= 2 * 50  # each takes a third of a millisecond
+
+
+@pytest.mark.parametrize("command", [("config", "show"), ("launch", "--cpu", "/train.py"), ("env",)])
+def test_a_working_directory_that_is_gone_is_one_message(typed, cwd, command):
+    cwd.joinpath(".git").rmdir()
+    cwd.rmdir()
+    done = typed(*command)
+    assert done.returncode in {1, 2}
+    assert "Traceback" not in done.stderr
+    assert command[0] == "launch" or "the working directory does not exist any more" in done.stderr
+
+
+def test_a_closed_standard_stream_leads_nowhere_and_is_no_error(cwd, script):
+    script(
+        "import os\nopen('told', 'w').write(str([os.path.exists(f'/proc/self/fd/{n}') for n in range(3)]))\n"
+    )
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "train.py"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], check=False, timeout=200)
+    assert done.returncode == 0
+    assert (cwd / "told").read_text() == "[True, True, True]"
+
+
 def test_a_home_that_cannot_be_written_is_named(typed, tmp_path):
     (tmp_path / "file").write_text("")
     done = typed("config", "set", "device=cpu", env={**os.environ, "ACCEL_HOME": str(tmp_path / "file")})

@@ -37,6 +37,9 @@ def here(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
             f"this step of the Slurm job {job} has {tasks} task(s) on {nodes} node(s), and the profile wants one on "
             f"each of {nnodes}: {srun}"
         )
+    for name, text in (("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)):
+        if not (text.isascii() and text.isdigit()):
+            raise UsageError(f"{name} must be a whole number; it is {text!r}")
     # Two steps of a job may run at the same time.
     port = FIRST_PORT + (int(job) + int(step)) % PORTS
     return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}", f"slurm-{job}.{step}"

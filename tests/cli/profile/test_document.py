@@ -42,7 +42,7 @@ def test_any_punctuation_is_read_or_refused_with_its_place(text):
     [
         ("no", "no"), ("on", "on"), ("off", "off"), ("Yes", "Yes"), ("1:30", "1:30"), ("1:4", "1:4"),
         ("2024-01-01", "2024-01-01"), ("0x10", "0x10"), ("010", 10), ("true", True), ("null", None), ("~", None),
-        ("1e-3", 1e-3), ("-0.5", -0.5), ("[1, a]", [1, "a"]), ("'2'", "2"), ("", None), ("9" * 40, float("9" * 40)),
+        ("1e-3", 1e-3), ("-0.5", -0.5), ("[1, a]", [1, "a"]), ("'2'", "2"), ("!!float 1", 1.0), ("!!str 1", "1"), ("", None), ("9" * 40, float("9" * 40)),
     ],
 )  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text, value):
@@ -63,6 +63,10 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
         ("{a: " * 400 + "1" + "}" * 400, "nested too deeply"),
         ("? [a, b]\n: 1", "a key must be a word"),
         ("\x00", "this is not YAML"),
+        ("a: !!float .", "x:1: a: '.' is not a value of the tag !!float"),
+        ("a: !!int 0x10", "x:1: a: '0x10' is not a value of the tag !!int"),
+        ("a: !!bool maybe", "x:1: a: 'maybe' is not a value of the tag !!bool"),
+        ("a: !!null 1", "x:1: a: '1' is not a value of the tag !!null"),
     ],
 )
 def test_what_a_profile_does_not_need_is_refused_by_line(text, said):
