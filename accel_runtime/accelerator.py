@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_runtime import collectives
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.averaging_check import AveragingCheck
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.checkpoint.resuming import Origin, Resuming
@@ -149,6 +150,7 @@ class Accelerator(
         self._compared: WeakSet[Any] = WeakSet()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
+        self._averaging_check = AveragingCheck(self._backend, self._accumulation)
         self._gradients = Gradients(
             self._accumulation, self._precision, self._backend, self._models, self._optimizers
         )
@@ -209,6 +211,7 @@ class Accelerator(
             As many None as there are objects.
         """
         self._models.clear()
+        self._averaging_check.clear()
         self._optimizers.clear()
         self._schedulers.clear()
         self._loaders.clear()

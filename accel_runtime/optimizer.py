@@ -23,7 +23,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation: Says when a window is complete.
         scaler: The loss scaler, for formats that need one.
         stepped: Called after each step, where the device asks for it.
-        first: Called before the first step.
+        check: Called before the first, second, fourth, eighth, ... step, until it returns True.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation: Accumulation,
         scaler: LossScaler | None,
         stepped: Callable[[], None] | None = None,
-        first: Callable[[], None] | None = None,
+        check: Callable[[], bool] | None = None,
     ) -> None:
         # Optimizer.__init__ is left out on purpose: groups and state stay those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -44,7 +44,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         self._scaler = scaler
         self._stepped = stepped
-        self._first = first
+        self._check = check
+        self._calls = 0
         self._beat = heartbeat()
         if scaler is not None:
             scaler.join(optimizer)
@@ -77,9 +78,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation = self._accumulation
         if not accumulation.synced:
             return None
-        if self._first is not None:
-            self._first()
-            self._first = None
+        if self._check is not None:
+            self._calls += 1
+            if not self._calls & (self._calls - 1) and self._check():
+                self._check = None
         accumulation.fresh = True
         self.steps += 1
         if self._beat is not None:
@@ -153,12 +155,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler built on this optimizer put its own `step` on the instance, which cannot be pickled.
         # The heartbeat is this process's own, and so is the device.
-        own = {"step", "_beat", "_stepped", "_first"}
+        own = {"step", "_beat", "_stepped", "_check"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _beat=heartbeat(), _stepped=None, _first=None)
+        vars(self).update(state, _beat=heartbeat(), _stepped=None, _check=None)
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -57,6 +57,20 @@ MUTATIONS = (
         ("tests/runtime/data/test_sampling.py",),
     ),
     Mutation(
+        "model that averages once",
+        "accel_runtime/averaging_check.py",
+        "            self.passes.averaging = _gradient(self._first) == self._before",
+        "            self.passes.averaging = True",
+        ("tests/runtime/test_averaging_check.py",),
+    ),
+    Mutation(
+        "names of DDP in a loaded state",
+        "accel_runtime/backends/ddp.py",
+        "            consume_prefix_in_state_dict_if_present(state_dict, _PREFIX)",
+        "            pass",
+        ("tests/runtime/backends/test_ddp.py",),
+    ),
+    Mutation(
         "resume offset",
         "accel_runtime/data/loader.py",
         '        return start if start.get("position") else self._source.after(self._skip, start)',

@@ -157,6 +157,10 @@ class Distributed(InStore):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     @override
+    def wrapping(self, model: nn.Module) -> str:
+        return "none" if self.original(model) is model else DistributedDataParallel.__name__
+
+    @override
     def joined(self, models: list[Any]) -> AbstractContextManager[Any]:
         return Join(models)
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime.checkpoint.sizes import size_of
 from accel_runtime.checkpoint.together import together
@@ -64,13 +65,16 @@ class Exporting(Processes):
 
         Args:
             model: A prepared model, or any module.
-            unwrap: Use the names of the script's own module, instead of those of what `prepare` made of it.
+            unwrap: Use the names of the script's own module. False gives those of `DistributedDataParallel`, which begin with
+                `module.`, where the model is in one.
             everywhere: Have a sharded model's state on every process too.
         """
         own = self.unwrap_model(model) if unwrap else model
         at_rest([own])
         if is_divided(own):
             return whole_state(own, keep=everywhere or self.process_index == 0)
+        if isinstance(own, DistributedDataParallel):
+            return DistributedDataParallel.state_dict(own)
         state: dict[str, Any] = own.state_dict()
         return state
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_runtime.accumulation import Accumulation, MicroBatch
+from accel_runtime.averaging_check import AveragingCheck
 from accel_runtime.backends import Backend
 from accel_runtime.data.loops import Loops
 from accel_runtime.gradients import Gradients
@@ -25,6 +26,7 @@ class InTheLoop:
     """What `Accelerator` does to losses and gradients."""
 
     _accumulation: Accumulation
+    _averaging_check: AveragingCheck
     _backend: Backend
     _loops: Loops
     _gradients: Gradients
@@ -49,10 +51,12 @@ class InTheLoop:
                 device is not waited for), or losses with and without weights in one window.
         """
         factor = self._factor()
+        self._averaging_check.begin_backward()
         if weight is None and self._gradients.plain(factor):
             loss.backward(**options)  # type: ignore[no-untyped-call]
         else:
             self._gradients.backward(loss, weight, factor, options)
+        self._averaging_check.end_backward()
 
     def _factor(self) -> float:
         """What this process's mean loss counts for at this step."""
@@ -86,6 +90,7 @@ class InTheLoop:
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, the next backward pass averages gradients, though the forward pass ran in `no_sync`."""
+        self._averaging_check.expect_average(model)
         return self._backend.sync_in_backward(model)
 
     def maybe_context_parallel(

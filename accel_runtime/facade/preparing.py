@@ -10,11 +10,13 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_runtime import tree
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.averaging_check import AveragingCheck
 from accel_runtime.backends import Backend
 from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
@@ -36,6 +38,7 @@ class Preparing:
     """What `Accelerator` does to models, optimizers, loaders and schedulers."""
 
     _accumulation: Accumulation
+    _averaging_check: AveragingCheck
     _backend: Backend
     _compared: WeakSet[Any]
     _loops: Loops
@@ -138,6 +141,8 @@ class Preparing:
             self._precision.check(model.parameters())
         if not self._backend.divides:
             refuse(model)
+        if self._backend.topology.world_size > 1:
+            _make_contiguous(model)
         if self._places(device_placement):
             model = self._backend.place(model)
         self._precision.wrap(model)
@@ -145,6 +150,8 @@ class Preparing:
         prepared = model if evaluation_mode and not self._backend.divides else self._replicate(model)
         if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
+        if self._backend.topology.world_size > 1 and not self._backend.divides:
+            self._averaging_check.add(prepared, averages=not evaluation_mode)
         self._models.append(prepared)
         self._gradients.find()
         return prepared
@@ -181,7 +188,7 @@ class Preparing:
             self._accumulation,
             self._precision.scaler,
             self._backend.after_step(),
-            partial(self._check_owned, optimizer) if self._backend.divides else None,
+            self._check_of(optimizer),
         )
         self._backend.watch_over(optimizer)
         if self._places(device_placement):
@@ -191,11 +198,20 @@ class Preparing:
         self._reserve(prepared)
         return prepared
 
-    def _check_owned(self, optimizer: torch.optim.Optimizer) -> None:
+    def _check_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
+        """Return what checks the parameters of an optimizer before it steps, if gradients may stay on their process."""
+        if self._backend.divides:
+            return partial(self._check_owned, optimizer)
+        if self._backend.topology.world_size == 1:
+            return None
+        return partial(self._averaging_check.check_optimizer, optimizer)
+
+    def _check_owned(self, optimizer: torch.optim.Optimizer) -> bool:
         # An evaluation just before the step leaves gathered parameters in the places of the divided ones.
         self._backend.settle()
         self._replaced.check(optimizer, self._models)
         self._backend.before_first_step(self._models)
+        return True
 
     def _places(self, wanted: bool | None) -> bool:
         return self._loading.place if wanted is None else wanted
@@ -253,3 +269,20 @@ class Preparing:
         )
         self._schedulers.append(prepared)
         return prepared
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Give memory of their own to tensors whose strides torch cannot broadcast.
+
+    These are buffers with repeated elements (`expand`), and tensors with a dimension of size 1 whose stride is that of another
+    layout, such as the positional encodings of PyTorch's own examples, `unsqueeze(0).transpose(0, 1)`.
+    """
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        strides = list(zip(tensor.shape, tensor.stride(), strict=True))
+        repeats = id(tensor) in buffers and any(size > 1 and not stride for size, stride in strides)
+        usual = torch.empty(tensor.shape, device="meta").stride()
+        if repeats or (tensor.is_contiguous() and tensor.stride() != usual):
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,19 @@
-"""How DDP sends gradients, over real processes."""
+"""How DDP sends gradients, and how it answers for the script's module, over real processes."""
 
 from __future__ import annotations
+
+import copy
+import io
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
-from accel_runtime import Accelerator, DistributedDataParallelKwargs
+from accel_runtime import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from accel_runtime.backends.ddp import ReplicatedModel
 
 HALF = {"fp16": 2**-10, "bf16": 2**-7}
 
@@ -91,3 +98,223 @@ def test_what_torch_cannot_do_is_refused_and_torch_still_cannot(pair):
             model(data(0)).sum().backward()
 
     pair.run(torchs_own)
+
+
+# The script's module, seen through DDP ---------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """A model with attributes and methods of its own; DDP has a `dim` too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.dim = 7
+        self.hidden = None
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) if self.hidden is None else self.hidden
+
+    def decode(self, x):
+        return self.layer(x) * self.dim
+
+    @property
+    def size(self):
+        return self.layer.weight.numel()
+
+
+def test_what_ddp_does_not_have_is_read_from_the_module_and_set_there(ranks):
+    def use():
+        accelerator, own = Accelerator(), Decoder()
+        model = accelerator.prepare(own)
+        x = torch.ones(2, 2)
+        assert torch.equal(model.decode(x), own.decode(x))
+        assert (model.dim, model.size, model.layer) == (7, 4, own.layer)
+        model.hidden, model.fresh, model.dim = x, 3, 8
+        assert (own.hidden is x, own.fresh, own.dim) == (True, 3, 8)
+        assert torch.equal(model(x), x)
+        del model.fresh
+        assert not hasattr(own, "fresh")
+        with pytest.raises(AttributeError, match="'Decoder' object has no attribute 'nothing'"):
+            _ = model.nothing
+        model.eval()
+        assert (model.training, own.training) == (False, False)
+        return accelerator.unwrap_model(model) is own
+
+    assert all(ranks.run(use))
+
+
+def test_a_prepared_model_is_indexed_like_that_of_the_script(ranks):
+    def index():
+        own = network()
+        model = Accelerator().prepare(own)
+        return model[0] is own[0], model[-1] is own[-1], bool(model)
+
+    assert ranks.run(index) == [(True, True, True)] * ranks.size
+
+
+def test_a_state_has_the_names_of_the_script_and_is_loaded_under_them_and_under_those_of_ddp(pair):
+    def load():
+        own = Decoder()
+        model = Accelerator().prepare(own)
+        zeros = {name: torch.zeros_like(value) for name, value in own.state_dict().items()}
+        assert list(model.state_dict()) == list(zeros)
+        for prefix in ("", "module."):
+            own.layer.weight.data.fill_(1)
+            model.load_state_dict({f"{prefix}{name}": value for name, value in zeros.items()})
+            assert not own.layer.weight.any()
+        own.layer.weight.data.fill_(1)
+        state = DistributedDataParallel.state_dict(model)  # with versions of modules
+        own.layer.weight.data.fill_(2)
+        model.load_state_dict(state)
+        with pytest.raises(RuntimeError, match='"other"'):
+            model.load_state_dict(zeros | {"other": torch.zeros(1)})
+        return list(
+            model.load_state_dict({"module.layer.weight": torch.ones(2, 2)}, strict=False).missing_keys
+        )
+
+    alone = Decoder().load_state_dict({"layer.weight": torch.ones(2, 2)}, strict=False)
+    assert pair.run(load) == [alone.missing_keys] * 2
+
+
+def test_a_module_that_holds_a_prepared_model_saves_and_loads_the_names_of_the_script(ranks):
+    def hold():
+        holder = nn.ModuleDict({"inner": Accelerator().prepare(Decoder()), "other": nn.Linear(1, 1)})
+        state = holder.state_dict()
+        holder.load_state_dict(state)
+        if isinstance(holder["inner"], DistributedDataParallel):
+            holder.load_state_dict(
+                {name.replace("inner.", "inner.module."): value for name, value in state.items()}
+            )
+        return list(state)
+
+    plain = nn.ModuleDict({"inner": Decoder(), "other": nn.Linear(1, 1)})
+    assert ranks.run(hold) == [list(plain.state_dict())] * ranks.size
+
+
+def test_a_module_with_a_child_named_module_keeps_its_names(pair):
+    def load():
+        own = nn.ModuleDict({"module": nn.Linear(1, 1)})
+        own.forward = own["module"].forward
+        model = Accelerator().prepare(own)
+        for state in (model.state_dict(), DistributedDataParallel.state_dict(model)):
+            model.load_state_dict(state)
+        return list(model.state_dict())
+
+    assert pair.run(load) == [["module.weight", "module.bias"]] * 2
+
+
+def test_torchs_distributed_checkpoints_take_a_prepared_model(pair):
+    def through():
+        accelerator, own = Accelerator(), Decoder()
+        model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
+        accelerator.backward(model(torch.randn(4, 2)).sum())
+        optimizer.step()
+        state, optimizer_state = get_state_dict(model, optimizer.optimizer)
+        names, trained = set(state), set(optimizer_state["state"])
+        set_state_dict(model, optimizer.optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+        return names == set(own.state_dict()), trained == {name for name, _ in own.named_parameters()}
+
+    assert pair.run(through) == [(True, True)] * 2
+
+
+def test_copies_and_saved_models_work_like_the_prepared_one(pair):
+    def copied():
+        accelerator = Accelerator()
+        model = accelerator.prepare(network())
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        seen = []
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert isinstance(other, ReplicatedModel)
+            other.note = 3
+            assert other.module.note == 3
+            assert "reducer" not in vars(other.module)
+            other(data(accelerator.process_index)).square().mean().backward()
+            seen.append(torch.cat([p.grad.flatten() for p in other.module.parameters()]))
+        return seen
+
+    assert all(error(got, 2) < 1e-6 for grads in pair.run(copied) for got in grads)
+
+
+@pytest.mark.parametrize("by_the_script", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_model_averages_and_has_the_attributes_of_the_script(pair, by_the_script):
+    def compiled():
+        accelerator = Accelerator(dynamo_backend="no" if by_the_script else "eager")
+        model = accelerator.prepare(network())
+        called = torch.compile(model, backend="eager") if by_the_script else model
+        accelerator.backward(called(data(accelerator.process_index)).square().mean())
+        assert list(model.state_dict()) == list(network().state_dict())
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    assert all(error(got, 2) < 1e-6 for got in pair.run(compiled))
+
+
+def test_parameters_without_a_gradient_are_named_with_the_option_that_allows_them(pair):
+    def train(**options):
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+        own = network()
+        own.forward = own[0].forward
+        model = accelerator.prepare(own)
+        for _ in range(2):
+            accelerator.backward(model(data(0)).sum())
+
+    def fail():
+        with pytest.raises(RuntimeError, match="Gradients of Sequential cannot be averaged") as failure:
+            train()
+        train(find_unused_parameters=True)
+        return str(failure.value)
+
+    for rank, message in enumerate(pair.run(fail)):
+        assert f"no gradient of 2.weight, 2.bias on rank {rank}." in message
+        assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in message
+
+
+class Positions(nn.Module):
+    """Buffers and a parameter with strides that torch does not broadcast, and one with strides that it does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("table", torch.randn(5, 4).unsqueeze(0).transpose(0, 1))
+        self.register_buffer("repeated", torch.arange(4.0).expand(3, -1))
+        self.register_buffer("image", torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last))
+        self.learned = nn.Parameter(torch.randn(5, 4).unsqueeze(0).transpose(0, 1))
+
+    def forward(self, x):
+        return (x + self.table + self.learned + self.repeated[0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_plugin": FullyShardedDataParallelPlugin()}], ids=["replicated", "sharded"]
+)
+def test_buffers_of_any_strides_are_broadcast(pair, options):
+    def train():
+        accelerator, own = Accelerator(**options), Positions()
+        repeated, wanted = own.repeated, [buffer.clone() for buffer in own.buffers()]
+        model = accelerator.prepare(own)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(5, 2, 4)))
+        assert own.repeated is repeated
+        return own.image.is_contiguous(memory_format=torch.channels_last), wanted, list(own.buffers())
+
+    for image, wanted, got in pair.run(train):
+        assert image
+        assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_a_sparse_buffer_is_named_unless_buffers_are_not_broadcast(pair):
+    def prepare():
+        model = nn.Linear(2, 2)
+        model.register_buffer("graph", torch.eye(2).to_sparse())
+        with pytest.raises(ValueError, match="Buffer 'graph' of Linear cannot be broadcast"):
+            Accelerator().prepare(model)
+        kept = DistributedDataParallelKwargs(broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.13 calls the option deprecated, and has no other
+            return Accelerator(kwargs_handlers=[kept]).prepare(model)(torch.ones(1, 2)).shape
+
+    assert pair.run(prepare) == [torch.Size([1, 2])] * 2
