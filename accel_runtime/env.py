@@ -27,6 +27,7 @@ __all__ = [
     "PROFILE",
     "RANK_FOLDER",
     "ROUNDING",
+    "TRUSTED_PROJECTS",
     "Device",
     "FullyShard",
     "LogLevel",
@@ -48,6 +49,8 @@ HOME = "ACCEL_HOME"
 """The folder that holds the user's profiles, in place of the platform's own."""
 PROFILE = "ACCEL_PROFILE"
 """The name of the profile to use, where `--profile` does not say."""
+TRUSTED_PROJECTS = "ACCEL_TRUSTED_PROJECTS"
+"""Folders whose project file is used whoever owns it, separated as in PATH."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
 LAUNCH = "ACCEL_LAUNCH"
@@ -227,7 +230,14 @@ def _switch(name: str, text: str) -> bool:
 
 def _refuse_near_misses(environ: Mapping[str, str]) -> None:
     # The prefix is left out of the comparison: it alone would make any short name a near miss.
-    ours = [HOME, LAUNCH, PROFILE, RANK_FOLDER, *(variable(name) for name, _ in flat(Settings()))]
+    ours = [
+        HOME,
+        LAUNCH,
+        PROFILE,
+        RANK_FOLDER,
+        TRUSTED_PROJECTS,
+        *(variable(name) for name, _ in flat(Settings())),
+    ]
     known = [name.removeprefix(PREFIX) for name in ours]
     for name in environ:
         own = name.removeprefix(PREFIX)

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ValidationError
 
+from accel_cli import console
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile import document, store
 from accel_cli.profile.problems import explain, unknown_key
@@ -64,7 +65,11 @@ def stack(
     user, project = where.path(DEFAULT), where.project()
     if user.is_file():
         layers.append(file(user, "user"))
-    if project:
+    if project and (distrust := store.find_distrust(project, environ)):
+        console.note(
+            f"{project} is not used: {distrust}. Set {env.TRUSTED_PROJECTS}={project.parent} to use it."
+        )
+    elif project:
         layers.append(file(project, "project"))
     if wanted := name or environ.get(env.PROFILE):
         layers.append(_named(where, wanted, by="--profile" if name else env.PROFILE))

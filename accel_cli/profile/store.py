@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from accel_cli.profile.migrate import migrated
 from accel_cli.profile.schema import json_schema
 from accel_runtime import env
 
-__all__ = ["DEFAULT", "PROJECT_FILE", "Store", "read", "read_text", "render", "write"]
+__all__ = ["DEFAULT", "PROJECT_FILE", "Store", "find_distrust", "read", "read_text", "render", "write"]
 
 DEFAULT = "default"
 """The name of the user's own profile."""
@@ -72,6 +73,30 @@ class Store:
             if (folder / ".git").exists():
                 return None
         return None
+
+
+def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
+    """Return why a project file must not be used: another user could have written it. None if it may be used.
+
+    A profile sets variables of the processes, so whoever writes one can run code. The owner has to be this user or
+    root, or the user who called sudo; neither the file nor its folder may be writable by every user.
+    """
+    folders = [folder for folder in environ.get(env.TRUSTED_PROJECTS, "").split(os.pathsep) if folder]
+    if os.name != "posix" or any(Path(folder).resolve() == path.parent.resolve() for folder in folders):
+        return None
+    owners = {0, os.getuid()}
+    if os.getuid() == 0 and environ.get("SUDO_UID", "").isdecimal():
+        owners.add(int(environ["SUDO_UID"]))
+    for item in (path, path.parent):
+        try:
+            found = item.stat()
+        except OSError as error:
+            return f"{item} cannot be read: {error.strerror}"
+        if found.st_uid not in owners:
+            return f"{item} belongs to another user"
+        if found.st_mode & stat.S_IWOTH:
+            return f"every user can write {item}"
+    return None
 
 
 def read_text(path: Path) -> str:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from accel_cli.errors import ProfileError, UsageError
@@ -51,6 +53,46 @@ def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
     put(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
     launcher = resolve(stack(store, {}, None)).profile.launcher
     assert (launcher.nproc_per_node, launcher.max_restarts) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "distrusted",
+    [
+        ("accel.yaml", lambda path: path.chmod(0o666), "every user can write {}"),
+        ("", lambda path: path.chmod(0o1777), "every user can write {}"),
+        ("accel.yaml", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
+        ("", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
+    ],
+)
+def test_a_project_file_that_others_could_have_written_is_not_used(store, cwd, capfd, distrusted):
+    """It is in a folder above the working folder, which is this user's own."""
+    which, change, reason = distrusted
+    if os.getuid() and "chown" in change.__code__.co_names:
+        pytest.skip("only root gives files away")
+    put(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
+    inside = Store(store.home, cwd / "own")
+    inside.cwd.mkdir(mode=0o700)
+    assert resolve(stack(inside, {}, None)).profile.env == {"PYTHONPATH": "planted"}
+    change(cwd / which)
+    capfd.readouterr()
+    assert resolve(stack(inside, {}, None)).profile.env == {}
+    assert capfd.readouterr().err == (
+        f"accel: {cwd}/accel.yaml is not used: {reason.format(cwd / which)}. "
+        f"Set ACCEL_TRUSTED_PROJECTS={cwd} to use it.\n"
+    )
+    trusted = {"ACCEL_TRUSTED_PROJECTS": f"/somewhere{os.pathsep}{cwd}"}
+    assert resolve(stack(inside, trusted, None)).profile.env == {"PYTHONPATH": "planted"}
+    assert not capfd.readouterr().err
+
+
+def test_the_user_who_called_sudo_is_trusted(store, cwd):
+    if os.getuid():
+        pytest.skip("only root gives files away")
+    put(cwd / "accel.yaml", "device: cpu\n")
+    for path in (cwd, cwd / "accel.yaml"):
+        os.chown(path, 12345, -1)
+    assert not resolve(stack(store, {"SUDO_UID": "1"}, None)).sources
+    assert resolve(stack(store, {"SUDO_UID": "12345"}, None)).profile.device == "cpu"
 
 
 def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(store, cwd):
