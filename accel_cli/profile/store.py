@@ -7,7 +7,8 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from accel_cli.profile.migrate import migrated
 from accel_cli.profile.schema import json_schema
 from accel_runtime import env
 
-__all__ = ["DEFAULT", "PROJECT_FILE", "Store", "find_distrust", "read", "read_text", "render", "write"]
+__all__ = [
+    "DEFAULT",
+    "PROJECT_FILE",
+    "Store",
+    "find_distrust",
+    "lock",
+    "read",
+    "read_text",
+    "render",
+    "write",
+]
 
 DEFAULT = "default"
 """The name of the user's own profile."""
@@ -128,8 +139,33 @@ def render(data: Mapping[str, Any]) -> str:
     return _HEADER + document.dump(data)
 
 
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Let one process at a time change the profiles in the folder of `path`, which is made if it does not exist.
+
+    Raises:
+        UsageError: The folder cannot be made or opened.
+    """
+    import fcntl  # noqa: PLC0415 - not on Windows
+
+    folder = path.resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def write(path: Path, text: str) -> None:
     """Put a profile in its place, with the schema its first line points at; whole or not at all.
+
+    A new profile is readable by this user only, since it may hold secrets; a project file, which is shared, by everybody.
 
     Raises:
         UsageError: The folder cannot be made or written to.
@@ -151,7 +187,8 @@ def _replace(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        shared = path.name in {PROJECT_FILE, SCHEMA_FILE}
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644 if shared else 0o600
         Path(scratch).chmod(mode)
         Path(scratch).replace(path)
     finally:

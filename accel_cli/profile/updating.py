@@ -29,11 +29,13 @@ def update(where: Store, target: Path, updates: Mapping[str, Any], by: str) -> t
     Raises:
         UsageError: The file cannot be read or written, or what it would say could not be used.
     """
-    text = store.read_text(target) if target.exists() else store.render({"schema_version": SCHEMA_VERSION})
-    found = store.read(target) if target.exists() else document.parse(text, str(target))
-    data, lost = edit.changed(found.data, updates)
-    resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
-    store.write(target, edit.edited(text, found, data))
+    with store.lock(target):
+        exists = target.exists()
+        text = store.read_text(target) if exists else store.render({"schema_version": SCHEMA_VERSION})
+        found = store.read(target) if exists else document.parse(text, str(target))
+        data, lost = edit.changed(found.data, updates)
+        resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
+        store.write(target, edit.edited(text, found, data))
     return resolved.profile, lost
 
 

@@ -40,6 +40,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(item.name for item in tmp_path.iterdir()) == [".accel.schema.json", "x.yaml"]
 
 
+def test_a_new_profile_is_readable_by_its_user_only_and_a_project_file_by_everybody(tmp_path):
+    for name, mode in (("x.yaml", 0o600), ("accel.yaml", 0o644), (".accel.schema.json", 0o644)):
+        store.write(tmp_path / name, "schema_version: 1\n")
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
+
+
 def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
     real = tmp_path / "dotfiles" / "x.yaml"
     store.write(real, "schema_version: 1\n")

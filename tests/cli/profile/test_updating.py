@@ -1,10 +1,14 @@
 """Values are set in a profile's file, or refused before it changes."""
 
+from multiprocessing import get_context
+
 import pytest
 
 from accel_cli.errors import ProfileError
 from accel_cli.profile.store import Store
 from accel_cli.profile.updating import update
+
+Process = get_context("fork").Process
 
 
 @pytest.fixture
@@ -20,6 +24,16 @@ def test_a_file_is_made_and_changed_with_its_comments_kept(where):
     assert (profile.mixed_precision, profile.parallel.dp_shard, lost) == ("no", "auto", [])
     assert "# mine" in file.read_text()
     assert "mixed_precision" not in file.read_text()
+
+
+def test_values_that_processes_set_at_once_are_all_kept(where):
+    file = where.path("gpu")
+    processes = [Process(target=update, args=(where, file, {f"env.V{n}": str(n)}, "test")) for n in range(20)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert update(where, file, {}, "test")[0].env == {f"V{n}": str(n) for n in range(20)}
 
 
 def test_the_user_s_own_profile_is_below(where):
