@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,11 +85,15 @@ class RunFolder:
         """
         stem = _UNFIT.sub("_", Path(target).stem) or "run"
         path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
-        path.mkdir(parents=True, mode=0o700)
+        try:
+            path.mkdir(parents=True, mode=0o700)
+        except FileExistsError:  # of a container that shares this folder, and has the same process id
+            path = path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}")
+            path.mkdir(mode=0o700)
         run = cls(path)
-        run.record({**about, "pid": os.getpid(), "started": time.time()})
+        run.record({**about, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
         for old in recent(base)[KEPT:]:
-            if not old.running:
+            if not (old.running or old.is_elsewhere):
                 shutil.rmtree(old.path, ignore_errors=True)
         return run
 
@@ -109,13 +115,21 @@ class RunFolder:
     def running(self) -> bool:
         """Whether its launcher still lives."""
         about = self.about
-        return "pid" in about and "exit_code" not in about and _exists(about["pid"])
+        return not self.is_elsewhere and "pid" in about and "exit_code" not in about and _exists(about["pid"])
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return True if the run has not ended, and its launcher is on another machine that shares this folder."""
+        about = self.about
+        return "exit_code" not in about and about.get("host") not in {None, socket.gethostname()}
 
     @property
     def state(self) -> str:
         """What became of it, in words."""
         if self.running:
             return "running"
+        if self.is_elsewhere:
+            return f"not ended, on {self.about['host']}"
         code = self.about.get("exit_code")
         return "launcher was killed" if code is None else f"exit code {code}"
 

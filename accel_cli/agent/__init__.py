@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from accel_cli import network, reason, runs
+from accel_cli import console, network, reason, runs
 from accel_cli.agent.alone import Alone
-from accel_cli.agent.elastic import Agent
+from accel_cli.agent.elastic import Agent, lost_meeting_place
 from accel_cli.agent.ending import Guard
 from accel_cli.agent.local import Room
 from accel_cli.agent.meeting import Meeting
@@ -136,14 +136,17 @@ def _run(plan: Plan, room: Room) -> int:
             else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
         ) from None
     except (RendezvousError, DistError):
-        lost = (
-            f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
-            "is down, or the link is cut"
-        )
+        lost = lost_meeting_place(meeting)
+        if agent.spare:
+            console.note(f"the run ended without this machine, or {lost}")
+            return 0
         if agent.met:
             raise ElsewhereError(lost) from None
         raise AccelError(f"{lost}; {_too_few(handler)}") from None
     room.signals.finish()
+    if result is None:
+        console.note("the run ended without this machine: it had all the machines it asked for")
+        return 0
     code = agent.report(result.failures) if result.failures else 0
     agent.leave()
     return code

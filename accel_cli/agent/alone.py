@@ -61,6 +61,21 @@ class Alone(RendezvousHandler):
         """Nobody can be."""
         return []
 
+    spare = False
+    """A machine by itself is needed."""
+
+    def full(self) -> str:
+        """No other machine has a round."""
+        return ""
+
+    def beats(self) -> dict[str, object]:
+        """No other machine has a heartbeat."""
+        return {}
+
+    def departed(self, before: dict[str, object]) -> str:  # noqa: ARG002 - as of a machine among others
+        """No other machine can leave."""
+        return ""
+
     @override
     def is_closed(self) -> bool:
         return False

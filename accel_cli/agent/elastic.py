@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Mapping
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from typing_extensions import override
 
 from accel_cli import console, failures, waiting
 from accel_cli.agent.alone import Alone
 from accel_cli.agent.local import Local, Room
-from accel_cli.agent.rendezvous import Handler
+from accel_cli.agent.meeting import Meeting
+from accel_cli.agent.rendezvous import SILENT, Handler
 from accel_cli.agent.report import in_a_line
 from accel_cli.agent.restarts import Budget, Reason
 from accel_cli.errors import AccelError, ElsewhereError
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "lost_meeting_place"]
+
+
+def lost_meeting_place(meeting: Meeting) -> str:
+    """Return the words for a store that does not answer any more."""
+    return (
+        f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
+        "is down, or the link is cut"
+    )
 
 
 class Agent(Local):
@@ -41,6 +55,44 @@ class Agent(Local):
         """Why the run is over, if a machine said so."""
         return self._budget.ended()
 
+    @property
+    def spare(self) -> bool:
+        """Whether the run has never needed this machine."""
+        return not self.met and self._handler.spare
+
+    @override
+    def report(self, failed: Mapping[int, ProcessFailure]) -> int:
+        before = self._beats()
+        code = super().report(failed)
+        # Processes that only lost another name that one; why it is gone is known to the machines.
+        if (
+            self._culprit
+            and self._culprit.cause is not failures.Cause.OWN
+            and (why := self._departed(before))
+        ):
+            console.error(why)
+        return code
+
+    def _beats(self) -> dict[str, object]:
+        try:
+            return self._handler.beats()
+        except (RendezvousError, DistError):
+            return {}
+
+    def _departed(self, before: dict[str, object]) -> str:
+        """The machines that are gone, and why; empty if none is known to be."""
+        try:
+            return self._handler.departed(before)
+        except (RendezvousError, DistError):
+            return lost_meeting_place(self._handler.meeting)
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        # Before the processes end, so that the machines that lose them know why.
+        if not self._handler.meeting.alone and self.met and (came := self._room.signals.first):
+            self._handler.meeting.depart(f"its launcher got {came.name}, and ended its processes")
+        super()._shutdown(death_sig, timeout)
+
     @override
     def leave(self) -> None:
         if self._reason:
@@ -56,6 +108,8 @@ class Agent(Local):
 
     def _awaited(self) -> str:
         """What is said while machines are missing."""
+        if self._handler.spare:
+            return f"waiting: the run has all its machines ({self._handler.full()}); this one is a spare until it ends"
         meeting, arrived = self._handler.meeting, self._handler.arrived()
         refused = meeting.refused()
         why = f"{self._reason.text}; " if self._reason else f"refused: {refused}; " if refused else ""
@@ -88,7 +142,8 @@ class Agent(Local):
         if result.failures:
             first = failures.first(self._failures(result.failures))
             follows = first.cause is not failures.Cause.OWN
-            self._reason = Reason(follows, first.time, in_a_line(first))
+            departed = self._departed({}) if follows else ""
+            self._reason = Reason(follows and not departed, first.time, departed or in_a_line(first))
         elif result.state is WorkerState.HEALTHY and not self._handler.meeting.alone:
             return self._with_the_others(result)
         return result
@@ -101,7 +156,8 @@ class Agent(Local):
         if not lost:
             return result
         names = " and ".join(card.name for card in lost)
-        text = f"{names} has not been heard of: its launcher ended, the machine is down, or the link is cut"
+        told = [f"{card.name}: {why}" for card in lost if (why := self._handler.meeting.departure(card))]
+        text = "; ".join(told) or f"{names} {SILENT}"
         if not self._remaining_restarts:
             self._budget.end(text)
             raise AccelError(text)

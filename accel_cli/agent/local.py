@@ -81,6 +81,7 @@ class Local(LocalElasticAgent):
         self._kills = Kills()
         self._output: Output | None = None
         self._told: exchange.Told | None = None
+        self._culprit: Failure | None = None
         self._watch: Watch | None = None
         self._arrivals: Arrivals | None = None
         # torch's own count of restarts differs between machines, and leaves out changes of membership.
@@ -108,7 +109,7 @@ class Local(LocalElasticAgent):
         # At once: where the others hear of it, this machine may be ended before they have answered.
         if mine.cause is failures.Cause.OWN:
             reason.leave(self._room.agent, in_a_file(mine))
-        culprit = self._told.first()
+        culprit = self._culprit = self._told.first()
         if culprit is mine:
             reason.leave(self._room.agent, in_a_file(mine))
         self._say_on_a_new_line()

@@ -9,8 +9,9 @@ import socket
 import stat
 import threading
 import time
+import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -33,6 +34,8 @@ _NAME_S = 10
 _ANSWER_S = 15
 """Seconds a store that listens may take to answer."""
 _TICK_S = 1.0
+_DEPARTURE_S = 1.0
+"""Seconds a machine that was told to end waits until the others know."""
 _TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 
@@ -48,6 +51,8 @@ class Card:
     node_rank: int | None
     torch: str
     accel: str
+    id: str = ""
+    """Its identity: containers may share an address, and have the same process ids."""
 
     @property
     def name(self) -> str:
@@ -60,8 +65,9 @@ class Card:
 
     @classmethod
     def read(cls, said: bytes | str) -> Card:
-        """The reverse of `text`."""
-        return cls(**json.loads(said))
+        """The reverse of `text`; fields of another version are left out, so that the versions can be compared."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(said).items() if name in known})
 
 
 class Meeting:
@@ -86,6 +92,7 @@ class Meeting:
             torch=torch.__version__,
             # Reading it takes a while, and nobody else would compare it.
             accel="" if self.alone else version("accel"),
+            id=f"{self.address}/{uuid.uuid4().hex}",
         )
         if not self.alone:
             self._come_in()
@@ -103,13 +110,13 @@ class Meeting:
         """A key of this run: several runs may meet in one store."""
         return f"accel/{self._said['run_id']}/{name}"
 
-    def card_of(self, address: str, pid: int) -> Card | None:
+    def card_of(self, identity: str) -> Card | None:
         """The card of a machine that has come."""
-        key = self.key(f"card/{address}/{pid}")
+        key = self.key(f"card/{identity}")
         return Card.read(self.store.get(key)) if self.store.check([key]) else None
 
     def _alone(self) -> Store:
-        self.address, self._hosts = self._said["local_addr"], True
+        self.address, self.hosts = self._said["local_addr"], True
         return HashStore()
 
     def _with_others(self) -> TCPStore:
@@ -117,13 +124,13 @@ class Meeting:
         self.address = self.endpoint.local_address()
         # An address that no machine has itself leads to a scheduler's first machine by a translation.
         first = self._said["node_rank"] == 0 and not self._said["static"]
-        self._hosts = first or self.endpoint.is_here()
-        if self._hosts:
+        self.hosts = first or self.endpoint.is_here()
+        if self.hosts:
             try:
                 opened = listening("", self.endpoint.port)
             except OSError:
                 # The other launcher of this machine has it, or another program: connecting tells which.
-                self._hosts = False
+                self.hosts = False
             else:
                 return serve(opened, "127.0.0.1" if opened.family == socket.AF_INET else "::1")
         return self._connect()
@@ -192,13 +199,13 @@ class Meeting:
 
     def _introduce(self) -> None:
         """Say who this is, once it is clear that this machine and the meeting place can work together."""
-        if self._hosts:
+        if self.hosts:
             self.store.set(self.key("reference"), self.card.text())
             threading.Thread(target=self._tick, name="clock", daemon=True).start()
         else:
             self._compare(Card.read(self.store.get(self.key("reference"))))
             self._check_clock()
-        self.store.set(self.key(f"card/{self.card.address}/{self.card.pid}"), self.card.text())
+        self.store.set(self.key(f"card/{self.card.id}"), self.card.text())
 
     def _compare(self, other: Card) -> None:
         for what in ("torch", "accel", "nnodes"):
@@ -220,6 +227,22 @@ class Meeting:
             raise UsageError(
                 f"{problem}. Machines that meet need the same time: set up NTP (timedatectl, chrony)."
             )
+
+    def depart(self, why: str) -> None:
+        """Say that this machine leaves the run, and why; a store that does not answer is not waited for long."""
+
+        def tell() -> None:
+            with suppress(DistError, RuntimeError):
+                self.store.set(self.key(f"departed/{self.card.id}"), why)
+
+        telling = threading.Thread(target=tell, name="departure", daemon=True)
+        telling.start()
+        telling.join(_DEPARTURE_S)
+
+    def departure(self, card: Card) -> str | None:
+        """Why a machine has left the run, if it said so."""
+        key = self.key(f"departed/{card.id}")
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def refused(self) -> str | None:
         """Why a machine that came was not let in."""

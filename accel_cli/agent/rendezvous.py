@@ -21,7 +21,9 @@ from typing_extensions import override
 from accel_cli.agent.meeting import Card, Meeting, listening, serve
 from accel_cli.errors import UsageError
 
-__all__ = ["SHARED_STORE_OFF", "Handler"]
+__all__ = ["SHARED_STORE_OFF", "SILENT", "Handler"]
+
+SILENT = "has not been heard of: its launcher ended, the machine is down, or the link is cut"
 
 SHARED_STORE_OFF = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """What keeps torch from giving a restart the store of the attempt before (torch 2.13; pytorch#167288)."""
@@ -31,11 +33,6 @@ _LOOK_S = 0.25
 """A restart takes several looks of each machine at the shared state; torch looks once a second."""
 _ABSENT_S = 3.0
 """A machine on its way into the next round is in no list for a moment."""
-
-
-def _delay(seconds: float | tuple[float, float]) -> None:
-    """The pause between two looks while it waits for machines, as short as the looks are."""
-    time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _LOOK_S))  # noqa: S311
 
 
 class Handler(DynamicRendezvousHandler):
@@ -63,7 +60,8 @@ class Handler(DynamicRendezvousHandler):
             C10dRendezvousBackend(meeting.store, said["run_id"]),
             low,
             high,
-            meeting.address,
+            # torch knows a machine by its address and process id, which two containers may share.
+            meeting.card.id,
             RendezvousTimeout(
                 join=timedelta(seconds=said["rdzv_timeout"]),
                 last_call=timedelta(seconds=said["last_call_timeout"]),
@@ -72,13 +70,15 @@ class Handler(DynamicRendezvousHandler):
             keep_alive_max_attempt=_BEATS,
         )
         setattr(handler._state_holder, "_cache_duration", _LOOK_S)  # noqa: B010 - torch has no argument for it
-        setattr(dynamic_rendezvous, "_delay", _delay)  # noqa: B010
+        setattr(dynamic_rendezvous, "_delay", handler._pause)  # noqa: B010
         handler.meeting = meeting
         handler.static = bool(said["static"])
+        handler.max_restarts = said["max_restarts"]
         handler._absent_since = None
         return handler
 
     static: bool
+    max_restarts: int
     _served: TCPStore | None = None
     _absent_since: float | None
 
@@ -106,7 +106,7 @@ class Handler(DynamicRendezvousHandler):
         # The state is replaced, not changed, by the thread that waits.
         within = not state.complete or self._this_node in state.participants
         nodes = sorted(state.participants if within else state.wait_list)
-        found = (self.meeting.card_of(node.addr, node.pid) for node in nodes)
+        found = (self.meeting.card_of(node.addr) for node in nodes)
         here = [card for card in found if card]
         if len(here) > len(self.seen):
             self.seen = tuple(here)
@@ -124,14 +124,65 @@ class Handler(DynamicRendezvousHandler):
         """Machines of this round that are silent: ended, switched off, or behind a cut link."""
         with self._heartbeat_lock:
             state = self._state_holder.state
-            alive = {(node.addr, node.pid) for node in state.participants}
+            alive = {node.addr for node in state.participants}
             moving = bool(state.wait_list) or state.closed or not state.complete
-        gone = [card for card in self.cards if (card.address, card.pid) not in alive]
+        gone = [card for card in self.cards if card.id not in alive]
         if moving or not gone:
             self._absent_since = None
             return []
         self._absent_since = self._absent_since or time.monotonic()
         return gone if time.monotonic() - self._absent_since > _ABSENT_S else []
+
+    @property
+    def spare(self) -> bool:
+        """Whether the round is full without this machine."""
+        return self._this_node in self._state_holder.state.redundancy_list
+
+    def full(self) -> str:
+        """The machines that have the round without this one."""
+        nodes = sorted(self._state_holder.state.participants)
+        return ", ".join(card.name for node in nodes if (card := self.meeting.card_of(node.addr)))
+
+    def beats(self) -> dict[str, object]:
+        """The newest heartbeat of each machine of this round, by the clock of that machine.
+
+        Raises:
+            RendezvousError: The store is lost.
+        """
+        self.is_closed()  # torch reads the shared state
+        state = self._state_holder.state
+        return {node.addr: state.last_heartbeats.get(node) for node in state.participants}
+
+    def departed(self, before: dict[str, object]) -> str:
+        """The machines that have left this round or fallen silent, and why; empty if none has.
+
+        Args:
+            before: What `beats` returned some seconds ago.
+
+        Raises:
+            RendezvousError: The store is lost.
+        """
+        now = self.beats()
+        said = []
+        for card in self.cards:
+            if why := self.meeting.departure(card):
+                said.append(f"{card.name}: {why}")
+            elif card.id != self.meeting.card.id and now.get(card.id) in {None, before.get(card.id)}:
+                said.append(f"{card.name} {SILENT}")
+        return "; ".join(said)
+
+    def _pause(self, seconds: float | tuple[float, float]) -> None:
+        """Wait between two looks at the shared state, as short as the looks are.
+
+        Raises:
+            UsageError: The round is full, and this machine can never take part.
+        """
+        if self.spare and not self.max_restarts and not self.meeting.hosts:
+            raise UsageError(
+                f"{self.meeting.card.name} is one machine too many: the run has all {self.meeting.wanted[1]} already "
+                f"({self.full()}). Raise --nnodes on all machines, or give another run another --rdzv-id and --rdzv-endpoint."
+            )
+        time.sleep(random.uniform(*seconds) if isinstance(seconds, tuple) else min(seconds, _LOOK_S))  # noqa: S311
 
     def _ordered(self, store: Store, rank: int, machines: int) -> int:
         """The rank of this machine: by the machines' own numbers where they have them, else torch's choice."""

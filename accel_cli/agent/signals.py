@@ -45,6 +45,11 @@ class Signals:
         self._waiting: list[int] = []
         self._before = {number: signal.getsignal(number) for number in (*ENDING, *PASSED_ON)}
 
+    @property
+    def first(self) -> signal.Signals | None:
+        """The first signal that ends the run, if one came."""
+        return self._first
+
     def __enter__(self) -> Self:
         self._install()
         return self

@@ -48,3 +48,18 @@ def test_a_folder_that_another_launch_has_let_go_says_nothing(tmp_path):
 def test_nobody_else_reads_what_a_run_leaves(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
     assert os.stat(run.path).st_mode & 0o077 == 0  # noqa: PTH116
+
+
+def test_launchers_on_machines_that_share_a_folder_leave_each_other_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr("socket.gethostname", lambda: "h0")
+    away = RunFolder.create(tmp_path, "train.py", {})
+    monkeypatch.setattr("socket.gethostname", lambda: "h1")
+    here = [
+        RunFolder.create(tmp_path, "train.py", {}) for _ in range(KEPT + 1)
+    ]  # of the same process id, too
+    for run in here:
+        run.record({"exit_code": 0})
+    RunFolder.create(tmp_path, "train.py", {})
+    assert (away.state, away.running) == ("not ended, on h0", False)
+    assert len(recent(tmp_path)) == KEPT + 1

@@ -45,6 +45,17 @@ while not Path("enough").exists():
 print("finished as", rank, "of", world)
 """
 
+TALKS = """
+import time
+from pathlib import Path
+from accel_runtime import Accelerator
+accelerator = Accelerator(cpu=True)
+Path(f"up{accelerator.process_index}").touch()
+for _ in range(2000):
+    accelerator.wait_for_everyone()
+    time.sleep(0.02)
+"""
+
 
 def said(process, timeout=150):
     """What it printed, once it has ended, without the rank before each line."""
@@ -175,6 +186,61 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
     assert "h1 (10.77.0.11) has lost the meeting place h0:29400" in outputs[1]
     assert took < 120  # by itself a process group waits for half an hour
     assert not running(cwd, "?of2.*")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        (signal.SIGTERM, "h1 (10.77.0.11): its launcher got SIGTERM, and ended its processes"),
+        (
+            signal.SIGKILL,
+            "h1 (10.77.0.11) has not been heard of: its launcher ended, the machine is down, or the link",
+        ),
+    ],
+)
+def test_a_launcher_that_ends_by_a_signal_is_named_on_the_other_machine(script, cwd, number, named):
+    script(TALKS)
+    with hosts(2) as two:
+        # One after the other, so that the first has the store.
+        launched = [numbered(host, n) for host, n in zip(two, "01", strict=True)]
+        until(lambda: len([*cwd.glob("up*")]) == 2)
+        launched[1].send_signal(number)
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [1, 143 if number == signal.SIGTERM else -9], (
+        outputs
+    )
+    assert f"accel: error: {named}" in outputs[0].splitlines()[-1]
+    assert "RankLostError: rank 1 ended" in outputs[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 0)])
+def test_a_third_machine_of_a_run_of_two_is_refused_or_a_spare(script, cwd, restarts, code):
+    script(LIVES)
+    with hosts(3) as three:
+        options = (*MEET, "--nnodes", "2", "--max-restarts", restarts, "train.py")
+        launched = Hosts(three[:2]).launch(*options)
+        until(lambda: len(running(cwd, "?of2.*")) == 2)
+        launched += Hosts(three[2:]).launch(*options)
+        if code:
+            launched[2].wait(60)
+        else:
+            time.sleep(3)  # it says what it waits for after two seconds
+        (cwd / "enough").touch()
+        outputs = [said(process) for process in launched]
+    assert [process.returncode for process in launched] == [0, 0, code], outputs
+    if code:
+        assert (
+            "h2 (10.77.0.12) is one machine too many: the run has all 2 already (h0 (10.77.0.10), h1"
+            in outputs[2]
+        )
+    else:
+        assert (
+            "waiting: the run has all its machines (h0 (10.77.0.10), h1 (10.77.0.11)); this one is a"
+            in outputs[2]
+        )
+        assert "the run ended without this machine" in outputs[2]
 
 
 @pytest.mark.slow

@@ -1,20 +1,22 @@
 """What a restart is given: torch's bug as it is, and what accel does instead; one count, and machines that fit."""
 
+import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from accel_cli.agent import meeting as meetings
 from accel_cli.agent.alone import Alone
-from accel_cli.agent.meeting import Meeting
+from accel_cli.agent.meeting import Card, Meeting
 from accel_cli.agent.rendezvous import SHARED_STORE_OFF, Handler
 from accel_cli.agent.restarts import Budget, Reason
 from accel_cli.errors import AccelError, UsageError
@@ -82,6 +84,44 @@ def test_every_attempt_of_one_machine_has_a_store_of_its_own_on_loopback_only():
     assert left_behind(alone) == (False, False)
     info = alone.next_rendezvous()
     assert not reachable(outward(), info.bootstrap_store_info.master_port)
+
+
+def met(handlers):
+    """How many machines each of some handlers finds in a round that they begin at once."""
+    with ThreadPoolExecutor() as pool:
+        return [info.world_size for info in pool.map(lambda handler: handler.next_rendezvous(), handlers)]
+
+
+def test_two_machines_of_one_address_and_process_id_are_two(port, monkeypatch):
+    handlers = []
+    for _ in range(2):
+        # As in two containers: torch's own number of a handler is the same in both, too.
+        monkeypatch.setattr(Handler, "_node_desc_generator", dynamic_rendezvous._NodeDescGenerator())
+        told = {**pair(port), "rdzv_timeout": 20}
+        handlers.append(Handler.of(Meeting(told, 1, derived=False), told))
+    assert met(handlers) == [2, 2]
+    assert len({card.id for card in handlers[0].cards}) == 2
+    assert handlers[0].departed(handlers[1].beats()) != ""  # no time has passed, so there is no news
+    handlers[1].meeting.depart("its launcher got SIGTERM, and ended its processes")
+    assert f"{handlers[1].meeting.card.name}: its launcher got SIGTERM" in handlers[0].departed({})
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_a_machine_too_many_is_refused_and_the_others_run_on(port):
+    told = {**pair(port), "rdzv_timeout": 20}
+    handlers = [Handler.of(Meeting(told, 1, derived=False), told) for _ in range(3)]
+    assert met(handlers[:2]) == [2, 2]
+    with pytest.raises(UsageError, match=r"is one machine too many: the run has all 2 already \(.*, .*\)"):
+        handlers[2].next_rendezvous()
+    assert not handlers[0].is_closed()
+    for handler in handlers[:2]:
+        handler.shutdown()
+
+
+def test_a_card_of_another_version_is_read_as_far_as_it_is_known():
+    card = Card("h0", "10.0.0.1", 1, 1, "2", None, "2.9", "0.1")
+    assert Card.read(json.dumps({**json.loads(card.text()), "colour": "blue"})) == card
 
 
 def outward():
