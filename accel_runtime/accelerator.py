@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
@@ -22,7 +24,7 @@ from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
-from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.env import MixedPrecision, Settings, accelerate_variables
 from accel_runtime.facade.checkpointing import Checkpointing
 from accel_runtime.facade.exporting import Exporting
 from accel_runtime.facade.in_force import InForce
@@ -54,9 +56,12 @@ from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import Topology
 
 if TYPE_CHECKING:
+    from accel_runtime.accelerate_env import Equivalent
     from accel_runtime.parallel.config import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator"]
+
+_LOG = logging.getLogger("accel_runtime.env")
 
 
 class Accelerator(
@@ -115,7 +120,7 @@ class Accelerator(
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         fp16: bool | None = None,
     ) -> None:
-        settings = Settings.from_env(os.environ)
+        settings, others = Settings.from_env(os.environ), accelerate_variables(os.environ)
         asked = _precision(mixed_precision, fp16=fp16)
         wanted = asked or settings.mixed_precision
         settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
@@ -134,14 +139,17 @@ class Accelerator(
             chosen(kwargs_handlers, AutocastKwargs),
             chosen(kwargs_handlers, GradScalerKwargs),
         )
-        self._accumulation = Accumulation(
-            _one_of(
-                ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
-                ("gradient_accumulation_plugin", gradient_accumulation_plugin, None),
-            )
+        accumulation = _one_of(
+            ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
+            ("gradient_accumulation_plugin", gradient_accumulation_plugin, None),
         )
+        if gradient_accumulation_plugin is None and (
+            other := others.arguments.get("gradient_accumulation_steps")
+        ):
+            accumulation = int(other.text)  # Accelerate's variable wins over the argument there, too
+        self._accumulation = Accumulation(accumulation)
         dynamo = _one_of(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
-        self._dynamo = dynamo if isinstance(dynamo, TorchDynamoPlugin) else TorchDynamoPlugin(dynamo or "no")
+        self._dynamo = _dynamo_plugin(dynamo, others.arguments)
         self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
         self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
         self._step_with_optimizer = step_scheduler_with_optimizer
@@ -163,8 +171,13 @@ class Accelerator(
             "device": cpu,
             "parallel": parallelism_config is not None,
             "fully_shard": fsdp_plugin is not None,
+            "gradient": gradient_accumulation_plugin is not None,
+            "dynamo": dynamo is not None,
         }
         self._origins = origins(self.settings, given, os.environ)
+        if self.is_main_process:
+            for sentence in others.idle:
+                _warn_once(sentence)
 
     # Between processes -----------------------------------------------------------------
 
@@ -237,6 +250,32 @@ def _divided(
     from accel_runtime.parallel.config import settled  # noqa: PLC0415 - loading it costs time that most runs need not spend
 
     return settled(settings, parallelism_config, fsdp_plugin)
+
+
+def _dynamo_plugin(given: Any, others: Mapping[str, Equivalent]) -> TorchDynamoPlugin:
+    """Return how models are compiled: as an argument says, else as variables of Accelerate say."""
+    if isinstance(given, TorchDynamoPlugin):
+        return given
+    said = {
+        name.removeprefix("dynamo_"): other.text
+        for name, other in others.items()
+        if name.startswith("dynamo_")
+    }
+    if given is not None or not said:
+        return TorchDynamoPlugin(given or "no")
+    return TorchDynamoPlugin(
+        said["backend"],
+        said.get("mode"),
+        fullgraph="use_fullgraph" in said,
+        dynamic=True if "use_dynamic" in said else None,
+        use_regional_compilation="use_regional_compilation" in said,
+    )
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    """Warn, once in a process."""
+    _LOG.warning("%s", sentence)
 
 
 def _precision(mixed_precision: str | None, *, fp16: bool | None) -> MixedPrecision | None:

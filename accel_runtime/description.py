@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.data.loader import PreparedLoader
-from accel_runtime.env import Settings, flat, variable
+from accel_runtime.env import Settings, accelerate_variables, flat, variable
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import DataPlace
 
@@ -179,7 +179,7 @@ class Description:
         usual = dict(flat(Settings()))
         for name, option in self.options.items():
             # A launcher says all of them, and mostly what they are anyway.
-            if option.value != usual[name]:
+            if option.value != usual.get(name):
                 yield "option", f"{name} = {option.value} ({option.origin})"
 
     @override
@@ -205,18 +205,26 @@ def origins(
 
     Args:
         settings: What they came to.
-        given: Which were given as an argument.
+        given: Which were given as an argument; `dynamo` and `gradient` stand for all arguments of that kind.
         environ: The environment they were read from.
     """
     told = dict(flat(Settings.from_env(environ)))
+    others = accelerate_variables(environ)
 
     def origin(name: str, value: object) -> str:
         # Of a section, an argument may have said a part only.
         if given.get(name) or (value != told[name] and any(name.startswith(f"{one}_") for one in given)):
             return "argument"
-        return variable(name) if variable(name) in environ else "default"
+        if variable(name) in environ:
+            return variable(name)
+        return others.settings[name].variable if name in others.settings else "default"
 
-    return {name: OptionFacts(value, origin(name, value)) for name, value in flat(settings)}
+    found = {name: OptionFacts(value, origin(name, value)) for name, value in flat(settings)}
+    return found | {
+        name: OptionFacts(other.text, other.variable)
+        for name, other in others.arguments.items()
+        if not given.get(name.partition("_")[0])
+    }
 
 
 def model_facts(

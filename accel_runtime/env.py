@@ -11,6 +11,7 @@ import difflib
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+from accel_runtime.accelerate_env import Translation, translate
 from accel_runtime.layouts import FullyShard, Number, Parallel, SettingsError, check_layout, fsdp1
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "ProcessGroupBackend",
     "Settings",
     "SettingsError",
+    "accelerate_variables",
     "check_layout",
     "flat",
     "fsdp1",
@@ -111,8 +113,12 @@ class Settings:
         return {variable(name): _text(value) for name, value in flat(self)}
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Settings:
+    def from_env(cls, environ: Mapping[str, str], *, accelerate: bool = True) -> Settings:
         """Read the variables back; a field whose variable is absent keeps its default.
+
+        Args:
+            environ: The environment.
+            accelerate: Take over variables of Accelerate's launcher, for fields whose own variables are absent.
 
         Two variables of others are heard where ours do not say: `USE_FP16` of the first Accelerate releases, and
         `PJRT_DEVICE`. Who sets that wants torch_xla, which computes on nothing else: it makes the device `xla`.
@@ -121,7 +127,15 @@ class Settings:
             SettingsError: A variable holds a value we cannot use, or is a near miss of a known name.
         """
         _refuse_near_misses(environ)
-        values = _read(cls, environ)
+        others = accelerate_variables(environ).settings if accelerate else {}
+        environ = {variable(field): other.text for field, other in others.items()} | dict(environ)
+        try:
+            values = _read(cls, environ)
+        except SettingsError as error:
+            text = str(error)
+            for field, other in others.items():
+                text = text.replace(f"{variable(field)} ", f"{other.variable} ")
+            raise SettingsError(text) from None
         if "mixed_precision" not in values and _switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
             values["mixed_precision"] = "fp16"
         if values.get("device", "auto") == "auto" and environ.get(PJRT):
@@ -138,6 +152,16 @@ def placed_by_device(environ: Mapping[str, str]) -> bool:
 def variable(field: str) -> str:
     """The environment variable of a field of `Settings`."""
     return PREFIX + field.upper()
+
+
+def accelerate_variables(environ: Mapping[str, str]) -> Translation:
+    """Return what the variables of Accelerate in an environment are in accel; those of accel win.
+
+    Raises:
+        SettingsError: A variable asks for what accel does not do.
+    """
+    names = {name: variable(name) for name, _ in flat(Settings())}
+    return translate(environ, {name: environ[ours] for name, ours in names.items() if ours in environ})
 
 
 def nearest(name: str, known: list[str]) -> str | None:

@@ -42,9 +42,9 @@ _LAUNCHED = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home without profiles, and no variable of accel or of a launcher."""
+    """A home without profiles, and no variable of accel, of Accelerate or of a launcher."""
     for name in os.environ:
-        if name.startswith("ACCEL_") or name in (*_LAUNCHED, "USE_FP16"):
+        if name.startswith(("ACCEL_", "ACCELERATE_")) or name in (*_LAUNCHED, "USE_FP16"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     return tmp_path / "home"

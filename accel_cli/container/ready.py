@@ -41,7 +41,7 @@ class Ready:
         Raises:
             SettingsError: A variable of accel says something it cannot do.
         """
-        settings = Settings.from_env(self.work.settings)
+        settings = Settings.from_env(self.work.settings, accelerate=False)
         settings = replace(settings, resume=settings.resume or self.again)
         machines, found = len(self.told.hosts), gpus.count(self.environ)
         # Every host has a folder for checkpoints of its own; what is in them is together in S3.

@@ -92,7 +92,7 @@ def environment(environ: Mapping[str, str]) -> Layer:
         UsageError: A variable says something we cannot use.
     """
     try:
-        settings = Settings.from_env(environ)
+        settings = Settings.from_env(environ, accelerate=False)
     except SettingsError as error:
         raise UsageError(str(error)) from None
     if settings.spmd:

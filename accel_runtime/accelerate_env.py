@@ -1,0 +1,335 @@
+"""Variables of Accelerate's launcher as settings of accel; standard library only.
+
+A script may still be started by `accelerate launch`, or in an environment that was written for it. Each variable that changes
+a training there is taken over, refused with what to set instead, or named as one without effect. The facts are those of
+Accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from accel_runtime.layouts import SettingsError
+
+__all__ = ["Equivalent", "Translation", "translate"]
+
+_TRUE = frozenset({"1", "true", "yes", "y", "t", "on"})
+_UNSET = frozenset({"", "0", "false", "no", "n", "f", "off", "none"})
+"""What says nothing: Accelerate's launcher writes all variables of a kind, also those that were not chosen."""
+_PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""Those of FSDP1, in the order of the numbers that may stand for them, from 1."""
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
+
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "ACCELERATE_USE_DEEPSPEED": "accel shards models by torch's fully_shard instead of DeepSpeed; unset it, and set "
+        "ACCEL_PARALLEL_DP_SHARD=auto, or convert the configuration file with `accel config import`",
+        "ACCELERATE_USE_MEGATRON_LM": "accel divides models by torch instead of Megatron-LM; unset it, and set "
+        "ACCEL_PARALLEL_TP or ACCEL_PARALLEL_DP_SHARD",
+        "ACCELERATE_DOWNCAST_BF16": "it rounds weights and optimizer state too; unset it, and set ACCEL_MIXED_PRECISION=bf16",
+    }
+)
+"""Switches that accel does not honour."""
+_HARMLESS = frozenset(
+    {
+        "ACCELERATE_DEBUG_MODE",  # collectives are always compared
+        "ACCELERATE_DEBUG_RDV_FILE",
+        "ACCELERATE_ENABLE_RICH",
+        "ACCELERATE_IN_TPU_POD",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+        "ACCELERATE_USE_SAGEMAKER",
+    }
+)
+"""Variables that change no training."""
+_FSDP: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "FSDP_VERSION": ("1", "2"),
+        "FSDP_BACKWARD_PREFETCH": ("backward_pre",),
+        "FSDP_FORWARD_PREFETCH": (),
+        "FSDP_STATE_DICT_TYPE": ("sharded_state_dict",),
+        "FSDP_USE_ORIG_PARAMS": ("true",),
+        "FSDP_SYNC_MODULE_STATES": ("true",),
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": (),
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (),
+    }
+)
+"""Variables that change no number of a training, with values that ask for what accel does anyway."""
+_FSDP_READ = (
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_RESHARD_AFTER_FORWARD",
+    "FSDP_OFFLOAD_PARAMS",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "FSDP_MIN_NUM_PARAMS",
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_IGNORED_MODULES",
+)
+"""Variables that are taken over."""
+_SIZES = {
+    "DP_REPLICATE_SIZE": "parallel_dp_replicate",
+    "DP_SHARD_SIZE": "parallel_dp_shard",
+    "TP_SIZE": "parallel_tp",
+    "CP_SIZE": "parallel_cp",
+}
+
+
+class Equivalent(NamedTuple):
+    """What a variable of Accelerate is in accel."""
+
+    variable: str
+    """Of Accelerate."""
+    text: str
+    """The value, in the form that accel's own variable has."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What the variables of Accelerate in an environment are in accel."""
+
+    settings: Mapping[str, Equivalent]
+    """By the name of the field of `Settings`, in its flat form."""
+    arguments: Mapping[str, Equivalent]
+    """By what `Accelerator` takes: `gradient_accumulation_steps`, and what follows `dynamo_`."""
+    idle: tuple[str, ...]
+    """Sentences on variables that are set and change nothing."""
+
+
+def translate(environ: Mapping[str, str], known: Mapping[str, str]) -> Translation:
+    """Translate the variables of Accelerate.
+
+    Args:
+        environ: The environment.
+        known: The texts of the variables of accel that are set, by the names of their fields: they win.
+
+    Raises:
+        SettingsError: A variable asks for what accel does not do.
+    """
+    read = _Reader(environ)
+    settings: dict[str, Equivalent] = {}
+    for field, translate_one in _SINGLE.items():
+        if field not in known:
+            settings |= {field: found} if (found := translate_one(read)) else {}
+        else:
+            read.overrule(field, known[field], translate_one)
+    if not any(field.startswith(("parallel_", "fully_shard_")) for field in known):
+        for name, why in _REFUSED.items():
+            if read.is_on(name):
+                raise SettingsError(f"{name}={environ[name]} cannot be honoured: {why}.")
+        settings |= _sizes(read)
+        settings |= _sharding(read, settings)
+    arguments = _arguments(read)
+    return Translation(settings, arguments, read.idle())
+
+
+class _Reader:
+    """Reads variables, and remembers which."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self._used = set(_HARMLESS)
+        self._idle: dict[str, str] = {}
+
+    def text(self, name: str) -> str:
+        """Return a value, and nothing for one that says nothing."""
+        self._used.add(name)
+        value = self.environ.get(name, "").strip()
+        return "" if value.lower() in _UNSET else value
+
+    def is_on(self, name: str) -> bool:
+        """Return a switch."""
+        text = self.text(name).lower()
+        if text and text not in _TRUE:
+            raise SettingsError(f"{name} must be true or false; it is {self.environ[name]!r}")
+        return bool(text)
+
+    def number(self, name: str) -> str:
+        """Return a whole number above 0, as text; nothing where there is none."""
+        text = self.text(name)
+        if text and not (text.isascii() and text.isdigit()):
+            raise SettingsError(f"{name} must be a whole number; it is {self.environ[name]!r}")
+        return text
+
+    def one_of(self, name: str, values: tuple[str, ...], instead: str = "") -> str:
+        """Return one of some words, in small letters; nothing where there is none."""
+        text = self.text(name).lower()
+        if text and text not in values:
+            raise SettingsError(
+                f"{name} must be one of {', '.join(values)}; it is {self.environ[name]!r}{instead}"
+            )
+        return text
+
+    def ignore(self, name: str, why: str) -> None:
+        """Note that a variable changes nothing."""
+        self._idle[name] = why
+
+    def overrule(self, field: str, text: str, translate_one: Callable[[_Reader], Equivalent | None]) -> None:
+        """Note that a variable of accel wins over one of Accelerate, if they differ."""
+        alone = _Reader(self.environ)
+        try:
+            found = translate_one(alone)
+        except SettingsError:
+            found = Equivalent(min(alone._used - _HARMLESS), "")
+        self._used |= alone._used
+        if found and found.text != text:
+            self.ignore(found.variable, f"accel's own variable for {field} is {text!r}, and wins")
+
+    def idle(self) -> tuple[str, ...]:
+        """Return sentences on variables that change nothing: those noted, and those that nothing has read."""
+        left = [
+            name
+            for name in sorted(self.environ)
+            if (name.startswith(_PREFIXES) or name in _FSDP or name in _FSDP_READ)
+            and name not in self._used
+            and self.text(name)
+        ]
+        return (
+            *(f"{name}={self.environ[name]} has no effect: {why}." for name, why in self._idle.items()),
+            *([f"{', '.join(left)}: no effect here."] if left else []),
+        )
+
+
+def _precision(read: _Reader) -> Equivalent | None:
+    name = "ACCELERATE_MIXED_PRECISION"
+    text = read.one_of(name, ("bf16", "fp16"), "; set ACCEL_MIXED_PRECISION to bf16, fp16 or no")
+    return Equivalent(name, text) if text else None
+
+
+def _device(read: _Reader) -> Equivalent | None:
+    name = "ACCELERATE_TORCH_DEVICE"
+    if read.is_on("ACCELERATE_USE_CPU"):
+        return Equivalent("ACCELERATE_USE_CPU", "cpu")
+    text = read.one_of(name, _DEVICES, "; choose one of several devices with CUDA_VISIBLE_DEVICES")
+    return Equivalent(name, text) if text else None
+
+
+def _level(read: _Reader) -> Equivalent | None:
+    name = "ACCELERATE_LOG_LEVEL"
+    text = read.one_of(name, _LEVELS)
+    return Equivalent(name, text) if text else None
+
+
+_SINGLE: Mapping[str, Callable[[_Reader], Equivalent | None]] = MappingProxyType(
+    {"mixed_precision": _precision, "device": _device, "log_level": _level}
+)
+
+
+def _sizes(read: _Reader) -> dict[str, Equivalent]:
+    """Translate the sizes of a mesh."""
+    if not read.is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return {}
+    prefix = "PARALLELISM_CONFIG_"
+    if read.number(f"{prefix}SP_SIZE") not in {"", "1"}:
+        raise SettingsError(
+            f"{prefix}SP_SIZE={read.environ[f'{prefix}SP_SIZE']} cannot be honoured: it is for DeepSpeed; divide sequences with "
+            f"{prefix}CP_SIZE."
+        )
+    for name in [name for name in read.environ if name.startswith(f"{prefix}SP_")]:
+        read.text(name)
+    found = {field: Equivalent(prefix + name, read.number(prefix + name)) for name, field in _SIZES.items()}
+    found = {field: equivalent for field, equivalent in found.items() if equivalent.text}
+    if (
+        read.one_of(f"{prefix}CP_COMM_STRATEGY", ("allgather", "alltoall")) == "alltoall"
+        and "parallel_cp" in found
+    ):
+        read.ignore(f"{prefix}CP_COMM_STRATEGY", "keys and values are always exchanged by allgather")
+    read.one_of(f"{prefix}CP_BACKEND", ("torch",))
+    return found
+
+
+def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
+    """Translate what FSDP is told."""
+    if not read.is_on("ACCELERATE_USE_FSDP"):
+        return {}
+    for name, usual in _FSDP.items():
+        if (text := read.text(name).lower()) and text not in usual:
+            read.ignore(name, "fully_shard has no such option, and it changes no number")
+    strategy = _strategy(read)
+    words = {name: read.text(name) for name in _FSDP_READ}
+    if strategy.text == "no_shard":
+        return {}
+    found: dict[str, Equivalent] = {}
+    if "parallel_dp_shard" not in sizes:
+        found["parallel_dp_shard"] = Equivalent("ACCELERATE_USE_FSDP", "auto")
+        if strategy.text.startswith("hybrid") and (nodes := _nodes(read.environ)) > 1:
+            found["parallel_dp_replicate"] = Equivalent(strategy.variable, str(nodes))
+    if strategy.text in {"shard_grad_op", "hybrid_shard_zero2"}:
+        found["fully_shard_reshard_after_forward"] = Equivalent(strategy.variable, "0")
+    for name, field in (
+        ("FSDP_OFFLOAD_PARAMS", "fully_shard_cpu_offload"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "fully_shard_activation_checkpointing"),
+    ):
+        found |= {field: Equivalent(name, "1")} if read.is_on(name) else {}
+    return found | _wrap(read) | _ignored(words["FSDP_IGNORED_MODULES"])
+
+
+def _strategy(read: _Reader) -> Equivalent:
+    """Return FSDP1's word for how parameters are sharded."""
+    reshards, name = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
+    said = read.environ.get(reshards, "").lower()
+    if read.text("FSDP_VERSION") == "2" or said in _STRATEGIES:
+        name, said = reshards, {"": "full_shard", **dict.fromkeys(_TRUE, "full_shard")}.get(said, said)
+        said = "shard_grad_op" if said in _UNSET else said
+    else:
+        said = read.text(name).lower() or "full_shard"
+        said = _STRATEGIES[int(said) - 1] if said in {"1", "2", "3", "4", "5"} else said
+    if said not in _STRATEGIES:
+        raise SettingsError(
+            f"{name} must be true, false or one of {', '.join(_STRATEGIES).upper()}; it is {read.environ[name]!r}"
+        )
+    return Equivalent(name, said)
+
+
+def _nodes(environ: Mapping[str, str]) -> int:
+    """Return how many nodes the variables of torchrun tell; 1 where they tell nothing."""
+    world, local = (environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return int(world) // int(local) if world.isdigit() and local.isdigit() and int(local) else 1
+
+
+def _wrap(read: _Reader) -> dict[str, Equivalent]:
+    """Translate which modules are gathered together."""
+    policy, classes, smallest = "FSDP_AUTO_WRAP_POLICY", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_MIN_NUM_PARAMS"
+    kind = read.one_of(policy, ("transformer_based_wrap", "size_based_wrap", "no_wrap"))
+    if kind == "no_wrap":
+        return {"fully_shard_wrap": Equivalent(policy, "none")}
+    if kind == "size_based_wrap":
+        return {"fully_shard_wrap": Equivalent(smallest, read.number(smallest) or "100000000")}
+    if kind and read.text(classes):
+        names = ",".join(name.strip() for name in read.text(classes).split(","))
+        return {"fully_shard_wrap": Equivalent(classes, names)}
+    return {}
+
+
+def _ignored(text: str) -> dict[str, Equivalent]:
+    """Translate which modules stay full."""
+    if not text:
+        return {}
+    if not _NAMES.fullmatch(text):
+        raise SettingsError(
+            f"FSDP_IGNORED_MODULES={text} cannot be honoured: it is a regular expression; unset it, and list the names in "
+            "ACCEL_FULLY_SHARD_IGNORE, where * stands for any text without a dot."
+        )
+    return {"fully_shard_ignore": Equivalent("FSDP_IGNORED_MODULES", text)}
+
+
+def _arguments(read: _Reader) -> dict[str, Equivalent]:
+    """Translate what Accelerate takes in place of arguments of `Accelerator`."""
+    steps, dynamo = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DYNAMO_"
+    found = {}
+    if read.text(steps) not in {"", "auto"}:
+        found["gradient_accumulation_steps"] = Equivalent(steps, read.number(steps))
+    names = ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
+    said = {name: read.text(dynamo + name) for name in names}
+    if said["BACKEND"]:
+        found |= {
+            f"dynamo_{name.lower()}": Equivalent(dynamo + name, text.lower())
+            for name, text in said.items()
+            if text
+        }
+    return found
