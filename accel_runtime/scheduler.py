@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.exchange.callsite import call_site
+from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.optimizer import PreparedOptimizer
 
 __all__ = ["AcceleratedScheduler", "PreparedScheduler"]
+
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.scheduler"))
 
 
 class PreparedScheduler(LRScheduler):
@@ -45,6 +50,10 @@ class PreparedScheduler(LRScheduler):
         self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
         self._ends = hasattr(scheduler, "total_steps")
         self._with_optimizer = with_optimizer
+        self._optimizer_steps: int | None = None
+        """How many steps the first optimizer had made at the last call of `step`."""
+        self._interval = 1
+        """Optimizer steps between two calls of `step`, once there were several."""
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -57,6 +66,8 @@ class PreparedScheduler(LRScheduler):
             if self._accumulation.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
                 scheduler._step_count += 1  # noqa: SLF001 - where torch counts the calls
             return
+        if self._strides > 1:
+            self._note_interval()
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
@@ -67,12 +78,30 @@ class PreparedScheduler(LRScheduler):
         for _ in range(strides):
             scheduler.step(*args, **kwargs)
 
+    def _note_interval(self) -> None:
+        """Warn once if several optimizer steps lie between two calls: the schedule may count epochs, and not batches."""
+        steps = self._optimizers[0].steps if self._optimizers else 0
+        before, self._optimizer_steps = self._optimizer_steps, steps
+        if before is None or steps <= before + 1 or self._interval > 1:
+            return
+        self._interval = steps - before
+        _LOG.warning(
+            "%s advances too fast if its steps are epochs: step() was called at %s, %d optimizer steps after the call before, "
+            "and advances it by %d, one for each process, as is right for a schedule of batches. For a schedule of epochs leave "
+            "the scheduler out of prepare(), or pass Accelerator(step_scheduler_with_optimizer=False).",
+            type(self.scheduler).__name__,
+            call_site(),
+            self._interval,
+            self._strides,
+        )
+
     @property
     def advances(self) -> str:
         """What a call of `step()` means, for people."""
         if not self._with_optimizer:
             return "one step a call: it is left to the script"
-        return f"{self._strides} step(s) of the schedule an optimizer step"
+        every = f", once in {self._interval} optimizer steps" if self._interval > 1 else ""
+        return f"{self._strides} step(s) of the schedule a call of step(){every}"
 
     def _steps(self) -> int:
         # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
@@ -92,6 +121,7 @@ class PreparedScheduler(LRScheduler):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into the wrapped scheduler."""
+        self._optimizer_steps = None
         self.scheduler.load_state_dict(state_dict)
 
     @override

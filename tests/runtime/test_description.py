@@ -92,7 +92,7 @@ def test_a_run_is_described_as_plain_data(ranks):
             ],
             "optimizers": ["SGD"],
             "schedulers": [
-                {"name": "ConstantLR", "advances": f"{ranks.size} step(s) of the schedule an optimizer step"}
+                {"name": "ConstantLR", "advances": f"{ranks.size} step(s) of the schedule a call of step()"}
             ],
             "loaders": [
                 {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from accel_runtime import Accelerator
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.scheduler import PreparedScheduler
@@ -119,3 +121,76 @@ def test_it_can_be_copied_together_with_its_optimizer():
     rates(scheduler, optimizer, 1)
     assert rates(*copy.deepcopy((scheduler, optimizer)), 1) == [0.25]
     assert scheduler.get_last_lr() == [0.5]
+
+
+def steps_between(scheduler, optimizer, pattern):
+    """Step the scheduler after so many optimizer steps each."""
+    for count in pattern:
+        for _ in range(count):
+            optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options", "told"),
+    [
+        ((3, 3, 3), {}, 1),
+        ((3, 1, 1, 4, 5), {}, 1),
+        ((9, 1, 1), {}, 0),  # begins late, and then counts batches
+        ((1, 1, 1), {}, 0),
+        ((3, 3, 3), {"strides": 1}, 0),
+        ((3, 3, 3), {"with_optimizer": False}, 0),
+    ],
+)
+def test_a_scheduler_that_seems_to_count_epochs_is_told_of_once(caplog, pattern, options, told):
+    scheduler, optimizer, _ = scheduled(halving, **{"strides": 2} | options)
+    steps_between(scheduler, optimizer, pattern)
+    assert len(caplog.messages) == told
+    if told:
+        assert "LambdaLR advances too fast if its steps are epochs" in caplog.text
+        assert "leave the scheduler out of prepare()" in caplog.text
+        assert "step_scheduler_with_optimizer=False" in caplog.text
+        assert "test_scheduler.py:" in caplog.text
+        assert scheduler.advances.startswith("2 step(s) of the schedule a call of step(), once in ")
+
+
+def test_a_step_that_was_skipped_is_no_step_between_two_calls(caplog):
+    scheduler, optimizer, _ = scheduled(halving, strides=2)
+    for skipped in (False, True, False):
+        optimizer.step()
+        optimizer.step_was_skipped = skipped
+        scheduler.step()
+    assert not caplog.messages
+
+
+def test_steps_of_a_state_that_is_loaded_are_no_steps_between_two_calls(caplog):
+    scheduler, optimizer, _ = scheduled(halving, strides=2)
+    steps_between(scheduler, optimizer, (1, 1))
+    optimizer.steps = 500
+    scheduler.load_state_dict(scheduler.state_dict())
+    steps_between(scheduler, optimizer, (1, 1))
+    assert not caplog.messages
+
+
+def test_the_first_process_tells_of_a_scheduler_that_seems_to_count_epochs(pair):
+    def train():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, halving(optimizer))
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("accel_runtime.scheduler").addHandler(handler)
+        for batch in range(16):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if batch % 8 == 7:
+                scheduler.step()
+        logging.getLogger("accel_runtime.scheduler").removeHandler(handler)
+        return len(said), scheduler.last_epoch, accelerator.describe().schedulers[0].advances
+
+    wanted = "2 step(s) of the schedule a call of step(), once in 4 optimizer steps"
+    assert pair.run(train) == [(1, 4, wanted), (0, 4, wanted)]
