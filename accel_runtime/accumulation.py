@@ -61,6 +61,22 @@ class Accumulation:
         """What the gradient of a window is the mean of, as the newest backward pass had it."""
         return "weights" if self.weighted else "mean of micro-batches"
 
+    def describe(self, processes: int, *, split_batches: bool) -> str:
+        """Return what the gradients of an optimizer step are the mean of.
+
+        Args:
+            processes: How many processes average their gradients.
+            split_batches: Whether they divide the batches of the script, so that a sum differs from that of one process.
+        """
+        if processes == 1:
+            return self.described
+        part = (
+            f": a loss that is a sum over the batch gives 1/{processes} of the gradient of one process"
+            if split_batches
+            else ""
+        )
+        return f"{self.described}; averaged over {processes} processes{part}"
+
     @property
     def described(self) -> str:
         """What an optimizer step is made of, for people."""

@@ -210,7 +210,10 @@ class InForce(Processes):
             ),
             precision=self._precision.described,
             accumulation_steps=self._accumulation.steps,
-            gradients=self._accumulation.described,
+            gradients=self._accumulation.describe(
+                self._backend.data.world_size,
+                split_batches=self._loading.split_batches and not self._accumulation.weighted,
+            ),
             models=tuple(map(self._model_facts, self._models)),
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
             schedulers=tuple(map(scheduler_facts, self._schedulers)),

@@ -10,6 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -24,6 +25,7 @@ from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
 from accel_runtime.env import Settings
 from accel_runtime.facade.consistency import check_consistent
+from accel_runtime.first_input import FirstInput
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.materializing import guard, refuse
@@ -152,6 +154,8 @@ class Preparing:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         if self._backend.topology.world_size > 1 and not self._backend.divides:
             self._averaging_check.add(prepared, averages=not evaluation_mode)
+            if isinstance(prepared, DistributedDataParallel) and not self._models:
+                FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
         self._models.append(prepared)
         self._gradients.find()
         return prepared

@@ -123,6 +123,29 @@ def test_the_repeats_of_an_epoch_are_told_beforehand_and_are_those_there_are(ran
     assert ranks.run(told) == [("no repeats", 0) if ranks.size == 1 else (end, repeats)] * ranks.size
 
 
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({}, "; averaged over 2 processes"),
+        (
+            {"split_batches": True},
+            "; averaged over 2 processes: a loss that is a sum over the batch gives 1/2 of the gradient of one process",
+        ),
+    ],
+)
+def test_gradients_are_told_to_be_means_over_the_processes(pair, options, end):
+    def gradient(options):
+        accelerator = Accelerator(**options)
+        loader = accelerator.prepare(DataLoader(torch.ones(4, 1), batch_size=2))
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.backward(model(next(iter(loader))).sum())
+        return accelerator.describe().gradients, model.weight.grad.item()
+
+    for text, summed in pair.run(gradient, options):
+        assert text.endswith(end)
+        assert summed == (1 if options else 2)  # one process: 2
+
+
 def test_the_panel_and_the_lines_say_the_same(ranks):
     def shown():
         description = described({"gradient_accumulation_steps": 4, "mixed_precision": "bf16"})

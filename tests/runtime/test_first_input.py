@@ -1,0 +1,103 @@
+"""Processes that compute the same batch are told so, unless a loader divides the data."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator
+
+
+class Scaled(nn.Module):
+    """A model whose forward pass takes data by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x=None, scale=None):
+        x = torch.ones(1, 2) if x is None else x
+        return self.layer(x) * (1 if scale is None else scale["by"])
+
+
+def warned(batches, **options):
+    """Return what training on the batches that `batches(rank)` makes is told on this rank."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("accel_runtime.data")
+    logger.addHandler(handler)
+    try:
+        accelerator = Accelerator(**options)
+        model = accelerator.prepare(Scaled())
+        copy.deepcopy(model)(torch.ones(1, 2))
+        for args, kwargs in batches(accelerator):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(*args, **kwargs).sum())
+        assert len(model._forward_pre_hooks) == 2  # those that stay
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def batch(seed, **others):
+    return [torch.randn(3, 2, generator=torch.Generator().manual_seed(seed))], others
+
+
+def same(_):
+    return [batch(step) for step in range(4)]
+
+
+def unprepared_loader(_):
+    torch.manual_seed(0)
+    return [([x], {}) for x in DataLoader(torch.randn(8, 2), batch_size=2, shuffle=True)]
+
+
+def of_one_process(accelerator):
+    """Evaluate on one rank first: the other ranks are not waited for."""
+    if accelerator.is_main_process:
+        with torch.no_grad():
+            accelerator._models[0].module(torch.ones(1, 2))
+    return same(accelerator)
+
+
+@pytest.mark.parametrize("batches", [same, unprepared_loader, of_one_process])
+def test_equal_batches_are_told_of_once_with_the_line(pair, batches):
+    (message,), other = pair.run(warned, batches)
+    assert other == []
+    assert message.startswith("Ranks 0 and 1 train on the same batch, at test_first_input.py:")
+    assert "Give the DataLoader to prepare()" in message
+
+
+def test_equal_batches_are_told_of_under_accumulation(pair):
+    def train():
+        return warned(same, gradient_accumulation_steps=2)
+
+    assert [len(said) for said in pair.run(train)] == [1, 0]
+
+
+def own(accelerator):
+    return [batch(10 * accelerator.process_index + step) for step in range(4)]
+
+
+def own_in_a_dict(accelerator):
+    return [batch(step, scale={"by": torch.tensor(accelerator.process_index)}) for step in range(4)]
+
+
+def without_tensors(_):
+    return [((), {})] * 4
+
+
+def prepared_loader(accelerator):
+    loader = accelerator.prepare(DataLoader(torch.ones(8, 2)))
+    return [([x], {}) for x in loader]
+
+
+@pytest.mark.parametrize("batches", [own, own_in_a_dict, without_tensors, prepared_loader])
+def test_other_batches_and_those_of_a_prepared_loader_are_not(pair, batches):
+    assert pair.run(warned, batches) == [[], []]
