@@ -21,6 +21,7 @@ _LOST = re.compile(
     r"no route to host|failed to (recv|send))"
 )
 _WAITED = re.compile(r"StallError|Watchdog caught collective|(?i:timed out|timeout)")
+_TELLS = re.compile(r"^accel_runtime\..*\.(StallError|RankLostError)$")
 _TALKS = re.compile(
     r"^(accel_runtime\.exchange|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
 )
@@ -131,8 +132,17 @@ def replica(folder: RankFolder, known: Known) -> Known:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """The one that the others came from: the earliest of those nearest to the root."""
-    return min(failures, key=lambda failure: (failure.cause, failure.time, failure.rank))
+    """The one that the others came from: the earliest of those nearest to the root.
+
+    Of processes that waited for others or lost them, those come first whose error tells where the others were.
+    """
+
+    def order(failure: Failure) -> tuple[object, ...]:
+        cause, waits = failure.cause, failure.cause in {Cause.WAITED, Cause.LOST}
+        tells = any(_TELLS.search(link.kind) for link in failure.chain[:1])
+        return Cause.WAITED if waits else cause, waits and not tells, cause, failure.time, failure.rank
+
+    return min(failures, key=order)
 
 
 def read(folder: RankFolder, seen: float, **known: Any) -> Failure:

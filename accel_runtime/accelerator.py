@@ -35,6 +35,7 @@ from accel_runtime.facade.recording import Recording
 from accel_runtime.facade.triggers import Triggers
 from accel_runtime.facade.uneven import UnevenInputs
 from accel_runtime.gradients import Gradients
+from accel_runtime.heartbeat import heartbeat
 from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
@@ -128,6 +129,7 @@ class Accelerator(
         """What the launcher and the arguments came to."""
         options = chosen(kwargs_handlers, InitProcessGroupKwargs)
         self._connected(connect(self.settings, Topology.here(), options))
+        self._progress = heartbeat()
         alike_in_copies(self._backend)
         self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._backend.check(self._replication, wanted)

@@ -18,6 +18,7 @@ from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
+    from accel_runtime.backends.attendance import Absence
     from accel_runtime.description import GroupFacts
     from accel_runtime.parallel.mesh import Mesh
 
@@ -97,6 +98,30 @@ class Backend(ABC):
             StallError: A rank does not come.
         """
         self.agreement.exchange(here("wait_for_everyone", anywhere=True))
+
+    def wait_for_ranks(self, operation: str) -> Absence | None:  # noqa: ARG002 - one process is all there is
+        """Wait until all ranks make a call, or one is known never to make it; see `Attendance.wait`.
+
+        Returns:
+            None if all make it, and where it cannot be told.
+        """
+        return None
+
+    def finish_without(self, absence: Absence, outcome: str) -> None:  # noqa: B027 - there is no absence
+        """Tell other ranks that make a call what has come of it, where some do not make it."""
+
+    def outcome_without(self, absence: Absence) -> str:
+        """Return what the rank that leads such a call has told."""
+        raise NotImplementedError
+
+    def explain(self, error: RuntimeError, operation: str) -> RuntimeError:  # noqa: ARG002 - nothing is known
+        """Return an error that tells where the other ranks are, if this one comes from a collective; else the same.
+
+        Args:
+            error: Raised by torch.
+            operation: The call that raised it.
+        """
+        return error
 
     @property
     @abstractmethod

@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from accel_runtime.backends import buckets
+from accel_runtime.backends.attendance import Absence, attendance_of
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.settling import forks_wait, wait_for_threads
+from accel_runtime.backends.status import explained
 from accel_runtime.backends.wire import control_group, side_group, wire_of
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
@@ -78,6 +80,9 @@ class Distributed(InStore):
         near = topology.local_world_size == topology.world_size
         super().__init__(topology, device, wire_of(self._control, patience, one_machine=near))
         self._device_ids = [device.index] if device.index is not None else None
+        self._attendance = attendance_of(
+            dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
+        )
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,6 +127,24 @@ class Distributed(InStore):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         super().barrier()
+
+    @override
+    def wait_for_ranks(self, operation: str) -> Absence | None:
+        return None if self._attendance is None else self._attendance.wait(operation)
+
+    @override
+    def finish_without(self, absence: Absence, outcome: str) -> None:
+        assert self._attendance is not None
+        self._attendance.finish(absence, outcome)
+
+    @override
+    def outcome_without(self, absence: Absence) -> str:
+        assert self._attendance is not None
+        return self._attendance.outcome(absence)
+
+    @override
+    def explain(self, error: RuntimeError, operation: str) -> RuntimeError:
+        return error if self._attendance is None else explained(error, operation, self._attendance.service)
 
     def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None
@@ -223,6 +246,7 @@ def _leave() -> None:
     # interpreter's lock for it. If they ask for it while the interpreter shuts down, the process aborts
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
     wait_for_threads(_GRACE_S, _PATIENCE_S)
+    attendance_of.cache_clear()
     control_group.cache_clear()
     side_group.cache_clear()
     wire_of.cache_clear()

@@ -48,6 +48,8 @@ class Run:
     registered: Sequence[Any]
     memory: Memory | None = None
     """Where models without memory get theirs when they are loaded."""
+    alone: bool = False
+    """Save what this process has by itself, without a collective and without states that have a part of every process."""
 
     @property
     def step(self) -> int:
@@ -85,7 +87,7 @@ class Run:
             position: Where loaders begin after they were loaded; see `PreparedLoader.load_state_dict`.
         """
         names = parameter_names(self.models, self.optimizers, self.backend.original)
-        items: list[Item] = [Replicas(self.backend, self.models)]
+        items: list[Item] = [Replicas(self.backend, () if self.alone else self.models)]
         items += [
             Model(
                 _numbered("model", index),
@@ -106,9 +108,9 @@ class Run:
             ("registered", enumerate(self.registered)),
         ]
         items += [Stateful(_numbered(kind, index), thing) for kind, some in stateful for index, thing in some]
-        items += [
-            Loader(_numbered("loader", index), loader, position) for index, loader in enumerate(self.loaders)
-        ]
+        for index, loader in enumerate(self.loaders):
+            left_out = self.alone and loader is not None and loader.own_data
+            items.append(Loader(_numbered("loader", index), None if left_out else loader, position))
         if self.precision.scaler is not None:
             items.append(Stateful("scaler", self.precision.scaler))
         items += [

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accumulation import Accumulation
+from accel_runtime.checkpoint import alone
 from accel_runtime.checkpoint.background import Background
 from accel_runtime.checkpoint.checkpoints import Checkpoints
 from accel_runtime.checkpoint.errors import CheckpointError
@@ -91,7 +92,9 @@ class Checkpointing(Processes):
         """Save everything the run needs to go on: it is whole under its name, or not there.
 
         Models, optimizers, schedulers, the loss scaler, loaders, registered objects, random streams, and gradients
-        held in an open accumulation window. Every process calls it.
+        held in an open accumulation window. Every process calls it. If some do not, and go on training, the first of those
+        that do saves without them: what only the others have is missing, and a warning names it. Sharded models cannot
+        be saved so.
 
         Args:
             output_dir: The checkpoint's directory; one that is a checkpoint is replaced once the new one is whole.
@@ -106,7 +109,8 @@ class Checkpointing(Processes):
 
         Raises:
             CheckpointError: It could not be written, by some process; what was there before is still there. Also:
-                something cannot be saved, or the save before has failed.
+                something cannot be saved, the save before has failed, or models are sharded and not all processes call it.
+            StallError: A process does not come in time.
             ValueError: No directory; a directory where checkpoints are named automatically; `safe_serialization=False`.
         """
         if not safe_serialization:
@@ -117,21 +121,34 @@ class Checkpointing(Processes):
         retention = Retention(self.project_configuration, output_dir)
         self._warn_unless_looked_back()
         self._background.wait()
+        in_background = self.project_configuration.async_save if async_save is None else async_save
+        absence = self._backend.wait_for_ranks("save_state")
+        save = partial(self._save, retention, output_dir, in_background=in_background)
+        if absence is None:
+            return save()
+        own_data = any(loader.own_data for loader in self._loaders.values())
+        return alone.save_without(absence, self._backend, partial(save, without=True), own_data=own_data)
+
+    def _save(
+        self, retention: Retention, output_dir: _Path | None, *, in_background: bool, without: bool = False
+    ) -> str:
+        """Save the run's state, with all other processes or without them; return the checkpoint's directory."""
         self._backend.settle()
-        share, marks = self._share("save_state"), self._resuming.origin.marks
-        shared = self.settings.shared_files
-        saving = Saving(share, self.process_index, self.num_processes, self._disk, run=marks, shared=shared)
+        rank, world_size = (0, 1) if without else (self.process_index, self.num_processes)
+        share = (lambda item: [item]) if without else self._share("save_state")
+        marks, shared = self._resuming.origin.marks, self.settings.shared_files
+        saving = Saving(share, rank, world_size, self._disk, run=marks, shared=shared)
         place = saving.begin(retention.target, _text(output_dir))
-        run = self._run()
+        run = self._run(alone=without)
         states = run.states()
         left = list(states)
         saving.run_hooks(lambda: _call(self._save_hooks, self._originals(), left, os.fspath(place.scratch)))
         saving.take(run.items(_left(states, left)), run.step, self._backend.hosted)
         retention.saved(place.target)
-        if not (self.project_configuration.async_save if async_save is None else async_save):
-            self._finish(saving, retention, self._share("save_state"))
+        if not in_background:
+            self._finish(saving, retention, share)
             return os.fspath(place.target)
-        share = self._backend.apart()
+        share = share if without else self._backend.apart()
         saving.stage(self._staging)
         self._background.start(
             lambda: self._finish(saving, retention, share),
@@ -314,7 +331,7 @@ class Checkpointing(Processes):
         _call(self._load_hooks, left, os.fspath(path))
         return [index for index, model in enumerate(models) if not any(model is other for other in left)]
 
-    def _run(self) -> Run:
+    def _run(self, *, alone: bool = False) -> Run:
         at_rest(self._originals())
         return Run(
             self._backend,
@@ -327,6 +344,7 @@ class Checkpointing(Processes):
             self._gradients,
             self._registered,
             self._memory,
+            alone=alone,
         )
 
     def _originals(self) -> list[nn.Module]:

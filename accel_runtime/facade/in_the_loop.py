@@ -15,6 +15,7 @@ from accel_runtime.averaging_check import AveragingCheck
 from accel_runtime.backends import Backend
 from accel_runtime.data.loops import Loops
 from accel_runtime.gradients import Gradients
+from accel_runtime.heartbeat import Progress
 from accel_runtime.options import AutocastKwargs
 from accel_runtime.parallel.context import divided, gathered
 from accel_runtime.precision import Precision
@@ -32,6 +33,7 @@ class InTheLoop:
     _gradients: Gradients
     _models: list[nn.Module]
     _precision: Precision
+    _progress: Progress | None
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **options: Any
@@ -47,15 +49,23 @@ class InTheLoop:
             **options: Arguments of `torch.Tensor.backward`.
 
         Raises:
+            StallError: Another rank does not come to the averaging of gradients; the message tells where all are.
             ValueError: A negative or infinite weight (seen for numbers and tensors on the CPU; a tensor on the
                 device is not waited for), or losses with and without weights in one window.
         """
         factor = self._factor()
         self._averaging_check.begin_backward()
-        if weight is None and self._gradients.plain(factor):
-            loss.backward(**options)  # type: ignore[no-untyped-call]
-        else:
-            self._gradients.backward(loss, weight, factor, options)
+        if self._progress is not None:
+            self._progress.backward()
+        try:
+            if weight is None and self._gradients.plain(factor):
+                loss.backward(**options)  # type: ignore[no-untyped-call]
+            else:
+                self._gradients.backward(loss, weight, factor, options)
+        except RuntimeError as error:
+            if (told := self._backend.explain(error, "backward()")) is not error:
+                raise told from error
+            raise
         self._averaging_check.end_backward()
 
     def _factor(self) -> float:

@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.facade.processes import Processes
+from accel_runtime.heartbeat import heartbeat
 
 __all__ = ["UnevenInputs"]
 
@@ -48,6 +49,8 @@ class UnevenInputs(Processes):
             if joined and self.use_distributed and not even_batches:
                 stack.enter_context(self._backend.joined(joined))
             yield
+        if (progress := heartbeat()) is not None:
+            progress.level()
 
 
 def _learns_nothing(item: Any) -> bool:

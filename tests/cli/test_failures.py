@@ -31,12 +31,23 @@ WAITED = {
     "said": "RuntimeError: [gloo/pair.cc] Timed out waiting 30000ms for recv\n",
 }
 
+TOLD_STALL = {
+    "kind": "accel_runtime.exchange.agreement.StallError",
+    "said": "accel_runtime.exchange.agreement.StallError: rank 1 did not come to gather at train.py:9 in time\n",
+}
+TOLD_LOSS = {
+    "kind": "accel_runtime.exchange.agreement.RankLostError",
+    "said": "accel_runtime.exchange.agreement.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
+}
+
 
 def test_the_first_is_the_earliest_of_those_nearest_to_the_root():
     in_order = [
         failure(3, 5.0),
         failure(1, 6.0),
         failure(0, 1.0, exitcode=-6),
+        failure(6, 9.0, **TOLD_STALL),
+        failure(7, 8.0, **TOLD_LOSS),
         failure(2, 0.5, **WAITED),
         failure(4, 0.2, **LOST),
         failure(5, 0.1, exitcode=-15, stopped=True),

@@ -33,6 +33,19 @@ Path("up" + os.environ["RANK"]).touch()
 wait()
 """
 
+STRAYS = """
+import sys, time, torch
+from accel_runtime import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(12):
+    if step == 9 and accelerator.is_main_process:
+        STRAY
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+"""
+
 
 def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
@@ -128,3 +141,38 @@ def test_where_nothing_runs_the_command_says_so(accel, script):
     )
     assert accel("launch", "-q", "--nproc-per-node", 2, "train.py").returncode == 0
     assert accel("stacks").returncode == 2
+
+
+def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, script):
+    script(STRAYS.replace("STRAY", "sys.exit()"))
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == 1
+    assert (
+        "RankLostError: backward() at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
+        in done.stderr
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stray", "told"),
+    [
+        ("time.sleep(100)", "rank 0 is at train.py:9 (<module>) after 9 steps"),
+        ("continue", "rank 0 ended normally after 11 steps"),
+        (
+            "accelerator.gather(torch.ones(1))",
+            "rank 0 waits in gather at train.py:9 (<module>) after 9 steps",
+        ),
+    ],
+    ids=["sleeps", "skips", "gathers"],
+)
+def test_a_stall_in_the_averaging_of_gradients_tells_where_all_processes_are(
+    accel, script, monkeypatch, stray, told
+):
+    monkeypatch.setenv("ACCEL_PROCESS_GROUP_TIMEOUT", "3")
+    script(STRAYS.replace("STRAY", stray))
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == 1
+    error = done.stderr[done.stderr.index("accel: error:") :]
+    assert told in error or "rank 1 did not come to gather at train.py:9" in error
+    assert "rank 1" in error

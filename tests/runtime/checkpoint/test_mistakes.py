@@ -11,7 +11,7 @@ from played import numbers
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_runtime import Accelerator, MismatchError, ProjectConfiguration
+from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.checkpoint.errors import CheckpointError
 
 
@@ -214,17 +214,6 @@ def test_a_checkpoint_is_told_briefly(saved):
 
 
 # Several processes ---------------------------------------------------------------------------
-
-
-def on_the_main_process_only(folder):
-    accelerator, *_ = made()
-    with pytest.raises(MismatchError, match="save_state"):
-        accelerator.save_state(folder) if accelerator.is_main_process else accelerator.wait_for_everyone()
-
-
-def test_saving_on_the_main_process_only_ends_at_once(pair, tmp_path):
-    pair.run(on_the_main_process_only, str(tmp_path / "saved"))
-    assert not list(tmp_path.iterdir())
 
 
 def into_different_directories(folder):

@@ -1,0 +1,105 @@
+"""Where ranks are: each is told of all others in seconds, whatever those are doing."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime import Accelerator, RankLostError
+from accel_runtime.heartbeat import Counts, Progress
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_value(request):
+    cloudpickle.register_pickle_by_value(request.module)
+
+
+def nap(folder):
+    (folder / "sleeps").touch()
+    while not (folder / "awake").exists():
+        time.sleep(0.01)
+
+
+def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, tmp_path):
+    def asked(folder):
+        accelerator = Accelerator()
+        model, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        if accelerator.process_index == 1:
+            nap(folder)
+            return None
+        while not (folder / "sleeps").exists():
+            time.sleep(0.01)
+        found = accelerator._backend._attendance.service.ask([0, 1])
+        (folder / "awake").touch()
+        return {rank: (status.text, status.counts, status.ended) for rank, status in found.items()}
+
+    (text, counts, ended) = pair.run(asked, tmp_path)[0][1]
+    assert text.startswith("is at test_status.py:")
+    assert re.search(r" \(nap\) after \d+ steps? and \d+ batch(es)?$", text)
+    assert (counts.backwards, counts.steps, ended) == (1, 1, False)
+
+
+def test_an_error_of_a_collective_tells_where_all_ranks_are(pair, tmp_path):
+    def explained(folder):
+        accelerator = Accelerator()
+        if accelerator.process_index == 1:
+            nap(folder)
+            return None
+        lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        own = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+        class Loss:
+            def backward(self):
+                raise self.error
+
+        loss = Loss()
+        loss.error = lost
+        while not (folder / "sleeps").exists():
+            time.sleep(0.01)
+        with pytest.raises(RankLostError) as raised:
+            accelerator.backward(loss)
+        assert raised.value.__cause__ is lost
+        loss.error = own
+        with pytest.raises(RuntimeError) as other:
+            accelerator.backward(loss)
+        assert other.value is own
+        (folder / "awake").touch()
+        return str(raised.value)
+
+    first, *lines = pair.run(explained, tmp_path)[0].splitlines()
+    assert first.startswith("backward() at test_status.py:")
+    assert " cannot complete: rank 1 is at test_status.py:" in first
+    assert lines[0].startswith("  rank 0: is in backward() at test_status.py:")
+    assert " (nap) after " in lines[1]
+
+
+def test_a_rank_is_beyond_another_once_it_has_begun_what_that_one_has_not():
+    before = Counts(collectives=3, backwards=2, steps=2, batches=3)
+    assert not before.is_beyond(before)
+    for name in Counts._fields:
+        after = before._replace(**{name: getattr(before, name) + 1})
+        assert after.is_beyond(before)
+        assert not before.is_beyond(after)
+    # What was counted before the last common collective is no sign.
+    assert not Counts(3, 9, 9, 9).is_beyond(Counts(4, 0, 0, 0))
+
+
+def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
+    progress = Progress()
+    progress.backward()
+    progress.batch()
+    assert progress.counts == Counts(0, 1, 0, 1)
+    progress.enter("gather", None)
+    progress.leave()
+    progress.step()
+    assert progress.counts == Counts(1, 0, 1, 0)
+    progress.level()
+    assert progress.counts == Counts(1, 0, 0, 0)
+    assert progress.steps == 1

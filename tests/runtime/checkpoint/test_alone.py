@@ -1,0 +1,193 @@
+"""A checkpoint that some processes save while the others train on, as scripts for Accelerate do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_runtime import Accelerator, ProjectConfiguration
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.utils import ParallelismConfig, gather_object
+
+
+@contextmanager
+def warnings_logged():
+    """Collect what is logged about checkpoints."""
+    logger, told = logging.getLogger("accel_runtime.checkpoint"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def prepared(folder=None, model=None, **options):
+    torch.manual_seed(0)
+    config = ProjectConfiguration(folder, automatic_checkpoint_naming=True) if folder else None
+    accelerator = Accelerator(project_config=config, **options)
+    model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(48.0).view(16, 3) / 48)
+    return accelerator, *accelerator.prepare(
+        model, optimizer, DataLoader(data, batch_size=16 // 4 // accelerator.num_processes, shuffle=True)
+    )
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def learn(accelerator, model, optimizer, batch):
+    accelerator.backward(model(batch[0]).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_and_save_alone(folder, rank, metrics):
+    accelerator, model, optimizer, loader = prepared(folder)
+    saved, asked = [], 0
+    service = accelerator._backend._attendance.service
+    ask = service.ask
+
+    def count(*arguments):
+        nonlocal asked
+        asked += 1
+        return ask(*arguments)
+
+    service.ask = count
+    with warnings_logged() as told:
+        for batch in loader:
+            learn(accelerator, model, optimizer, batch)
+            if accelerator.process_index == rank:
+                saved.append((accelerator.save_state(), weights(model)))
+                asked = 0 if len(saved) == 1 else asked
+            if metrics:
+                accelerator.gather(torch.ones(1))
+    service.ask = ask
+    accelerator.wait_for_everyone()
+    path, wanted = gather_object([saved])[rank][1]
+    accelerator, model, optimizer, loader = prepared(folder)
+    found = accelerator.load_state(path)
+    states = optimizer.state_dict()["state"][0]["step"].item()
+    same = weights(model) == wanted
+    learn(accelerator, model, optimizer, (torch.ones(4, 3),))
+    after = accelerator.gather(torch.tensor(weights(model)).unsqueeze(0))
+    return told, asked, found.manifest.step, states, same, bool((after == after[0]).all())
+
+
+@pytest.mark.parametrize(("rank", "metrics"), [(0, False), (1, True)])
+def test_one_process_saves_while_the_others_train_on(pair, tmp_path, rank, metrics):
+    results = pair.run(train_and_save_alone, str(tmp_path), rank, metrics)
+    (warning,), later = results[rank][0], results[rank][1]
+    where = "waits in gather at" if metrics else "is "
+    assert re.search(
+        rf"save_state\(\) at test_alone.py:\d+ \(train_and_save_alone\) was called by rank {rank} ", warning
+    )
+    assert f"(rank {1 - rank} {where}" in warning
+    assert "Call save_state() on every process" in warning
+    assert later == 0  # at the same line nothing is waited for a second time
+    assert results[1 - rank][0] == []
+    assert [result[2:] for result in results] == [(2, 2, True, True)] * 2
+
+
+def save_from_a_function(folder):
+    accelerator, model, optimizer, loader = prepared()
+
+    def save(name):
+        accelerator.save_state(f"{folder}/{name}")
+
+    with warnings_logged() as told:
+        for batch in loader:
+            learn(accelerator, model, optimizer, batch)
+            if accelerator.is_main_process:
+                save("alone")
+        alone = len(told)
+        save("together")
+    accelerator.wait_for_everyone()
+    return alone, len(told), accelerator.load_state(f"{folder}/together").manifest.world_size
+
+
+def test_a_line_that_one_process_saved_at_is_waited_for_where_all_come_to_it(pair, tmp_path):
+    assert pair.run(save_from_a_function, str(tmp_path)) == [(1, 1, 2), (0, 0, 2)]
+
+
+def save_on_some(folder):
+    accelerator, *_ = prepared(folder, nn.Linear(3, 1))
+    path = None
+    if accelerator.process_index != 1:
+        path = accelerator.save_state()
+    accelerator.wait_for_everyone()
+    return path
+
+
+def test_of_several_processes_that_save_the_first_one_writes(clusters, tmp_path):
+    path = f"{tmp_path}/checkpoints/checkpoint_0"
+    assert clusters[3].run(save_on_some, str(tmp_path)) == [path, None, path]
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]  # noqa: PTH208
+
+
+def save_own_data_and_open_cycle(folder):
+    accelerator, model, _, _ = prepared(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
+    own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
+    with warnings_logged() as told:
+        for step, batch in enumerate(own):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+            if step == 2 and accelerator.is_main_process:
+                accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator, model, _, _ = prepared(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
+    own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
+    accelerator.load_state(folder)
+    return told, len(list(own))
+
+
+def test_what_only_the_others_have_is_named_and_starts_anew(pair, tmp_path):
+    (told, steps), (_, others) = pair.run(save_own_data_and_open_cycle, str(tmp_path / "saved"))
+    assert "The positions of loaders with data of their own are missing too" in told[0]
+    assert "their gradients where an accumulation cycle is open" in told[0]
+    assert steps == others == 6
+
+
+def save_in_background(folder):
+    accelerator, model, optimizer, loader = prepared()
+    for step, batch in enumerate(loader):
+        learn(accelerator, model, optimizer, batch)
+        if step == 1 and accelerator.is_main_process:
+            accelerator.save_state(folder, async_save=True)
+    accelerator.wait_for_checkpoint()
+    accelerator.wait_for_everyone()
+    return accelerator.load_state(folder).manifest.step
+
+
+def test_one_process_may_save_in_the_background(pair, tmp_path):
+    assert pair.run(save_in_background, str(tmp_path / "saved")) == [2, 2]
+
+
+def save_shards(folder):
+    config = ParallelismConfig(dp_shard_size=2)
+    accelerator, model, optimizer, loader = prepared(model=nn.Linear(3, 1), parallelism_config=config)
+    told = []
+    for batch in loader:
+        learn(accelerator, model, optimizer, batch)
+        if accelerator.is_main_process and not told:
+            with pytest.raises(CheckpointError) as raised:
+                accelerator.save_state(folder)
+            told.append(str(raised.value))
+    return told
+
+
+def test_sharded_models_that_one_process_saves_are_an_error_in_seconds(pair, tmp_path):
+    (told,), _ = pair.run(save_shards, str(tmp_path / "saved"))
+    assert re.match(r"save_state\(\) at test_alone.py:\d+ \(save_shards\) cannot save sharded models: ", told)
+    assert "(rank 1 is at test_alone.py" in told
+    assert not list(tmp_path.iterdir())
