@@ -28,6 +28,8 @@ from accel_runtime.scheduler import PreparedScheduler
 
 __all__ = ["Run"]
 
+_SAVED_BY = "saved_by"
+"""The key of the random states for the rank that saved without the others."""
 _SLACK = 1 << 22
 """Bytes for what is small, and for shares that are not quite even."""
 
@@ -117,7 +119,7 @@ class Run:
             Window(self.accumulation, self.gradients, self.backend.data.copies),
             Counters(self.optimizers),
         ]
-        items.append(Random(self.backend))
+        items.append(Random(self.backend, alone=self.alone))
         return items
 
 
@@ -176,13 +178,14 @@ class Random(Item):
 
     every_rank = True
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, alone: bool = False) -> None:
         super().__init__("random")
-        self._backend = backend
+        self._backend, self._alone = backend, alone
 
     @override
     def tree(self) -> Any:
-        return random.captured(self._backend.device, self._module)
+        streams = random.captured(self._backend.device, self._module)
+        return streams | ({_SAVED_BY: self._backend.topology.rank} if self._alone else {})
 
     @override
     def restore(self, tree: Any) -> None:
@@ -195,9 +198,13 @@ class Random(Item):
 
     @override
     def merged(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        # A rank that saved alone keeps its streams: those of the first rank define the order of the next epochs.
+        if trees[0].get(_SAVED_BY) == self._backend.topology.rank:
+            return trees[0]
         # Ranks that have the same part of every batch draw alike.
         place = self._backend.data
-        return random.derived(trees, place.rank, place.world_size)
+        streams = [{kind: state for kind, state in tree.items() if kind != _SAVED_BY} for tree in trees]
+        return random.derived(streams, place.rank, place.world_size)
 
 
 class Counters(Item):

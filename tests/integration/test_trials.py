@@ -17,22 +17,12 @@ def environment(home, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def train(cwd, script, *options, code=0):
-    """Return the lines of a run on two processes that tell a step, or the number of all."""
-    done = run(
-        "launch",
-        "--quiet",
-        "--cpu",
-        "--ranks",
-        "all",
-        "--nproc-per-node",
-        2,
-        TRIALS / script,
-        *options,
-        cwd=cwd,
-    )
+def train(cwd, script, *options, code=0, processes=2):
+    """Return the lines of a run that tell a step, or the number of all."""
+    launch = ("launch", "--quiet", "--cpu", "--set", "launcher.kind=torchrun", "--ranks", "all")
+    done = run(*launch, "--nproc-per-node", processes, TRIALS / script, *options, cwd=cwd)
     assert done.returncode == code, done.stderr
-    found = re.findall(r"(?:rank \d )?step \d+ loss .*|\d+ steps, weights \w+", done.stdout)
+    found = re.findall(r"(?:rank \d )?step \d+ (?:loss|images) .*|\d+ steps, weights \w+", done.stdout)
     return sorted(found)
 
 
@@ -64,3 +54,32 @@ def test_a_loop_in_the_style_of_glue_begins_the_next_epoch_after_the_last_batch(
     by_epoch = train(cwd, *options, "--checkpointing_steps", "epoch")
     assert by_epoch == whole
     assert train(cwd, *options, "--resume_from_checkpoint", "out/epoch_0") == from_step(whole, 4)
+
+
+def test_a_loop_in_the_style_of_diffusion_models_resumes_exactly_on_one_process(cwd):
+    """It saves by hooks, draws noise and flips, and skips batches by itself."""
+    script = ("diffusion_style.py", "--num_train_epochs", 2)
+    whole = train(cwd, *script, "--output_dir", "whole", processes=1)
+    died = (*script, "--output_dir", "out", "--checkpointing_steps", 5)
+    train(cwd, *died, "--die_at_step", 17, code=9, processes=1)
+    for checkpoint, first in (("latest", 16), ("checkpoint-10", 11), ("checkpoint-5", 6)):
+        resumed = train(
+            cwd, *script, "--output_dir", "out", "--resume_from_checkpoint", checkpoint, processes=1
+        )
+        assert resumed == from_step(whole, first)
+
+
+def test_a_loop_whose_main_process_saves_alone_resumes_with_the_images_of_the_whole_run(cwd):
+    """The noise of each process is drawn anew, so that the weights differ; five steps are an epoch."""
+    script = ("diffusion_style.py", "--output_dir", "out", "--num_train_epochs", 3)
+    whole = train(cwd, *script)
+    saved = (*script, "--checkpointing_steps", 2, "--checkpoints_total_limit", 3)
+    train(cwd, *saved, "--die_at_step", 11, code=9)
+    assert sorted(path.name for path in (cwd / "out").glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-6",
+        "checkpoint-8",
+    ]
+    for checkpoint, first in (("latest", 11), ("checkpoint-8", 9), ("checkpoint-6", 7)):
+        resumed = train(cwd, *script, "--resume_from_checkpoint", checkpoint)
+        assert resumed[1:] == from_step(whole, first)[1:]

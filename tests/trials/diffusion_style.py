@@ -33,7 +33,7 @@ class Images(Dataset):
 
     def __getitem__(self, index):
         image = self.images[index]
-        return {"pixel_values": image.flip(-1) if torch.rand(()) < 0.5 else image}
+        return {"pixel_values": image.flip(-1) if torch.rand(()) < 0.5 else image, "index": index}
 
 
 class Averages:
@@ -139,7 +139,7 @@ def main():
                 averages.step(unet.parameters())
                 global_step += 1
                 if accelerator.is_main_process:
-                    print(f"step {global_step} loss {loss.item()!r}", flush=True)
+                    print(f"step {global_step} images {batch['index'].tolist()}", flush=True)
                     if global_step % args.checkpointing_steps == 0:
                         found = list_checkpoints(args.output_dir)
                         limit = args.checkpoints_total_limit

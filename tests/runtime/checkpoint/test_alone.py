@@ -158,6 +158,45 @@ def test_what_only_the_others_have_is_named_and_starts_anew(pair, tmp_path):
     assert steps == others == 6
 
 
+def save_at_the_end_of_an_epoch(folder):
+    accelerator, model, optimizer, loader = prepared()
+    for _ in range(2):
+        for step, batch in enumerate(loader):
+            learn(accelerator, model, optimizer, batch)
+            if accelerator.is_main_process and step == len(loader) - 1 and not loader.epoch:
+                accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return accelerator.load_state(folder).manifest.step, loader.epoch
+
+
+def test_one_process_saves_while_the_others_begin_the_next_epoch(pair, tmp_path):
+    """They draw its order together, which the one that saves has not come to."""
+    assert pair.run(save_at_the_end_of_an_epoch, str(tmp_path / "saved")) == [(4, 1), (4, 1)]
+
+
+def train_three_epochs(folder, load):
+    accelerator, model, optimizer, loader = prepared()
+    if load:
+        accelerator.load_state(folder)
+    orders = []
+    for epoch in range(loader.epoch, 3):
+        orders.append([])
+        skip = 3 if load and epoch == 0 else 0
+        for step, batch in enumerate(accelerator.skip_first_batches(loader, skip)):
+            orders[-1].append(accelerator.gather_for_metrics(batch[0]).tolist())
+            learn(accelerator, model, optimizer, batch)
+            if not load and accelerator.is_main_process and (epoch, step) == (0, 2):
+                accelerator.save_state(folder)
+    return orders
+
+
+def test_later_epochs_after_a_save_of_one_process_have_their_order(pair, tmp_path):
+    """The process that saved keeps its random streams: those of the first one define the order."""
+    whole = pair.run(train_three_epochs, str(tmp_path / "saved"), False)
+    again = pair.run(train_three_epochs, str(tmp_path / "saved"), True)
+    assert again == [[first[3:], *others] for first, *others in whole]
+
+
 def save_in_background(folder):
     accelerator, model, optimizer, loader = prepared()
     for step, batch in enumerate(loader):

@@ -164,7 +164,7 @@ def _in_the_background(folder):
     return (
         same,
         found.manifest.step,
-        not torch.equal(before["module.weight"], model.state_dict()["module.weight"]),
+        not torch.equal(before["weight"], model.state_dict()["weight"]),
     )
 
 
