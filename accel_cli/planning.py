@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.machinery
 import os
@@ -144,6 +145,12 @@ def make(request: Request, resolved: Resolved, environ: Mapping[str, str], found
     Raises:
         UsageError: The profile cannot run it on this machine.
     """
+    path = Path(request.target)
+    if request.kind == "script" and not resolved.profile.start.alone and path.exists() and not path.is_file():
+        raise UsageError(
+            f"the script {request.target} is a pipe, which one process alone can read. Save it to a file, or launch one "
+            "process"
+        )
     resolved.profile.start.check_carrier(resolved.profile.settings)
     job = Job(
         target=request.target,
@@ -264,10 +271,9 @@ def _check_script(target: str) -> None:
         raise UsageError(f"{target} is a directory; give the script inside it, or a package with -m")
     if not path.exists():
         raise UsageError(f"the script {target} does not exist{_beside(path)}")
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise UsageError(f"the script {target} cannot be read: {error.strerror}") from None
+    # Not by opening it: a pipe would lose its writer.
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"the script {target} cannot be read: {os.strerror(errno.EACCES)}")
 
 
 def _beside(path: Path) -> str:

@@ -4,8 +4,15 @@ Run by path, so that only the standard library is imported from here and the scr
 the first place of `sys.path` at once. Usage: `worker.py script|module|program TARGET [ARGS]...`
 """
 
+# ruff: noqa: E402 - what Python itself has loaded is to be known first
 from __future__ import annotations
 
+import sys
+
+AT_START = frozenset(sys.modules)
+"""The modules that Python has loaded before a script begins."""
+# isort: split
+import builtins
 import contextlib
 import errno
 import faulthandler
@@ -14,26 +21,29 @@ import os
 import runpy
 import signal
 import stat
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from collections.abc import Callable, Collection, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader, all_suffixes
 from importlib.util import find_spec
-from io import TextIOWrapper
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from pkgutil import get_importer, read_code
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 __all__ = [
     "ASKED",
+    "AT_START",
     "STACKS",
     "Hook",
     "answer_for_stacks",
     "code_of",
     "connect",
     "execute",
+    "find_shadowed",
     "ignore_full_disk",
+    "is_application",
     "main",
     "opened",
     "prepare",
@@ -84,7 +94,9 @@ def prepare(kind: str, *, here: bool = False) -> None:
     # For a script that starts itself again.
     sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
     if not here:
-        _first_in_path(Path.cwd() if kind == "module" else Path(sys.argv[0]).resolve().parent)
+        folder = _folder_of(kind, sys.argv[0])
+        _first_in_path(folder)
+        _forget(find_shadowed(folder, AT_START))
     _buffer(sys.stdout, lines=True)
     _buffer(sys.stderr, lines=True)
 
@@ -235,11 +247,10 @@ def _buffer(stream: object, *, lines: bool) -> None:
 
 
 def execute(kind: str, target: str) -> None:
-    """`python path` in a fresh `__main__` that stays until the process ends, or `python -m name`."""
-    if kind == "module":
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-        return
+    """`python path` or `python -m name`, in a fresh `__main__` that stays until the process ends."""
     code, module = code_of(kind, target)
+    if kind == "module":
+        sys.argv[0] = str(module.__file__)
     sys.modules["__main__"] = module
     exec(code, vars(module))  # noqa: S102 - it is the user's script
 
@@ -249,23 +260,41 @@ def code_of(kind: str, target: str) -> tuple[CodeType, ModuleType]:
 
     Raises:
         ImportError: The module is not there, or cannot be executed.
+        RuntimeError: The code is of another version of Python.
     """
     module = ModuleType("__main__")
-    if kind == "module":
-        spec = _spec(target)
+    vars(module).update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        vars(module).update(__annotations__={})
+    if kind == "module" or is_application(target):
+        spec = _spec(target) if kind == "module" else _main_of(target)
         code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
-        told = {
-            "__file__": spec.origin,
-            "__spec__": spec,
-            "__package__": spec.parent,
-            "__cached__": spec.cached,
-        }
-        vars(module).update(told, __loader__=spec.loader, __builtins__=__builtins__)
+        vars(module).update(
+            __file__=spec.origin,
+            __spec__=spec,
+            __package__=spec.parent,
+            __cached__=spec.cached,
+            __loader__=spec.loader,
+        )
         return code, module
     file = str(Path(target).absolute())
-    loader = SourceFileLoader("__main__", file)
-    vars(module).update(__file__=file, __loader__=loader, __builtins__=__builtins__, __cached__=None)
-    return compile(loader.get_data(file), file, "exec"), module
+    compiled = file.endswith(".pyc")
+    loader = SourcelessFileLoader("__main__", file) if compiled else SourceFileLoader("__main__", file)
+    vars(module).update(__file__=file, __loader__=loader, __cached__=None)
+    data = loader.get_data(file)
+    code = read_code(BytesIO(data))
+    if compiled and code is None:
+        raise RuntimeError(f"Bad magic number in {file}: it is compiled by another version of Python")
+    return code or compile(data, file, "exec"), module
+
+
+def _main_of(target: str) -> ModuleSpec:
+    """What `python` runs of a zip file or folder."""
+    importer: Any = get_importer(os.path.abspath(target))  # noqa: PTH100 - as above
+    spec: ModuleSpec | None = importer.find_spec("__main__")
+    if spec is None:
+        raise ImportError(f"can't find '__main__' module in {target!r}", name="__main__")
+    return spec
 
 
 def _spec(name: str) -> ModuleSpec:
@@ -278,9 +307,52 @@ def _spec(name: str) -> ModuleSpec:
     return spec
 
 
+def is_application(target: str) -> bool:
+    """Return True for a zip file or a folder that Python runs by its `__main__`."""
+    return get_importer(os.path.abspath(target)) is not None  # noqa: PTH100 - as Python itself, without links resolved
+
+
+def _folder_of(kind: str, target: str) -> Path:
+    """Return what comes first in `sys.path`."""
+    if kind == "module":
+        return Path.cwd()
+    return Path(target).absolute() if is_application(target) else Path(target).resolve().parent
+
+
 def _first_in_path(folder: Path) -> None:
     if not _SAFE_PATH:
         sys.path.insert(0, str(folder))
+
+
+def find_shadowed(folder: Path, at_start: Collection[str]) -> list[str]:
+    """Find the modules of a script's folder whose names are loaded already, though not by Python itself.
+
+    Args:
+        folder: What comes first in `sys.path`.
+        at_start: The modules that Python itself has loaded.
+    """
+    if _SAFE_PATH or not folder.is_dir():
+        return []
+    loaded = {name.partition(".")[0] for name in sys.modules.keys() - at_start} - {"__main__", "accel_cli"}
+    suffixes = tuple(all_suffixes())
+    with os.scandir(folder) as entries:
+        own = {
+            entry.name.partition(".")[0]
+            for entry in entries
+            if entry.name.endswith(suffixes) or os.path.exists(f"{entry.path}/__init__.py")  # noqa: PTH110
+        }
+    return sorted(name for name in own & loaded if name in sys.modules and _has_file(name))
+
+
+def _has_file(name: str) -> bool:
+    spec = getattr(sys.modules[name], "__spec__", None)
+    return spec is not None and spec.origin not in {None, "built-in", "frozen"}
+
+
+def _forget(names: list[str]) -> None:
+    """Have the script import its own modules of these names; what has loaded the others keeps them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
 
 
 def _own_frames(error: BaseException) -> TracebackType | None:

@@ -6,26 +6,26 @@ well, and runs the script from the same depth as a process that `exec` started.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import sys
-from contextlib import suppress
-from typing import NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     # This folder; a script's own takes the place in the process that runs it.
     del sys.path[0]
 
+# The first: it notes what Python itself has loaded.
 from accel_cli import worker
 
-# What a process that `exec` starts has loaded when the script begins.
-_BARE = frozenset(sys.modules)
+# isort: split
+import gc
+import importlib
+from contextlib import suppress
+from typing import NoReturn
 
-from accel_cli.errors import AccelError  # noqa: E402 - after the line is drawn
-from accel_cli.forkserver import unfit  # noqa: E402
-from accel_cli.forkserver.server import Request, Server, start  # noqa: E402
-from accel_cli.plan import Plan  # noqa: E402
+from accel_cli.errors import AccelError
+from accel_cli.forkserver import unfit
+from accel_cli.forkserver.server import Request, Server, start
+from accel_cli.plan import Plan
 
 __all__ = ["main"]
 
@@ -80,7 +80,7 @@ def _started(plan: Plan) -> Server | Request | None:
         said = f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
         file.leave(plan.agent, said)
         raise AccelError(said) from error
-    reason = unfit.reason(plan, bare=_BARE) if os.path.isdir("/proc/self/fd") else "there is no /proc"  # noqa: PTH112
+    reason = unfit.reason(plan, bare=worker.AT_START)
     gc.freeze()
     started = None if reason else start()
     gc.enable()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from importlib.machinery import PathFinder, all_suffixes
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+from accel_cli import worker
 from accel_cli.plan import Plan
 
 __all__ = ["read_by_torch", "reason", "source_of", "threads"]
@@ -29,12 +29,16 @@ def reason(plan: Plan, *, bare: Collection[str]) -> str | None:
 
     Args:
         plan: What is to run.
-        bare: The modules that a process started by exec has loaded when its script begins.
+        bare: The modules that Python itself has loaded when a script begins.
     """
     kind, target = plan.argv[2:4]
+    if not Path("/proc/self/fd").is_dir():
+        return "there is no /proc"
+    if kind == "script" and (target.endswith(".pyc") or worker.is_application(target)):
+        return f"{target} is not source code, and may set variables that are read while torch is loaded"
     folder = Path.cwd() if kind == "module" else Path(target).resolve().parent
-    if shadowed := sorted(_names(folder) & _loaded_since(bare)):
-        return f"{folder} has a module of its own for {', '.join(shadowed)}, which torch has loaded by then"
+    if shadowed := worker.find_shadowed(folder, bare):
+        return f"{folder} has a module of its own for {', '.join(shadowed)}, which is loaded by then"
     if variables := sorted(set(_set_by(source_of(kind, target)))):
         return f"{target} sets {', '.join(variables)}, which is read while torch is loaded"
     return None
@@ -49,34 +53,11 @@ def _is_read_at_load(name: str) -> bool:
     return name.startswith(_READ_AT_LOAD) and not name.startswith(_READ_LATER)
 
 
-def _loaded_since(bare: Collection[str]) -> set[str]:
-    """Names that were imported through `sys.path`, where a script's own folder comes first."""
-    loaded = {name.partition(".")[0] for name in sys.modules.keys() - set(bare)}
-    return {name for name in loaded if name in sys.modules and _has_file(name)} - {"accel_cli"}
-
-
-def _has_file(name: str) -> bool:
-    spec = getattr(sys.modules[name], "__spec__", None)
-    return spec is not None and spec.origin not in {None, "built-in", "frozen"}
-
-
-def _names(folder: Path) -> set[str]:
-    """What a folder that comes first in `sys.path` offers to import."""
-    if getattr(sys.flags, "safe_path", False):
-        return set()
-    suffixes = tuple(all_suffixes())
-    with os.scandir(folder) as entries:
-        return {
-            entry.name.partition(".")[0]
-            for entry in entries
-            if entry.name.endswith(suffixes) or Path(entry.path, "__init__.py").exists()
-        }
-
-
 def source_of(kind: str, target: str) -> bytes:
     """The text of what runs as `__main__`, as far as it can be found without importing anything."""
     if kind == "script":
-        return Path(target).read_bytes()
+        # Who reads a pipe takes it from the script's own process.
+        return Path(target).read_bytes() if Path(target).is_file() else b""
     path = [str(Path.cwd()), *sys.path]
     spec = None
     for depth, _ in enumerate(target.split("."), 1):

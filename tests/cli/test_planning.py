@@ -86,6 +86,16 @@ def test_what_can_run_is_let_through(cwd, target, kind):
     check_target(target, kind)
 
 
+def test_a_script_that_is_a_pipe_is_for_one_process_and_is_not_opened_here(cwd):
+    os.mkfifo("pipe.py")
+    check_target("pipe.py", "script")  # to open it would wait for who writes
+    planning.prepare(Request("pipe.py", cpu=True), os.environ)
+    with pytest.raises(
+        UsageError, match=r"the script pipe.py is a pipe, which one process alone can read\. Save it"
+    ):
+        planning.prepare(Request("pipe.py", cpu=True, nproc_per_node="2"), os.environ)
+
+
 def test_one_process_of_a_launcher_chosen_on_the_command_line_is_one(cwd):
     launcher = resolved(CPU, assignments=("launcher.kind=torchrun",), nproc_per_node="1").profile.launcher
     assert (launcher.kind, launcher.nproc_per_node) == ("torchrun", 1)

@@ -1,10 +1,12 @@
 """A script notices nothing of the start method: the same scripts, executed and forked, compared."""
 
 import json
+import py_compile
 import re
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
@@ -42,15 +44,16 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def ends(tmp_path, cwd):
     """How a script ends under a start method: its exit status, and what it wrote. No torch, so it is quick."""
 
-    def run(method, source, *args, **options):
-        (cwd / "end.py").write_text(dedent(source))
+    def run(method, source, *args, target="end.py", **options):
+        if source is not None:
+            (cwd / target).write_text(dedent(source))
         (tmp_path / "driver.py").write_text(DRIVER)
         report = tmp_path / "code"
         begin = [sys.executable]
         if method == "exec":
-            command = [*begin, worker.__file__, "script", "end.py", *args]
+            command = [*begin, worker.__file__, "script", target, *args]
         else:
-            command = [*begin, str(tmp_path / "driver.py"), str(report), "end.py", *args]
+            command = [*begin, str(tmp_path / "driver.py"), str(report), target, *args]
         options = {"stdin": subprocess.DEVNULL, "cwd": cwd, "timeout": 60, "text": True} | options
         # A session of its own is what the elastic agent gives each process.
         done = subprocess.run(command, capture_output=True, check=False, start_new_session=True, **options)
@@ -158,6 +161,29 @@ ENDINGS = {
 def test_a_script_ends_as_it_would_if_it_were_executed(ends, name):
     executed = ends("exec", ENDINGS[name])
     assert ends("forkserver", ENDINGS[name]) == executed
+
+
+MAIN = """
+import json, signal, sys
+names = {name: type(value).__name__ for name, value in sorted(globals().items()) if name.startswith("__")}
+print(names, __file__, __name__, __package__, __builtins__.__name__, __annotations__ if "__annotations__" in names else "")
+print(sys.argv, sys.path[0], __spec__ and (__spec__.name, __spec__.origin), hasattr(json, "mine"), hasattr(signal, "mine"))
+"""
+
+
+@pytest.mark.parametrize("target", ["end.py", "end.pyc", "end.zip", "shadowing/end.py"])
+def test_a_script_finds_itself_and_its_modules_as_under_python(ends, cwd, target):
+    (cwd / "end.py").write_text(MAIN)
+    py_compile.compile("end.py", "end.pyc")
+    with zipfile.ZipFile("end.zip", "w") as archive:
+        archive.writestr("__main__.py", MAIN)
+    (cwd / "shadowing").mkdir()
+    for name in ("json", "signal"):
+        (cwd / "shadowing" / f"{name}.py").write_text("mine = True")
+    (cwd / "shadowing/end.py").write_text(MAIN)
+    alone = subprocess.run([sys.executable, target, "-x"], capture_output=True, text=True, check=True)
+    for method in ("exec", "forkserver"):
+        assert ends(method, None, "-x", target=target) == (0, alone.stdout, alone.stderr)
 
 
 def test_what_is_piped_in_reaches_the_script(ends):

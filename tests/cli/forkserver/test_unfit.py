@@ -1,6 +1,8 @@
 """When a script must not run in a process that has torch loaded already."""
 
+import os
 import sys
+import zipfile
 
 import pytest
 
@@ -12,6 +14,18 @@ def reason(kind, target):
     plan = Plan(launcher="torchrun", runner="", argv=("py", "worker.py", kind, target), env={}, device="cpu")
     # What pytest has loaded stands for what torch loads; `string` is surely among it.
     return unfit.reason(plan, bare=set(sys.modules) - {"string", "json", "time"})
+
+
+@pytest.mark.parametrize("name", ["train.pyc", "train.zip"])
+def test_what_is_not_source_cannot_be_searched(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("__main__.py", "print()")
+    assert "is not source code" in reason("script", str(tmp_path / name))
+
+
+def test_a_script_that_is_a_pipe_is_left_to_the_process_that_runs_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert reason("script", str(tmp_path / "pipe")) is None
 
 
 @pytest.mark.parametrize(
