@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from accel_cli import console, network, reason, runs
 from accel_cli.agent.alone import Alone
 from accel_cli.agent.elastic import Agent, lost_meeting_place
-from accel_cli.agent.ending import Guard
+from accel_cli.agent.ending import Guard, Orphans
 from accel_cli.agent.local import Room
 from accel_cli.agent.meeting import Meeting
 from accel_cli.agent.output import LogWarning
@@ -104,11 +104,12 @@ def _recorded(plan: Plan, signals: Signals, server: Server | None) -> int:
 
 def _room(plan: Plan, warning: LogWarning, signals: Signals, guard: Guard, server: Server | None) -> Room:
     said = plan.agent
-    return Room(
+    room = Room(
         warning.folder,
         warning,
         signals,
         guard,
+        Orphans(),
         server,
         shown=said["ranks"],
         shutdown_timeout=said["shutdown_timeout"],
@@ -117,6 +118,8 @@ def _room(plan: Plan, warning: LogWarning, signals: Signals, guard: Guard, serve
         agent=said,
         replicas=bool(said.get("replicas")),
     )
+    signals.orphans = room.orphans
+    return room
 
 
 def _run(plan: Plan, room: Room) -> int:

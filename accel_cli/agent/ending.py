@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,10 +19,11 @@ from typing_extensions import Self
 from accel_cli import console
 from accel_cli.agent import guard
 
-__all__ = ["Guard", "Started", "end", "kill"]
+__all__ = ["Guard", "Orphans", "Started", "end", "kill"]
 
 _PERIOD_S = 0.05
 _REAP_S = 5.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Started(Protocol):
@@ -35,50 +37,138 @@ class Started(Protocol):
         """Its exit code, negative for a signal; None while it runs."""
 
 
-def end(workers: Sequence[Started], number: int, timeout: float) -> list[int]:
+def end(workers: Sequence[Started], number: int, timeout: float, orphans: Orphans) -> list[int]:
     """Send a signal once to each process that runs, give it time, and kill what is left of its session.
 
     Only the process itself is told: data-loader workers that got the signal too would fail it while it saves.
-    What runs in its session when it has ended is told then. What a process that ended well, and before, has
-    left running stays.
+    What runs in its session when it has ended is told then, and orphans when all have ended. What a process that
+    ended well, and before, has left running stays.
 
     Args:
         workers: The processes.
         number: The signal.
         timeout: Seconds until SIGKILL.
+        orphans: What they have started in sessions of their own.
 
     Returns:
         The ids of the processes that had to be killed.
     """
     ours = [worker for worker in workers if worker.poll() != 0]
+    if not ours:
+        return []
     guard.send((worker.pid for worker in ours if worker.poll() is None), number)
-    _wait(ours, number, time.monotonic() + timeout)
+    _wait(workers, ours, number, time.monotonic() + timeout, orphans)
     late = [worker.pid for worker in ours if worker.poll() is None]
     kill(ours)
     deadline = time.monotonic() + _REAP_S
-    while any(worker.poll() is None for worker in ours) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        left = orphans.find(workers)
+        if not left and all(worker.poll() is not None for worker in ours):
+            break
+        guard.send(left, signal.SIGKILL)
         time.sleep(_PERIOD_S)
     return late
 
 
-def kill(workers: Iterable[Started]) -> None:
-    """SIGKILL to everything in the sessions of these processes."""
+def kill(workers: Iterable[Started], orphans: Orphans | None = None) -> None:
+    """SIGKILL to everything in the sessions of these processes; orphans are not waited for from then on."""
     workers = list(workers)
     guard.send((worker.pid for worker in workers if worker.poll() is None), signal.SIGKILL)
     sessions = {worker.pid for worker in workers}
     guard.send((process.pid for process in guard.processes() if process.session in sessions), signal.SIGKILL)
+    if orphans:
+        orphans.urgent = True
 
 
-def _wait(workers: Sequence[Started], number: int, deadline: float) -> None:
+def _wait(
+    workers: Sequence[Started], ours: Sequence[Started], number: int, deadline: float, orphans: Orphans
+) -> None:
     told: set[int] = set()
-    while time.monotonic() < deadline:
-        ended = {worker.pid for worker in workers if worker.poll() is not None}
+    while time.monotonic() < deadline and not orphans.urgent:
+        ended = {worker.pid for worker in ours if worker.poll() is not None}
         rest = {process.pid for process in guard.processes() if process.session in ended} if ended else set()
-        if len(ended) == len(workers) and not rest:
-            return
+        if len(ended) == len(ours):
+            # Not before: one may serve a process that still saves.
+            rest |= orphans.find(workers)
+            if not rest:
+                return
         guard.send(rest - told, number)
         told |= rest
         time.sleep(_PERIOD_S)
+
+
+class Orphans:
+    """Processes in sessions of their own, whose parents have ended: daemons, and children of `start_new_session`.
+
+    The launcher is their subreaper (`PR_SET_CHILD_SUBREAPER`): the kernel makes them its children, so that it can find
+    and end them. Where the kernel lists no children (CONFIG_PROC_CHILDREN, Linux) they are not found.
+    """
+
+    def __init__(self) -> None:
+        self.urgent = False
+        """Whether nothing is waited for any more."""
+        self._known: set[int] = set()
+        self._ended_well: set[int] = set()
+        # The guard, the fork server, and what this process had before it became a launcher.
+        self._spared = _children()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def update(self, workers: Iterable[Started]) -> set[int]:
+        """Reap orphans that have ended, and spare those that a process leaves which ends well.
+
+        Returns:
+            The sessions of those that are new.
+        """
+        codes = {worker.pid: worker.poll() for worker in workers}
+        children = _children()
+        orphans = {pid for pid in children - self._spared - codes.keys() if not _reap(pid)}
+        new, self._known = orphans - self._known, orphans
+        ended_well = {pid for pid, code in codes.items() if code == 0}
+        self._spared &= children
+        if ended_well - self._ended_well:
+            self._spared |= new
+        self._ended_well = ended_well
+        return {session for pid in new if (session := _session_of(pid))}
+
+    def find(self, workers: Iterable[Started]) -> set[int]:
+        """Find the orphans and their descendants; those of processes that run are not among them."""
+        codes = {worker.pid: worker.poll() for worker in workers}
+        kept = self._spared | codes.keys()
+        running = {process.pid: process for process in guard.processes()}
+        found = set()
+        for process in running.values():
+            root = process
+            while root.pid not in kept and root.parent != os.getpid() and root.parent in running:
+                root = running[root.parent]
+            is_orphan = root.parent == os.getpid() and root.pid not in kept
+            if is_orphan and codes.get(process.session) != 0:
+                found.add(process.pid)
+        return found
+
+
+def _children() -> set[int]:
+    """Return the children of this process, also those that have ended and were not waited for."""
+    try:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    except OSError:
+        return set()
+
+
+def _reap(pid: int) -> bool:
+    """Return True if a child has ended."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _session_of(pid: int) -> int:
+    """Return the session of a process; 0 if it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 class Guard:
@@ -104,7 +194,8 @@ class Guard:
 
     def watch(self, pids: Iterable[int]) -> None:
         """Tell it of processes, each the first of a session."""
-        self._say("".join(f"{pid} {guard.started(pid)}\n" for pid in pids))
+        if lines := "".join(f"{pid} {guard.started(pid)}\n" for pid in pids):
+            self._say(lines)
 
     def check(self) -> None:
         """Say once that the guard has ended; the run does not need it."""

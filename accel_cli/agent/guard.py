@@ -22,7 +22,7 @@ GRACE_S = 3.5
 """Seconds the processes have to end once their launcher is gone: none is left after five."""
 _PERIOD_S = 0.05
 _DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_STATE, _SESSION, _START = 0, 3, 19
+_STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 
 
 class Process(NamedTuple):
@@ -33,6 +33,8 @@ class Process(NamedTuple):
     """The process that began its session."""
     start: int
     """When it started: together with its id it is unique."""
+    parent: int
+    """The process whose child it is."""
 
 
 def main(folder: str) -> None:
@@ -79,7 +81,7 @@ def _read(pid: str) -> Process | None:
     fields = stat[stat.rindex(b")") + 2 :].split()
     if fields[_STATE] in {b"Z", b"X"}:
         return None
-    return Process(int(pid), int(fields[_SESSION]), int(fields[_START]))
+    return Process(int(pid), int(fields[_SESSION]), int(fields[_START]), int(fields[_PARENT]))
 
 
 def _end(leaders: dict[int, int], mark: bytes) -> None:

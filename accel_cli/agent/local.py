@@ -23,7 +23,7 @@ from typing_extensions import override
 from accel_cli import console, failures, quiet, ranks, reason
 from accel_cli.agent import exchange
 from accel_cli.agent.arrivals import Arrivals
-from accel_cli.agent.ending import Guard
+from accel_cli.agent.ending import Guard, Orphans
 from accel_cli.agent.memory import Kills
 from accel_cli.agent.output import LogWarning, Output
 from accel_cli.agent.processes import Forked, Processes
@@ -54,6 +54,8 @@ class Room:
     """The handlers of the launcher; they are told who runs."""
     guard: Guard
     """Told too."""
+    orphans: Orphans
+    """What processes have started in sessions of their own."""
     server: Server | None
     """What forks the processes; without one each is a command of its own."""
     shown: int | str
@@ -140,8 +142,14 @@ class Local(LocalElasticAgent):
 
     def _processes(self, spec: WorkerSpec, envs: dict[int, dict[str, str]]) -> Processes:
         if self._room.server:
-            return Forked(spec, envs, server=self._room.server, shutdown_timeout=self._shutdown_timeout)
-        return Processes(spec, envs, shutdown_timeout=self._shutdown_timeout)
+            return Forked(
+                spec,
+                envs,
+                self._room.orphans,
+                server=self._room.server,
+                shutdown_timeout=self._shutdown_timeout,
+            )
+        return Processes(spec, envs, self._room.orphans, shutdown_timeout=self._shutdown_timeout)
 
     def _note(self, workers: list[Worker], processes: Processes) -> None:
         """Tell who may have to find the processes."""
@@ -168,6 +176,8 @@ class Local(LocalElasticAgent):
         if self._arrivals and self._arrivals.look() and self._room.stall_timeout:
             self._watch = Watch(self._arrivals.known, self._room.stall_timeout)
         self._room.guard.check()
+        assert isinstance(self._pcontext, Processes)
+        self._room.guard.watch(self._room.orphans.update(self._pcontext.started))
         result: RunResult = super()._monitor_workers(worker_group)
         if self._watch and result.state is WorkerState.HEALTHY:
             self._watch.look()

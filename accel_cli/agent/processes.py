@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.agent.ending import Started, end
+from accel_cli.agent.ending import Orphans, Started, end
 from accel_cli.forkserver.server import Server, ServerError
 
 __all__ = ["Forked", "Processes"]
@@ -30,7 +30,9 @@ _LOOK_S = 0.02
 class Processes(SubprocessContext):
     """One process a local rank, each a command of its own (`start_method: exec`)."""
 
-    def __init__(self, spec: WorkerSpec, envs: dict[int, dict[str, str]], *, shutdown_timeout: int) -> None:
+    def __init__(
+        self, spec: WorkerSpec, envs: dict[int, dict[str, str]], orphans: Orphans, *, shutdown_timeout: int
+    ) -> None:
         errors = {rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()}
         super().__init__(
             name=spec.role,
@@ -43,6 +45,7 @@ class Processes(SubprocessContext):
         self.error_files = errors
         for rank, path in errors.items():
             envs[rank]["TORCHELASTIC_ERROR_FILE"] = path
+        self._orphans = orphans
         self._shutdown_timeout = shutdown_timeout
         self.stopped: set[int] = set()
         """The local ranks that still ran when they were told to end: what they end with is no failure."""
@@ -74,7 +77,7 @@ class Processes(SubprocessContext):
     @override
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         # torch's own signals the whole group: data-loader workers die, and take the rank down while it saves.
-        if late := end(self.started, death_sig, timeout):
+        if late := end(self.started, death_sig, timeout, self._orphans):
             pids = ", ".join(map(str, late))
             console.note(f"process {pids} did not end within {timeout} s, and was killed")
 
@@ -83,9 +86,15 @@ class Forked(Processes):
     """One process a local rank, forked from a server that has torch loaded (`start_method: forkserver`)."""
 
     def __init__(
-        self, spec: WorkerSpec, envs: dict[int, dict[str, str]], *, server: Server, shutdown_timeout: int
+        self,
+        spec: WorkerSpec,
+        envs: dict[int, dict[str, str]],
+        orphans: Orphans,
+        *,
+        server: Server,
+        shutdown_timeout: int,
     ) -> None:
-        super().__init__(spec, envs, shutdown_timeout=shutdown_timeout)
+        super().__init__(spec, envs, orphans, shutdown_timeout=shutdown_timeout)
         self._server = server
 
     @override

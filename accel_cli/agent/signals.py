@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from accel_cli import console
 from accel_cli.agent import guard
-from accel_cli.agent.ending import Started, kill
+from accel_cli.agent.ending import Orphans, Started, kill
 
 __all__ = ["ENDING", "PASSED_ON", "Signals"]
 
@@ -38,6 +38,8 @@ class Signals:
     def __init__(self, *, shutdown_timeout: int) -> None:
         self.workers: Sequence[Started] = ()
         """The processes that run now."""
+        self.orphans: Orphans | None = None
+        """What they have started in sessions of their own."""
         self._timeout = shutdown_timeout
         self._first: signal.Signals | None = None
         self._since = 0.0
@@ -103,12 +105,12 @@ class Signals:
         now, came = time.monotonic(), signal.Signals(number)
         if self._first is not None:
             if {came, self._first} <= _URGENT and now - self._since > _ECHO_S:
-                kill(self.workers)
+                kill(self.workers, self.orphans)
             return
         self._first, self._since = came, now
         if self._failed():
             # The others are being ended already, and what failed is still to be reported.
-            kill(self.workers)
+            kill(self.workers, self.orphans)
         elif not self._held:
             self._raise()
 

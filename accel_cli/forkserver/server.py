@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("!Q")
 _BORN = struct.Struct("=ii")
 """What a process says of itself: the place of its request, and its id."""
 _STDERR = 2
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class ServerError(Exception):
@@ -103,13 +103,13 @@ def start() -> Server | Request:
 @contextmanager
 def _adopting() -> Iterator[None]:
     """While this holds, a process whose parent ends becomes a child of this one."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        # A script's own daemons belong to init, as ever.
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def _serve(link: socket.socket) -> Request:

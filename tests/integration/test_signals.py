@@ -107,6 +107,7 @@ def launch(cwd):
         launched.process.kill()
         launched.process.wait()
         wait_for(lambda launched=launched: not launched.left(), 10)
+    guard.send(alive(cwd), signal.SIGKILL)
 
 
 def heard(cwd):
@@ -200,6 +201,70 @@ def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, 
     launched.process.kill()
     launched.process.wait()
     wait_for(lambda: not launched.left(), 20)
+
+
+STARTS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        Path("daemon.new" + rank).write_text(str(os.getpid()))
+        Path("daemon.new" + rank).rename("daemon" + rank)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+Path("child" + rank).write_text(str(started.pid))
+while not Path("daemon" + rank).exists():
+    time.sleep(0.01)
+"""
+
+
+def alive(cwd):
+    """The processes of `STARTS` that run."""
+    running = {process.pid for process in guard.processes()}
+    return running & {int(path.read_text()) for path in [*cwd.glob("child*"), *cwd.glob("daemon[0-9]")]}
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("signal", 143),
+        ("second signal", 130),
+        ("if rank == '1': sys.exit(3)\ntime.sleep(600)", 3),
+        pytest.param("killed", -9, marks=pytest.mark.slow),
+    ],
+    ids=["signal", "second signal", "failure", "killed"],
+)
+def test_nothing_that_ranks_started_in_sessions_of_its_own_outlives_a_run_that_is_ended(
+    script, cwd, launch, ends, code
+):
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ends == "second signal" else ""
+    script(STARTS.replace("started =", deaf + "started =") + UP + (ends if "sys" in ends else WAIT))
+    launched = launch().up()
+    if code != 3:
+        assert len(alive(cwd)) == 4
+    if ends == "signal":
+        launched.send(signal.SIGTERM)
+    elif ends == "second signal":
+        launched.send(signal.SIGINT, signal.SIGINT)
+    elif ends == "killed":
+        time.sleep(0.5)  # the guard hears of orphans ten times in a second
+        launched.process.kill()
+    assert launched.ended() == code
+    if ends == "killed":
+        wait_for(lambda: not alive(cwd), 20)
+    assert not alive(cwd)
+
+
+def test_what_a_run_that_ended_well_started_in_sessions_of_its_own_stays(script, cwd, launch):
+    script(STARTS)
+    assert launch().ended() == 0
+    left = alive(cwd)
+    guard.send(left, signal.SIGKILL)
+    assert len(left) == 4
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
