@@ -32,8 +32,11 @@ class Checkpoints:
         return folder.numbered(self._known())[0]
 
     def any(self) -> bool:
-        """Whether there is one of such a name, whole or not."""
-        return self.directory is not None and folder.next_number(self.directory) > 0
+        """Whether there is one of such a name, whole or damaged; what a first save has left unfinished is none."""
+        if self.directory is None or not self.directory.is_dir():
+            return False
+        names = (path.name for path in self.directory.iterdir())
+        return any(folder.automatic(name) is not None for name in names) or bool(self.list())
 
     def newest(self) -> Found:
         """The newest of them; a warning names a newer one that is damaged.

@@ -195,7 +195,10 @@ def was_in_place(path: Path) -> bool:
     matched = _BESIDE.fullmatch(path.name)
     if matched is None or matched[2] != "saving":
         return True
-    if (path / UNFINISHED).exists() or not any(path.iterdir()):
+    try:
+        if (path / UNFINISHED).exists() or not any(path.iterdir()):
+            return False
+    except FileNotFoundError:  # another process has given it its name, or has removed it
         return False
     try:
         return manifest_of(path).save != matched[3]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from accel_runtime.checkpoint import folder
@@ -18,48 +19,96 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk, about
 from accel_runtime.checkpoint.manifest import NAME, UNFINISHED
 
-__all__ = ["begin", "commit", "discard", "remove", "sweep"]
+__all__ = ["TakenError", "begin", "commit", "discard", "remove", "sweep"]
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 # Containers that forbid a system call they do not know may say EPERM.
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 _CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
+_ATTEMPTS, _PAUSE_S = 20, 0.002
 
 
-def begin(target: Path, save: str, disk: Disk) -> tuple[Path, int | None]:
+class TakenError(CheckpointError):
+    """Another process has taken the name that was free a moment before."""
+
+
+def begin(target: Path, save: str, disk: Disk, *, new: bool = False) -> tuple[Path, int | None]:
     """The directory to write into, which becomes `target` with `commit`; what crashes left there is put in order.
 
     Args:
         target: The checkpoint's name.
         save: A name that no other save has.
         disk: Does it.
+        new: Refuse a name that anything has, or had.
 
     Returns:
         The directory, and the lock on it: nobody else takes it for something that a crash has left.
 
     Raises:
+        TakenError: With `new`, there is something of that name.
         CheckpointError: Another process is writing this checkpoint, or no checkpoint can have this name.
         OSError: It cannot be made.
     """
     _usable(target)
     _make(target.parent, disk)
     beside = folder.beside(target)
-    for path in beside:
-        if _is_locked(path, disk):
-            raise CheckpointError(f"{target} is being written by another process, into {path}")
-    _tidy(beside, target, disk)
-    scratch, opened = target.with_name(f".{target.name}.saving-{save}"), None
-    try:
-        disk.make(scratch)
-        opened = disk.lock(scratch)
-        with about(scratch / UNFINISHED):
-            disk.close(disk.create(scratch / UNFINISHED))
-    except OSError:
-        discard(scratch, disk)
+    with ExitStack() as stack:
+        for path in beside:
+            if not stack.enter_context(_held(path, disk)):
+                kind = TakenError if new else CheckpointError
+                raise kind(f"{target} is being written by another process, into {path}")
+        if not new:
+            _tidy(beside, target, disk)
+    scratch = target.with_name(f".{target.name}.saving-{save}")
+    opened = _make_locked(scratch, disk)
+    if new:
+        try:
+            _check_alone(scratch, target)
+        except TakenError:
+            discard(scratch, disk)
+            if opened is not None:
+                disk.unlock(opened)
+            raise
+    return scratch, opened
+
+
+def _make_locked(scratch: Path, disk: Disk) -> int | None:
+    """Make a directory that no other process removes; return the lock on it.
+
+    Until it is locked, another process may take it for what a crash has left; then it is made again.
+    """
+    for attempt in range(_ATTEMPTS):
+        opened = None
+        try:
+            disk.make(scratch)
+            opened = disk.lock(scratch)
+            if opened is not None:
+                with about(scratch / UNFINISHED):
+                    disk.close(disk.create(scratch / UNFINISHED))
+                if os.path.samestat(os.fstat(opened), scratch.stat()):
+                    return opened
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            if not gone or attempt == _ATTEMPTS - 1:
+                discard(scratch, disk)
+                if opened is not None:
+                    disk.unlock(opened)
+                raise
         if opened is not None:
             disk.unlock(opened)
-        raise
-    return scratch, opened
+        time.sleep(_PAUSE_S)
+    raise TakenError(f"{scratch} cannot be locked: another process has locked it. Save again.")
+
+
+def _check_alone(scratch: Path, target: Path) -> None:
+    """Refuse a name that another process uses, once `scratch` shows to all that this one does.
+
+    Of two processes that both look after they have shown themselves, at least one sees the other. The directories are
+    looked at before the name: a save that ends in between moves from the one to the other.
+    """
+    others = [path for path in folder.beside(target) if path not in {scratch, _going(path)}]
+    if others or os.path.lexists(target):
+        raise TakenError(f"{target} was taken by another process a moment ago")
 
 
 def commit(scratch: Path, target: Path, disk: Disk) -> None:
@@ -95,9 +144,15 @@ def remove(path: Path, disk: Disk) -> bool:
     Raises:
         OSError: It cannot be removed.
     """
-    if _is_locked(path, disk):
-        return False
-    _drop(path, disk)
+    with _held(path, disk) as held:
+        if not held:
+            return False
+        try:
+            _drop(path, disk)
+        except OSError:
+            # Another process may remove it too.
+            if os.path.lexists(path):
+                raise
     return True
 
 
@@ -106,10 +161,12 @@ def sweep(directory: Path, below: int, disk: Disk) -> None:
     left: dict[str, list[Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         number = folder.automatic(folder.name_of(path))
-        if number is not None and number < below and path.name.startswith(".") and not _is_locked(path, disk):
+        if number is not None and number < below and path.name.startswith("."):
             left.setdefault(folder.name_of(path), []).append(path)
     for name, paths in left.items():
-        _tidy(paths, directory / name, disk)
+        with ExitStack() as stack:
+            own = [path for path in paths if stack.enter_context(_held(path, disk))]
+            _tidy(own, directory / name, disk)
 
 
 def _usable(target: Path) -> None:
@@ -140,15 +197,22 @@ def _make(directory: Path, disk: Disk) -> None:
         disk.sync_directory(path.parent)
 
 
-def _is_locked(path: Path, disk: Disk) -> bool:
+@contextmanager
+def _held(path: Path, disk: Disk) -> Iterator[bool]:
+    """Inside, no other process locks a directory, nor takes it for what a crash has left; False if one has locked it."""
     try:
         opened = disk.lock(path)
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        yield True
+        return
     if opened is None:
-        return True
-    disk.unlock(opened)
-    return False
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):
+            disk.unlock(opened)
 
 
 def _tidy(beside: list[Path], target: Path, disk: Disk) -> None:

@@ -42,22 +42,23 @@ class Retention:
             raise ValueError("automatic_checkpoint_naming needs a project_dir: Accelerator(project_dir=...)")
 
     @property
-    def _automatic(self) -> Path | None:
+    def automatic(self) -> Path | None:
+        """The directory of checkpoints with automatic names; None where the script names them."""
         # As in Accelerate, automatic names win over a directory that is given.
         return self._project.checkpoints if self._project.automatic_checkpoint_naming else None
 
     def target(self) -> Path:
         """The name of the next checkpoint; asked on the first rank."""
-        if self._automatic is None:
+        if self.automatic is None:
             assert self._given is not None
             return Path(self._given)
-        number = max(self._project.iteration, folder.next_number(self._automatic))
-        return self._automatic / folder.named(number)
+        number = max(self._project.iteration, folder.next_number(self.automatic))
+        return self.automatic / folder.named(number)
 
     def saved(self, target: Path) -> None:
         """Count it, on every rank."""
         number = folder.automatic(target.name)
-        if self._automatic is not None and number is not None:
+        if self.automatic is not None and number is not None:
             self._project.iteration = number + 1
 
     def prune(self, disk: Disk) -> None:
@@ -65,13 +66,13 @@ class Retention:
 
         The newest that is whole always stays, and one that somebody reads until the next time.
         """
-        if self._automatic is None:
+        if self.automatic is None:
             return
         try:
-            placing.sweep(self._automatic, self._project.iteration, disk)
-            whole, _ = folder.numbered(self._automatic)
+            placing.sweep(self.automatic, self._project.iteration, disk)
+            whole, _ = folder.numbered(self.automatic)
             limit = self._project.total_limit
             for old in whole[:-limit] if limit is not None else ():
                 placing.remove(old.path, disk)
         except OSError as error:
-            _LOG.warning("old checkpoints in %s could not be removed: %s", self._automatic, error)
+            _LOG.warning("old checkpoints in %s could not be removed: %s", self.automatic, error)

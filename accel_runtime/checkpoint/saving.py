@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from accel_runtime.env import variable
 __all__ = ["Place", "Saving"]
 
 _T = TypeVar("_T")
+_ATTEMPTS = 100
+"""Names that are tried before a save gives up."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,13 @@ class Saving:
         self._lock: int | None = None
         self._apart, self._sees = False, True
 
-    def begin(self, choose: Callable[[], Path], given: str | None = None) -> Place:
+    def begin(self, choose: Callable[[], Path], given: str | None = None, *, numbered: bool = False) -> Place:
         """Make the directory to write into.
 
         Args:
             choose: Gives the checkpoint's name; asked on the first rank.
             given: What the script said; the same on all ranks.
+            numbered: Whether `choose` gives another name where the first is taken.
 
         Raises:
             CheckpointError: It cannot be made, or a rank does not see it.
@@ -89,9 +93,7 @@ class Saving:
         def make() -> Place | None:
             if self._rank:
                 return None
-            target, save = _plain(choose()), uuid.uuid4().hex[:12]
-            scratch, self._lock = placing.begin(target, save, self._disk)
-            self._place = Place(target, scratch, save)
+            self._place, self._lock = _begun(choose, self._disk, numbered=numbered)
             return self._place
 
         told = self._all(lambda: (given, make()))
@@ -281,6 +283,22 @@ class Saving:
             with suppress(OSError):
                 self._disk.unlock(self._lock)
             self._lock = None
+
+
+def _begun(choose: Callable[[], Path], disk: Disk, *, numbered: bool) -> tuple[Place, int | None]:
+    """Return the directory to write into and the lock on it, under the first name that no other process takes."""
+    for attempt in range(_ATTEMPTS):
+        target, save = _plain(choose()), uuid.uuid4().hex[:12]
+        try:
+            scratch, lock = placing.begin(target, save, disk, new=numbered)
+        except placing.TakenError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            # Two processes that have both given way should not meet again.
+            time.sleep(random.uniform(0, 0.01))  # noqa: S311 - no secret
+        else:
+            return Place(target, scratch, save), lock
+    raise AssertionError
 
 
 def _plain(target: Path) -> Path:

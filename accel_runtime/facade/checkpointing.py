@@ -138,7 +138,8 @@ class Checkpointing(Processes):
         share = (lambda item: [item]) if without else self._share("save_state")
         marks, shared = self._resuming.origin.marks, self.settings.shared_files
         saving = Saving(share, rank, world_size, self._disk, run=marks, shared=shared)
-        place = saving.begin(retention.target, _text(output_dir))
+        numbered = retention.automatic is not None
+        place = saving.begin(retention.target, _text(output_dir), numbered=numbered)
         run = self._run(alone=without)
         states = run.states()
         left = list(states)

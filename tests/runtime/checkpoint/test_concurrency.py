@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from faults import Run
 
-from accel_runtime.checkpoint import loading
+from accel_runtime.checkpoint import loading, placing
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.manifest import UNFINISHED
 
 
 def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
@@ -26,6 +27,14 @@ def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
 
 def saves_at_once(memory, disk):
     """Two processes save into one directory again and again; what went wrong, but for what loses a race."""
+    told = at_once(lambda number: saving_again_and_again(memory, disk(), number))
+    # One takes the other's for what a crash has left, in the moment before it is locked.
+    lost = "No such file or directory", "is not there on this machine"
+    return [line for line in told.splitlines() if line and not any(words in line for words in lost)]
+
+
+def at_once(function):
+    """Call a function with 0 and 1 in two processes; return the text that both return."""
     pids, ends = [], []
     for number in range(2):
         ours, theirs = os.pipe()
@@ -33,7 +42,7 @@ def saves_at_once(memory, disk):
         if not pid:
             said = ""
             try:
-                said = saving_again_and_again(memory, disk(), number)
+                said = function(number)
             finally:
                 os.write(theirs, said.encode() + b"\nend")
                 os._exit(0)
@@ -47,9 +56,7 @@ def saves_at_once(memory, disk):
         os.waitpid(pid, 0)
         assert text.endswith("\nend"), text
         told += text.removesuffix("\nend")
-    # One takes the other's for what a crash has left, in the moment before it is locked.
-    lost = "No such file or directory", "is not there on this machine"
-    return [line for line in told.splitlines() if line and not any(words in line for words in lost)]
+    return told
 
 
 def saving_again_and_again(memory, disk, number):
@@ -61,6 +68,62 @@ def saving_again_and_again(memory, disk, number):
         except CheckpointError as error:
             said += f"{error}\n"
     return said
+
+
+def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memory):
+    project = memory / "checkpoints"
+
+    class Raced(Disk):
+        """Another run begins a save between the choice of a number and the first directory."""
+
+        other = None
+
+        def make(self, folder):
+            if folder.name.startswith(".checkpoint_0.") and self.other is None:
+                self.other = placing.begin(project / "checkpoint_0", "abc", Disk())[0]
+            super().make(folder)
+
+    disk = Raced()
+    run = Run(memory, disk=disk)
+    run.put(1)
+    assert Path(run.acc.save_state()).name == "checkpoint_1"
+    assert sorted(path.name for path in project.iterdir()) == [disk.other.name, "checkpoint_1"]
+    with pytest.raises(placing.TakenError):
+        placing.begin(project / "checkpoint_1", "def", Disk(), new=True)
+
+
+def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(memory):
+    class Watched(Disk):
+        """Before the first lock of a save, another run puts everything in order."""
+
+        swept = False
+
+        def lock(self, folder, **how):
+            if not self.swept:
+                self.swept = True
+                placing.sweep(folder.parent, 9, Disk())
+                assert not folder.exists()
+            return super().lock(folder, **how)
+
+    disk = Watched()
+    scratch, _ = placing.begin(memory / "checkpoint_0", "abc", disk, new=True)
+    assert (scratch / UNFINISHED).exists()
+
+
+def test_runs_that_save_at_once_lose_no_save_and_prune_in_silence(memory, caplog):
+    def save(number):
+        run, told = Run(memory, total_limit=3), ""
+        for turn in range(15):
+            run.put(100 * (1 + number) + turn)
+            try:
+                run.acc.save_state()
+            except CheckpointError as error:
+                told += f"{error}\n"
+        return told + caplog.text
+
+    assert at_once(save) == ""
+    numbers = [found.number for found in Run(memory).acc.checkpoints.list()]
+    assert numbers[-1] == 29  # each of 30 saves had a number of its own
 
 
 def test_several_runs_in_one_directory_number_on(memory):

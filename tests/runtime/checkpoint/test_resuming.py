@@ -7,7 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from accel_runtime.checkpoint import placing
 from accel_runtime.checkpoint.checkpoints import Checkpoints
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.manifest import NAME
 from accel_runtime.checkpoint.resuming import Origin, Resuming
 
@@ -57,6 +60,21 @@ def test_under_torchrun_which_names_no_run_a_restart_takes_the_newest(project):
     assert steps(Resuming(False, Origin.from_env({"TORCHELASTIC_RESTART_COUNT": "1"})), checkpoints) == 1
     assert steps(Resuming(False, Origin.from_env({"TORCHELASTIC_RESTART_COUNT": "0"})), checkpoints) is None
     assert steps(Resuming(False, Origin.from_env({})), checkpoints) is None
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(project, tmp_path, capsys):
+    checkpoints = project()
+    placing.begin(tmp_path / "checkpoints" / "checkpoint_0", "abc", Disk())
+    assert not checkpoints.any()
+    assert steps(Resuming(True, LAUNCHED), checkpoints) is None
+    assert capsys.readouterr().err.endswith("has no checkpoint yet: the run begins anew\n")
+
+
+def test_where_the_only_checkpoint_is_damaged_a_run_does_not_begin_anew_in_silence(project, tmp_path):
+    checkpoints = project({})
+    (tmp_path / "checkpoints" / "checkpoint_0" / NAME).write_text("")
+    with pytest.raises(CheckpointError, match="has no checkpoint that is whole"):
+        steps(Resuming(True, LAUNCHED), checkpoints)
 
 
 def test_the_marks_of_a_run_are_what_it_was_started_with():
