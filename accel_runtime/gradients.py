@@ -91,12 +91,12 @@ class Gradients:
         if factor == 1:
             self._precision.backward(loss, options)
             return
-        share = self._weight(factor)
+        share = self._weight(factor, loss)
         with silenced(self._reached, share):
             self._precision.backward(loss * share.amount, options)
 
     def _weighted(self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]) -> None:
-        given = self._weight(weight)
+        given = self._weight(weight, loss)
         self._begin(weighted=True)
 
         def run(multiplied: torch.Tensor) -> None:
@@ -110,8 +110,8 @@ class Gradients:
             self.find(),
         )
 
-    def _weight(self, given: float | torch.Tensor) -> Weight:
-        return Weight.of(given, self.device, as_data=self._backend.one_program)
+    def _weight(self, given: float | torch.Tensor, loss: torch.Tensor) -> Weight:
+        return Weight.of(given, self.device, loss.dtype, as_data=self._backend.one_program)
 
     def _begin(self, *, weighted: bool) -> None:
         accumulation = self._accumulation

@@ -176,37 +176,47 @@ class Weight:
     """How many items the loss of one backward pass is the mean of."""
 
     amount: torch.Tensor
-    """The number, on the device: `[]`, float32."""
+    """The number, on the device: `[]`, float32, or float64 where the loss is float64."""
     empty: bool | None
     """Whether it is 0; None where that cannot be told without waiting for the device."""
 
     @classmethod
-    def of(cls, given: float | torch.Tensor, device: torch.device, *, as_data: bool = False) -> Weight:
+    def of(
+        cls,
+        given: float | torch.Tensor,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        as_data: bool = False,
+    ) -> Weight:
         """A weight as a script gives it.
 
         Args:
             given: The number.
             device: Where it is to be.
+            dtype: Of the loss: the weight is float64 where it is.
             as_data: It may not show in the program: not in what is computed, and not as a constant.
 
         Raises:
             ValueError: Not one number; or negative or not finite, which is seen for numbers and tensors on
                 the CPU.
         """
+        # Every rank has losses of the same format, but not weights: those may be numbers here and tensors there.
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
         if isinstance(given, torch.Tensor):
             if given.numel() != 1:
                 raise ValueError(f"weight must be one number; it is a tensor of shape {list(given.shape)}")
             given = given.detach()
             if given.device.type != "cpu":
-                return cls(given.reshape(()).to(device, torch.float32), empty=None)
+                return cls(given.reshape(()).to(device, dtype), empty=None)
         number = float(given)
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"weight must be a finite number of items, at least 0; it is {number}")
         if as_data:
             # A scalar of 0 or 1 would become a constant.
-            return cls(torch.tensor([number], device="cpu").to(device).view(()), empty=None)
+            return cls(torch.tensor([number], dtype=dtype, device="cpu").to(device).view(()), empty=None)
         # Filled on the device: a copy to it would wait for it.
-        return cls(torch.full((), number, dtype=torch.float32, device=device), empty=number == 0)
+        return cls(torch.full((), number, dtype=dtype, device=device), empty=number == 0)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager
 from functools import partial
@@ -11,12 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
-from accel_runtime import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
+from accel_runtime import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+)
 from accel_runtime.data.source import Loop, Share
 from accel_runtime.weights import Weight, silenced
 
 BAR = 1e-6  # relative error of the gradient
+EXACT = 1e-14  # the same in float64
 WORDS, WIDTH, LENGTH = 11, 6, 24
 
 
@@ -263,6 +271,47 @@ def test_a_weight_may_be_a_tensor_of_any_kind_of_number(ranks):
 
     for seen in ranks.run(kinds):
         assert all(torch.equal(other, seen[0]) for other in seen[1:])
+
+
+def own_and_all(counts, size):
+    """Every rank's micro-batches, and all of them."""
+    return [text(100 * rank + step, own) for rank in range(size) for step, own in enumerate(counts)]
+
+
+@pytest.mark.parametrize("kind", [float, partial(torch.tensor, dtype=torch.float32)])
+def test_a_gradient_in_float64_is_as_exact_as_its_loss(ranks, kind):
+    counts = [[3, 7], [11, 0], [1, 9]]
+
+    def train():
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+        model = accelerator.prepare(Bigram().double())
+        for step, own in enumerate(counts):
+            with accelerator.accumulate(model):
+                batch = text(100 * accelerator.process_index + step, own)
+                accelerator.backward(mean_loss(model, batch), weight=kind(asked(batch)))
+        return flat(model)
+
+    wanted = reference(own_and_all(counts, ranks.size), Bigram().double())
+    assert wanted.dtype == torch.float64
+    assert all(error(got, wanted) < EXACT for got in ranks.run(train))
+
+
+def test_a_share_of_a_step_in_float64_is_as_exact_as_its_loss(pair):
+    """Three samples on two ranks, which have two and one of them."""
+
+    def train():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+        torch.manual_seed(0)
+        data = torch.randn(3, 5, dtype=torch.float64)
+        model = accelerator.prepare(nn.Linear(5, 1, dtype=torch.float64))
+        for batch in accelerator.prepare(DataLoader(data, batch_size=2)):
+            accelerator.backward(model(batch).square().mean())
+        alone = copy.deepcopy(accelerator.unwrap_model(model))
+        alone.zero_grad()
+        alone(data).square().mean().backward()
+        return error(flat(model), flat(alone))
+
+    assert all(wrong < EXACT for wrong in pair.run(train))
 
 
 def silent_backward(model, weight, loss):
