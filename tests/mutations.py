@@ -64,6 +64,27 @@ MUTATIONS = (
         ("tests/runtime/test_averaging_check.py",),
     ),
     Mutation(
+        "batch of another rank",
+        "accel_runtime/first_input.py",
+        "        if self._backend.posted(key) != fingerprint:",
+        "        if self._backend.posted(key) is None:",
+        ("tests/runtime/test_first_input.py",),
+    ),
+    Mutation(
+        "variables of accel win",
+        "accel_runtime/accelerate_env.py",
+        "        if field not in known:",
+        "        if field:",
+        ("tests/runtime/test_accelerate_env.py",),
+    ),
+    Mutation(
+        "steps between two calls of a scheduler",
+        "accel_runtime/scheduler.py",
+        "        self._interval = steps - before",
+        "        self._interval = 1",
+        ("tests/runtime/test_scheduler.py",),
+    ),
+    Mutation(
         "names of DDP in a loaded state",
         "accel_runtime/backends/ddp.py",
         "            consume_prefix_in_state_dict_if_present(state_dict, _PREFIX)",

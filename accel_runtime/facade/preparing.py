@@ -153,12 +153,17 @@ class Preparing:
         if self._backend.repeats:
             prepared.register_forward_pre_hook(Feeding(self._loops), with_kwargs=True)
         if self._backend.topology.world_size > 1 and not self._backend.divides:
-            self._averaging_check.add(prepared, averages=not evaluation_mode)
-            if isinstance(prepared, DistributedDataParallel) and not self._models:
-                FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
+            self._watch(prepared, averages=not evaluation_mode)
         self._models.append(prepared)
         self._gradients.find()
         return prepared
+
+    def _watch(self, prepared: nn.Module, *, averages: bool) -> None:
+        """Have warnings written of gradients that stay on their process, and of equal batches on all processes."""
+        self._averaging_check.add(prepared, averages=averages)
+        known = any(isinstance(model, DistributedDataParallel) for model in self._models)
+        if isinstance(prepared, DistributedDataParallel) and not known:
+            FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
 
     def _replicate(self, model: nn.Module) -> nn.Module:
         before = dict(model.named_parameters(remove_duplicate=False))

@@ -34,6 +34,7 @@ def warned(batches, **options):
     logger.addHandler(handler)
     try:
         accelerator = Accelerator(**options)
+        accelerator.prepare(Scaled().requires_grad_(requires_grad=False))
         model = accelerator.prepare(Scaled())
         copy.deepcopy(model)(torch.ones(1, 2))
         for args, kwargs in batches(accelerator):
@@ -62,7 +63,7 @@ def of_one_process(accelerator):
     """Evaluate on one rank first: the other ranks are not waited for."""
     if accelerator.is_main_process:
         with torch.no_grad():
-            accelerator._models[0].module(torch.ones(1, 2))
+            accelerator._models[1].module(torch.ones(1, 2))
     return same(accelerator)
 
 
