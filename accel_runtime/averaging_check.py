@@ -52,7 +52,7 @@ class AveragingCheck:
         if original is not prepared and learning:
             passes = ForwardPasses()
             prepared.register_forward_pre_hook(passes)
-            self._models.append(_Model(original, learning, passes))
+            self._models.append(_Model(prepared, original, learning, passes))
 
     def clear(self) -> None:
         """Forget all models."""
@@ -134,8 +134,9 @@ class _Model:
     """A model in DDP."""
 
     def __init__(
-        self, original: nn.Module, parameters: Sequence[nn.Parameter], passes: ForwardPasses
+        self, prepared: Any, original: nn.Module, parameters: Sequence[nn.Parameter], passes: ForwardPasses
     ) -> None:
+        self._prepared = prepared
         self.original = original
         self.passes = passes
         self._parameters = parameters
@@ -149,6 +150,10 @@ class _Model:
         """Remember the first gradient; all of them, if the model is not expected to receive any."""
         if self.passes.averaging:
             self._before = _gradient(self._first)
+            return
+        if (
+            not self._prepared.require_backward_grad_sync
+        ):  # a script may hold gradients back by DDP's own means
             return
         self._unexpected += 1
         # A model that others are trained beside comes here every time: at the counts 1, 2, 4, 8, ... it costs nothing.

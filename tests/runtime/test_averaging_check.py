@@ -147,6 +147,16 @@ def hold_gradients_back():
             local.step()
 
 
+def hold_gradients_back_by_means_of_ddp():
+    accelerator, _, model, optimizer = prepared()
+    with model.no_sync():
+        accelerator.backward(model(data()).sum())
+    model.require_backward_grad_sync = False
+    accelerator.backward(model(data()).sum())
+    model.require_backward_grad_sync = True
+    step(accelerator, optimizer, model(data()).sum())
+
+
 def train_against_each_other():
     """The generator's forward pass comes before the backward pass of the discriminator."""
     accelerator, _, generator, of_generator = prepared()
@@ -168,7 +178,14 @@ def prepare_for_evaluation():
 
 @pytest.mark.parametrize(
     "train",
-    [train_as_usual, accumulate, hold_gradients_back, train_against_each_other, prepare_for_evaluation],
+    [
+        train_as_usual,
+        accumulate,
+        hold_gradients_back,
+        hold_gradients_back_by_means_of_ddp,
+        train_against_each_other,
+        prepare_for_evaluation,
+    ],
 )
 def test_what_is_averaged_or_kept_back_on_purpose_is_not_reported(pair, train):
     assert pair.run(warned, train) == [[], []]
