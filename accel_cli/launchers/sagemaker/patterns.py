@@ -15,8 +15,11 @@ _CLUTTER = frozenset({
 })  # fmt: skip
 _CLUTTER_ENDINGS = (".pyc", ".pyo")
 SECRETS = (
-    ".env", ".env.*", "*.pem", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".aws", ".ssh", ".netrc", ".pypirc",
-    ".git-credentials", "credentials.json",
+    ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*",
+    "id_ed25519*", ".aws", ".azure", ".boto", ".docker", ".gcloud", ".gnupg", ".kube", ".ssh", ".git-credentials",
+    ".htpasswd", ".netrc", ".npmrc", ".pgpass", ".pypirc", ".s3cfg", "credentials.json", "kaggle.json",
+    "secrets.json", "secrets.toml", "secrets.yaml", "secrets.yml", "service-account*.json", "service_account*.json",
+    "token.json", "token.txt", "*.token",
 )  # fmt: skip
 """Names of files and folders that are not sent unless a pattern of `include` names them."""
 _PIECE = re.compile(r"\*+|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)

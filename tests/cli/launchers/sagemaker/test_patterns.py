@@ -113,13 +113,28 @@ def test_patterns_mean_what_they_mean_in_a_gitignore(tree, write, git):
         ".aws/config",
         ".NETRC",
         "x/credentials.json",
+        "prod.env",
+        ".envrc",
+        "conf/secrets.yaml",
+        "service-account.json",
+        "service_account_prod.json",
+        "token.txt",
+        "kaggle.json",
+        "server.key",
+        ".npmrc",
+        ".pgpass",
+        ".kube/config",
+        ".docker/config.json",
     ],
 )
 def test_names_under_which_secrets_are_kept(name):
     assert patterns.may_be_secret(name)
 
 
-@pytest.mark.parametrize("name", ["env", "environment.yml", "a.pem.py", "my.env", "aws/config", "grid_rsa"])
+@pytest.mark.parametrize(
+    "name",
+    ["env", "environment.yml", "a.pem.py", "aws/config", "grid_rsa", "tokens.py", "keys", "secrets.py"],
+)
 def test_names_that_are_like_those_of_secrets(name):
     assert not patterns.may_be_secret(name)
 
