@@ -74,7 +74,7 @@ def test_a_script_sees_what_python_would_show_it_on_every_replica(script, launch
         "sys.exit(0 if rank else None)\n"
     )
     arguments = ("--lr", "-1", "a b", "", "ü\udcff", "--ranks", "x")
-    done = launch("train.py", *arguments)
+    done = launch("--", "train.py", *arguments)
     assert done.returncode == 0, done.stderr
     said = [
         f"rank {rank} of 2 {['train.py', *arguments]} [] True\nfrom a thread {rank}\n" for rank in range(2)
