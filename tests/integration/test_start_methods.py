@@ -430,6 +430,26 @@ def test_the_server_ends_with_its_launcher_however_that_ends():
             time.sleep(0.01)
 
 
+def test_a_process_whose_server_is_killed_before_it_may_begin_ends():
+    """Its launcher has started another by exec."""
+    source = """
+import os
+from accel_cli.forkserver import server
+(go, begin), (born, announce) = os.pipe(), os.pipe()
+if pid := os.fork():
+    os.close(begin)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    os.close(begin)
+    server._wait_for_start(0, announce, go, set())
+    print("the script runs")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "1\n"
+
+
 def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(cwd, script):
     script("")
     refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
