@@ -49,7 +49,10 @@ class FirstInput:
 
     def __call__(self, model: Any, args: Any, kwargs: Any) -> None:
         """Look at a forward pass."""
-        if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
+        # The compiler of a script that compiles what `prepare` returned cannot follow what is done here.
+        if torch.compiler.is_compiling() or not (
+            torch.is_grad_enabled() and model.require_backward_grad_sync
+        ):
             return
         if self._own is not None:
             self._compare(*self._own)

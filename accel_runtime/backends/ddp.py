@@ -70,7 +70,10 @@ class ReplicatedModel(DistributedDataParallel):
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._has_own(name):
+        if name in self.__dict__.get("_own_names", ()):
+            # DDP sets some in each forward pass. They are no parameters, for which alone nn.Module looks at length.
+            object.__setattr__(self, name, value)
+        elif self._has_own(name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
