@@ -101,12 +101,12 @@ class Translation:
     """Sentences on variables that are set and change nothing."""
 
 
-def translate(environ: Mapping[str, str], known: Mapping[str, str]) -> Translation:
+def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Translation:
     """Translate the variables of Accelerate.
 
     Args:
         environ: The environment.
-        known: The texts of the variables of accel that are set, by the names of their fields: they win.
+        overrides: The texts of the variables of accel that are set, by the names of their fields: they take precedence.
 
     Raises:
         SettingsError: A variable asks for what accel does not do.
@@ -114,11 +114,11 @@ def translate(environ: Mapping[str, str], known: Mapping[str, str]) -> Translati
     read = _Reader(environ)
     settings: dict[str, Equivalent] = {}
     for field, translate_one in _SINGLE.items():
-        if field not in known:
-            settings |= {field: found} if (found := translate_one(read)) else {}
+        if field not in overrides:
+            settings |= {field: equivalent} if (equivalent := translate_one(read)) else {}
         else:
-            read.overrule(field, known[field], translate_one)
-    if not any(field.startswith(("parallel_", "fully_shard_")) for field in known):
+            read.overrule(field, overrides[field], translate_one)
+    if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
         for name, why in _REFUSED.items():
             if read.is_on(name):
                 raise SettingsError(f"{name}={environ[name]} cannot be honoured: {why}.")
@@ -171,14 +171,14 @@ class _Reader:
 
     def overrule(self, field: str, text: str, translate_one: Callable[[_Reader], Equivalent | None]) -> None:
         """Note that a variable of accel wins over one of Accelerate, if they differ."""
-        alone = _Reader(self.environ)
+        reader = _Reader(self.environ)
         try:
-            found = translate_one(alone)
+            equivalent = translate_one(reader)
         except SettingsError:
-            found = Equivalent(min(alone._used - _HARMLESS), "")
-        self._used |= alone._used
-        if found and found.text != text:
-            self.ignore(found.variable, f"accel's own variable for {field} is {text!r}, and wins")
+            equivalent = Equivalent(min(reader._used - _HARMLESS), "")
+        self._used |= reader._used
+        if equivalent and equivalent.text != text:
+            self.ignore(equivalent.variable, f"accel's own variable for {field} is {text!r}, and wins")
 
     def idle(self) -> tuple[str, ...]:
         """Return sentences on variables that change nothing: those noted, and those that nothing has read."""
@@ -232,19 +232,21 @@ def _sizes(read: _Reader) -> dict[str, Equivalent]:
         )
     for name in [name for name in read.environ if name.startswith(f"{prefix}SP_")]:
         read.text(name)
-    found = {field: Equivalent(prefix + name, read.number(prefix + name)) for name, field in _SIZES.items()}
-    found = {field: equivalent for field, equivalent in found.items() if equivalent.text}
+    settings = {
+        field: Equivalent(prefix + name, read.number(prefix + name)) for name, field in _SIZES.items()
+    }
+    settings = {field: equivalent for field, equivalent in settings.items() if equivalent.text}
     if (
         read.one_of(f"{prefix}CP_COMM_STRATEGY", ("allgather", "alltoall")) == "alltoall"
-        and "parallel_cp" in found
+        and "parallel_cp" in settings
     ):
         read.ignore(f"{prefix}CP_COMM_STRATEGY", "keys and values are always exchanged by allgather")
     read.one_of(f"{prefix}CP_BACKEND", ("torch",))
-    return found
+    return settings
 
 
 def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
-    """Translate what FSDP is told."""
+    """Translate the variables of FSDP."""
     if not read.is_on("ACCELERATE_USE_FSDP"):
         return {}
     for name, usual in _FSDP.items():
@@ -254,36 +256,39 @@ def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equiv
     words = {name: read.text(name) for name in _FSDP_READ}
     if strategy.text == "no_shard":
         return {}
-    found: dict[str, Equivalent] = {}
+    settings: dict[str, Equivalent] = {}
     if "parallel_dp_shard" not in sizes:
-        found["parallel_dp_shard"] = Equivalent("ACCELERATE_USE_FSDP", "auto")
+        settings["parallel_dp_shard"] = Equivalent("ACCELERATE_USE_FSDP", "auto")
         if strategy.text.startswith("hybrid") and (nodes := _nodes(read.environ)) > 1:
-            found["parallel_dp_replicate"] = Equivalent(strategy.variable, str(nodes))
+            settings["parallel_dp_replicate"] = Equivalent(strategy.variable, str(nodes))
     if strategy.text in {"shard_grad_op", "hybrid_shard_zero2"}:
-        found["fully_shard_reshard_after_forward"] = Equivalent(strategy.variable, "0")
+        settings["fully_shard_reshard_after_forward"] = Equivalent(strategy.variable, "0")
     for name, field in (
         ("FSDP_OFFLOAD_PARAMS", "fully_shard_cpu_offload"),
         ("FSDP_ACTIVATION_CHECKPOINTING", "fully_shard_activation_checkpointing"),
     ):
-        found |= {field: Equivalent(name, "1")} if read.is_on(name) else {}
-    return found | _wrap(read) | _ignored(words["FSDP_IGNORED_MODULES"])
+        settings |= {field: Equivalent(name, "1")} if read.is_on(name) else {}
+    return settings | _wrap(read) | _ignored(words["FSDP_IGNORED_MODULES"])
 
 
 def _strategy(read: _Reader) -> Equivalent:
     """Return FSDP1's word for how parameters are sharded."""
     reshards, name = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
-    said = read.environ.get(reshards, "").lower()
-    if read.text("FSDP_VERSION") == "2" or said in _STRATEGIES:
-        name, said = reshards, {"": "full_shard", **dict.fromkeys(_TRUE, "full_shard")}.get(said, said)
-        said = "shard_grad_op" if said in _UNSET else said
+    strategy = read.environ.get(reshards, "").lower()
+    if read.text("FSDP_VERSION") == "2" or strategy in _STRATEGIES:
+        name, strategy = (
+            reshards,
+            {"": "full_shard", **dict.fromkeys(_TRUE, "full_shard")}.get(strategy, strategy),
+        )
+        strategy = "shard_grad_op" if strategy in _UNSET else strategy
     else:
-        said = read.text(name).lower() or "full_shard"
-        said = _STRATEGIES[int(said) - 1] if said in {"1", "2", "3", "4", "5"} else said
-    if said not in _STRATEGIES:
+        strategy = read.text(name).lower() or "full_shard"
+        strategy = _STRATEGIES[int(strategy) - 1] if strategy in {"1", "2", "3", "4", "5"} else strategy
+    if strategy not in _STRATEGIES:
         raise SettingsError(
             f"{name} must be true, false or one of {', '.join(_STRATEGIES).upper()}; it is {read.environ[name]!r}"
         )
-    return Equivalent(name, said)
+    return Equivalent(name, strategy)
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
@@ -321,15 +326,15 @@ def _ignored(text: str) -> dict[str, Equivalent]:
 def _arguments(read: _Reader) -> dict[str, Equivalent]:
     """Translate what Accelerate takes in place of arguments of `Accelerator`."""
     steps, dynamo = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DYNAMO_"
-    found = {}
+    arguments = {}
     if read.text(steps) not in {"", "auto"}:
-        found["gradient_accumulation_steps"] = Equivalent(steps, read.number(steps))
+        arguments["gradient_accumulation_steps"] = Equivalent(steps, read.number(steps))
     names = ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC", "USE_REGIONAL_COMPILATION")
-    said = {name: read.text(dynamo + name) for name in names}
-    if said["BACKEND"]:
-        found |= {
+    texts = {name: read.text(dynamo + name) for name in names}
+    if texts["BACKEND"]:
+        arguments |= {
             f"dynamo_{name.lower()}": Equivalent(dynamo + name, text.lower())
-            for name, text in said.items()
+            for name, text in texts.items()
             if text
         }
-    return found
+    return arguments

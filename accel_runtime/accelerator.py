@@ -258,19 +258,19 @@ def _dynamo_plugin(given: Any, others: Mapping[str, Equivalent]) -> TorchDynamoP
     """Return how models are compiled: as an argument says, else as variables of Accelerate say."""
     if isinstance(given, TorchDynamoPlugin):
         return given
-    said = {
+    options = {
         name.removeprefix("dynamo_"): other.text
         for name, other in others.items()
         if name.startswith("dynamo_")
     }
-    if given is not None or not said:
+    if given is not None or not options:
         return TorchDynamoPlugin(given or "no")
     return TorchDynamoPlugin(
-        said["backend"],
-        said.get("mode"),
-        fullgraph="use_fullgraph" in said,
-        dynamic=True if "use_dynamic" in said else None,
-        use_regional_compilation="use_regional_compilation" in said,
+        options["backend"],
+        options.get("mode"),
+        fullgraph="use_fullgraph" in options,
+        dynamic=True if "use_dynamic" in options else None,
+        use_regional_compilation="use_regional_compilation" in options,
     )
 
 

@@ -47,12 +47,12 @@ class AveragingCheck:
             averages: Whether gradients of parameters that require one now are averaged.
         """
         original = self._backend.original(prepared)
-        learning = [p for p in original.parameters() if p.requires_grad and averages]
-        self._averaged[original] = set(learning)
-        if original is not prepared and learning:
+        trainable = [p for p in original.parameters() if p.requires_grad and averages]
+        self._averaged[original] = set(trainable)
+        if original is not prepared and trainable:
             passes = ForwardPasses()
             prepared.register_forward_pre_hook(passes)
-            self._models.append(_Model(prepared, original, learning, passes))
+            self._models.append(_Model(prepared, original, trainable, passes))
 
     def clear(self) -> None:
         """Forget all models."""
@@ -92,26 +92,26 @@ class AveragingCheck:
         """Warn if an optimizer is about to apply gradients that are not averaged; return whether it does."""
         names = {p: name for model in self._averaged for name, p in model.named_parameters()}
         averaged = set[nn.Parameter]().union(*self._averaged.values())
-        alone = [
+        local = [
             (names.get(parameter, name), parameter)
             for name, parameter in _named_parameters(optimizer)
             if parameter.grad is not None and parameter not in averaged
         ]
-        if not alone:
+        if not local:
             return False
         if self._backend.topology.rank == 0:
-            listed = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in alone[:_NAMES])
+            text = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in local[:_NAMES])
             _LOG.warning(
                 "%s trains %d parameters whose gradients are not averaged over the %d processes, so each process gets "
                 "weights of its own: %s%s. %s.",
                 type(optimizer).__name__,
-                len(alone),
+                len(local),
                 self._backend.topology.world_size,
-                listed,
-                ", ..." if len(alone) > _NAMES else "",
+                text,
+                ", ..." if len(local) > _NAMES else "",
                 "Their model is prepared for evaluation, or they required no gradient at prepare(): set requires_grad before "
                 "prepare()"
-                if all(parameter in names for _, parameter in alone)
+                if all(parameter in names for _, parameter in local)
                 else "They belong to no prepared model: give their model to prepare(), or average their gradients with "
                 "accelerator.reduce(parameter.grad, 'mean')",
             )

@@ -85,12 +85,12 @@ def _fingerprint(data: Any) -> str:
     tensors = [
         leaf for leaf in tree.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
     ]
-    running = 0
+    checksum = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        chosen = flat[:: max(1, -(-len(flat) // _ELEMENTS))].cpu().contiguous()
-        running = zlib.crc32(chosen.view(torch.uint8).numpy().tobytes(), running)
-    return f"{[list(tensor.shape) for tensor in tensors]} {running}" if tensors else ""
+        sample = flat[:: max(1, -(-len(flat) // _ELEMENTS))].cpu().contiguous()
+        checksum = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), checksum)
+    return f"{[list(tensor.shape) for tensor in tensors]} {checksum}" if tensors else ""
 
 
 def _no_hook() -> Callable[..., None]:

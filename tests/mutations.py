@@ -73,7 +73,7 @@ MUTATIONS = (
     Mutation(
         "variables of accel win",
         "accel_runtime/accelerate_env.py",
-        "        if field not in known:",
+        "        if field not in overrides:",
         "        if field:",
         ("tests/runtime/test_accelerate_env.py",),
     ),

@@ -103,15 +103,15 @@ class ReplicatedModel(DistributedDataParallel):
             raise RuntimeError(self._explain_unused(str(error))) from error
 
     def _explain_unused(self, message: str) -> str:
-        """Return what to tell instead of DDP's message on parameters without a gradient."""
+        """Return a message that names the parameters without a gradient, made of DDP's message with their indices."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        told = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
-        indices = [int(index) for index in told[2].split()] if told else []
-        unused = ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
-        where = f" on rank {told[1]}" if told else ""
+        match = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
+        indices = [int(index) for index in match[2].split()] if match else []
+        parameters = ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
+        where = f" on rank {match[1]}" if match else ""
         return (
             f"Gradients of {type(self.module).__name__} cannot be averaged over the processes: the backward pass before "
-            f"left no gradient of {unused}{where}. Use every trainable parameter in the loss, freeze the others before "
+            f"left no gradient of {parameters}{where}. Use every trainable parameter in the loss, freeze the others before "
             "prepare(), or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
         )
 
