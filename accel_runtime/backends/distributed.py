@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -130,12 +130,18 @@ class Distributed(InStore):
 
     @override
     def wait_for_ranks(self, operation: str) -> Absence | None:
-        return None if self._attendance is None else self._attendance.wait(operation)
+        if self._attendance is None:
+            return None
+        try:
+            return self._attendance.wait(operation)
+        except dist.DistError:  # the store is gone: the collective that follows tells which rank is lost
+            return None
 
     @override
     def finish_without(self, absence: Absence, outcome: str) -> None:
         assert self._attendance is not None
-        self._attendance.finish(absence, outcome)
+        with suppress(dist.DistError):
+            self._attendance.finish(absence, outcome)
 
     @override
     def outcome_without(self, absence: Absence) -> str:

@@ -32,7 +32,8 @@ PATIENCE_S = 2.0
 _PAUSE_S = 0.005
 _DAY = timedelta(days=1)
 _TORCH = f"{Path(torch.__file__).parent}/"
-_LEAVE = "leave"
+_LEAVE = "leave "
+_DISMISS_S = 0.5
 _NAMED = 3
 """Ranks that are named in the first line of a message."""
 _SILENT = "does not answer: its process has ended, or runs code that keeps the interpreter to itself"
@@ -84,6 +85,8 @@ class StatusService:
         self.rank, self.size, self._progress = rank, size, progress
         self._main = threading.main_thread().ident
         self._left = False
+        self._host: RankStatus | None = None
+        """Where the rank was whose process had the store, once that has ended."""
         self._thread = threading.Thread(target=self._answer, name="accel-status", daemon=True)
         self._thread.start()
         # A thread that is woken while the interpreter ends would abort the process: docs/design/leaving-gloo.md.
@@ -96,6 +99,8 @@ class StatusService:
 
     def ask(self, ranks: Iterable[int], patience_s: float = PATIENCE_S) -> dict[int, RankStatus]:
         """Return where other ranks are, without those that do not answer in time."""
+        if self._host is not None:
+            return {0: self._host}
         found: dict[int, RankStatus] = {}
         with suppress(RuntimeError):
             waiting = {rank: self._request(rank) for rank in ranks if rank != self.rank}
@@ -115,16 +120,28 @@ class StatusService:
         if self._left:
             return
         self._left = True
+        if self._host is not None:
+            return
         with suppress(RuntimeError):
-            self.store.set(f"left/{self.rank}", self._last_status().to_json())
-            number = self.store.add(f"asked/{self.rank}", 1)
-            self.store.set(f"ask/{self.rank}/{number}", _LEAVE)
+            last = self._last_status().to_json()
+            self.store.set(f"left/{self.rank}", last)
+            if self.rank == 0 and not dist.is_torchelastic_launched():
+                self._dismiss(last)
+            self._request(self.rank, _LEAVE)
             self._thread.join(PATIENCE_S)
 
-    def _request(self, rank: int) -> str:
+    def _dismiss(self, last: str) -> None:
+        """End the threads of other ranks: the store ends with this process, and each would write a stack of C++ then."""
+        others = [rank for rank in range(self.size) if rank and not self.store.check([f"left/{rank}"])]
+        keys = [self._request(rank, f"{_LEAVE}{last}").replace("answer", "ask", 1) for rank in others]
+        end = time.monotonic() + _DISMISS_S
+        while time.monotonic() < end and any(self.store.check([key]) for key in keys):
+            time.sleep(_PAUSE_S)
+
+    def _request(self, rank: int, word: str = "status") -> str:
         """Ask one rank; return the key of its answer."""
         number = self.store.add(f"asked/{rank}", 1)
-        self.store.set(f"ask/{rank}/{number}", "status")
+        self.store.set(f"ask/{rank}/{number}", word)
         return f"answer/{rank}/{number}"
 
     def _read(self, key: str) -> str | None:
@@ -141,7 +158,9 @@ class StatusService:
                     continue
                 word = store.get(key).decode()
                 store.delete_key(key)
-                if word == _LEAVE:
+                if word.startswith(_LEAVE):
+                    if status := word.removeprefix(_LEAVE):
+                        self._host = RankStatus.from_json(status)
                     return
                 store.set(f"answer/{self.rank}/{number}", self._status().to_json())
                 number += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterator
@@ -152,13 +153,21 @@ def manifest_of(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        return Manifest.parsed(path.read_bytes().decode(), path)
+        return Manifest.parsed(_read_text(path), path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no checkpoint: {_lacking(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: it is no text") from error
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of an ordinary file; whoever opens another kind, a named pipe, may wait for ever."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise CheckpointError(f"{path} is damaged: it is no ordinary file")
+        return opened.read().decode()
 
 
 def _numbered(folder: Path) -> Iterator[Path]:

@@ -33,7 +33,7 @@ def check(body: Mapping[str, Any], reserved: frozenset[str]) -> None:
     Raises:
         Doubt: It cannot be used.
     """
-    _keys("the manifest", body, _FIELDS)
+    _keys("the manifest", body, _FIELDS, optional=_FIELDS_DEFAULTS)
     if not 1 <= body["world_size"] <= _MOST_RANKS:
         raise Doubt(f"world_size is {body['world_size']}")
     for name, own in body["own"].items():
@@ -55,8 +55,8 @@ def _file(name: str, file: Any, reserved: frozenset[str]) -> None:
     inside = name and plain.as_posix() == name and not plain.is_absolute() and ".." not in plain.parts
     if not inside or name == "." or "\0" in name or name in reserved:
         raise Doubt(f"{name!r} is no name of a file inside of a checkpoint")
-    _keys(f"file {name}", file, _FILE)
-    if file["header"] > file["bytes"]:
+    _keys(f"file {name}", file, _FILE, optional=_FILE_DEFAULTS)
+    if file.get("header", 0) > file["bytes"]:
         raise Doubt(f"the header of {name} is longer than the file")
 
 
@@ -121,8 +121,8 @@ def _overlap(
 
 def _filled(name: str, file: Mapping[str, Any], parts: Sequence[tuple[int, int]]) -> None:
     """Header and chunks must be all there is in a file: then every byte of it has a checksum that loading looks at."""
-    end = file["header"]
-    if not file["header_checksum"]:
+    end = file.get("header", 0)
+    if not file.get("header_checksum"):
         raise Doubt(f"the header of {name} has no checksum")
     for start, length in sorted(part for part in parts if part[1]):
         if start != end:
@@ -132,14 +132,20 @@ def _filled(name: str, file: Mapping[str, Any], parts: Sequence[tuple[int, int]]
         raise Doubt(f"{name} has {file['bytes']} bytes, and tensors only until {end}")
 
 
-def _keys(where: str, told: Any, wanted: Mapping[str, Callable[[Any], bool]]) -> None:
+def _keys(
+    where: str,
+    told: Any,
+    wanted: Mapping[str, Callable[[Any], bool]],
+    *,
+    optional: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse an object without the fields that are wanted; those that only a newer accel knows are left alone."""
     if not isinstance(told, dict):
         raise Doubt(f"{where} is {type(told).__name__}, and should be an object")
-    if told.keys() != wanted.keys():
-        odd = sorted(told.keys() ^ wanted.keys())
-        raise Doubt(f"{where} has too much or too little: {', '.join(odd)}")
+    if missing := sorted(wanted.keys() - told.keys() - optional):
+        raise Doubt(f"{where} lacks {', '.join(missing)}")
     for key, fits in wanted.items():
-        if not fits(told[key]):
+        if key in told and not fits(told[key]):
             raise Doubt(f"{key} of {where} is {str(told[key])[:60]!r}")
 
 
@@ -186,6 +192,8 @@ _FILE = {
     "header": _count,
     "header_checksum": lambda value: value == "" or _sum(value),
 }
+_FIELDS_DEFAULTS = frozenset({"about", "run"})
+_FILE_DEFAULTS = frozenset({"header", "header_checksum"})
 _STORED = {"dtype": _text, "shape": _counts, "chunks": lambda value: isinstance(value, list)}
 _CHUNK = {
     "file": _text,

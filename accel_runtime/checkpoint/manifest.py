@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,26 @@ NAME = "checkpoint.json"
 UNFINISHED = ".unfinished"
 """The file that is in a directory from the start until all the others are."""
 FORMAT = 1
-"""The number of the layout described in docs/checkpoints.md."""
+"""The version of what is around the sections: a JSON object with its checksum in front."""
+SECTIONS = {
+    "layout": 1,  # `tensors` and `files`
+    "values": 1,  # how the states of items are packed into JSON
+    "model": 1,  # the state of an item of this kind, and so on
+    "optimizer": 1,
+    "scheduler": 1,
+    "loader": 1,
+    "registered": 1,
+    "scaler": 1,
+    "window": 1,
+    "replicas": 1,
+    "counters": 1,
+    "random": 1,
+}
+"""The version of each section.
+
+It rises where a reader of the version before would take something for what it is not. A field that such a reader may leave
+out raises nothing: readers leave out what they do not know. This version of accel reads all versions up to these.
+"""
 _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
 
 
@@ -137,7 +156,8 @@ class Manifest:
 
     def text(self) -> str:
         """The manifest as the file's text, its own checksum in front."""
-        body = json.dumps({"format": FORMAT} | asdict(self), separators=(",", ":"))
+        told = {"format": FORMAT, "sections": SECTIONS} | asdict(self)
+        body = json.dumps(told, separators=(",", ":"))
         return f'{{"checksum":"{checksum(body.encode())}",\n"checkpoint":{body}}}\n'
 
     @classmethod
@@ -159,7 +179,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its checksum is {found} and should be {told}")
         try:
             body = json.loads(matched[2])
-            number = body.pop("format")
+            number, sections = body["format"], body.get("sections", {})
         except (ValueError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
         if type(number) is not int or number != FORMAT:
@@ -167,6 +187,7 @@ class Manifest:
                 f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
                 f"it was written by accel {_writer(body)}"
             )
+        _check_sections(sections, body, path)
         try:
             check(body, frozenset({NAME, UNFINISHED}))
         except Doubt as doubt:
@@ -175,9 +196,10 @@ class Manifest:
 
     @classmethod
     def _of(cls, body: dict[str, Any]) -> Manifest:
-        body["tensors"] = {name: _stored(stored) for name, stored in body["tensors"].items()}
-        body["files"] = {name: File(**file) for name, file in body["files"].items()}
-        return cls(**body)
+        told = _known(cls, body)
+        told["tensors"] = {name: _stored(stored) for name, stored in told.get("tensors", {}).items()}
+        told["files"] = {name: File(**_known(File, file)) for name, file in told.get("files", {}).items()}
+        return cls(**told)
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -193,6 +215,24 @@ def item_of(tensor: str) -> str:
     return tensor.split("/", 1)[0]
 
 
+def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
+    """Refuse sections of a version that only a newer accel reads."""
+    if not isinstance(sections, dict):
+        raise CheckpointError(f"{path} cannot be used: sections is {type(sections).__name__}, not an object")
+    for name, version in sections.items():
+        if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
+            raise CheckpointError(
+                f"{path} has version {version} of {name}, and this version of accel reads versions up to {SECTIONS[name]}: "
+                f"it was written by accel {_writer(body)}. Install that version to load it."
+            )
+
+
+def _known(kind: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass out of JSON that may have others."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in told.items() if name in names}
+
+
 def _writer(body: dict[str, Any]) -> str:
     versions = body.get("versions")
     return str(versions.get("accel")) if isinstance(versions, dict) else "of another version"
@@ -205,7 +245,7 @@ def own_name(tensor: str, rank: int) -> str:
 
 def _stored(stored: dict[str, Any]) -> Stored:
     chunks = tuple(
-        Chunk(**chunk | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
+        Chunk(**_known(Chunk, chunk) | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
         for chunk in stored["chunks"]
     )
     return Stored(stored["dtype"], tuple(stored["shape"]), chunks)

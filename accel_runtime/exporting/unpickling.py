@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -65,6 +66,8 @@ def read_pickle(
         CheckpointError: It is no such file, or damaged.
     """
     name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "the open file")
+    if isinstance(file, (str, os.PathLike)) and Path(file).exists() and not Path(file).is_file():
+        raise CheckpointError(f"{name} is no ordinary file")
     try:
         with _stand_ins():
             return _plain(torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None))

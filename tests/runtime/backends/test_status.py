@@ -9,8 +9,10 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
+from accel_runtime.backends.status import StatusService
 from accel_runtime.heartbeat import Counts, Progress
 
 
@@ -29,6 +31,7 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
     def asked(folder):
         accelerator = Accelerator()
         model, optimizer = accelerator.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()))
+        accelerator.wait_for_everyone()
         accelerator.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
         if accelerator.process_index == 1:
@@ -104,3 +107,18 @@ def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
     progress.level()
     assert progress.counts == Counts(1, 0, 0, 0, 0)
     assert progress.steps == 1
+
+
+def test_ranks_do_not_wait_in_a_store_that_ends_with_the_first_rank():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    services = [StatusService(store, rank, 3, Progress()) for rank in range(3)]
+    try:
+        services[2].leave()
+        services[0].leave()
+        services[1]._thread.join(10)
+        assert not services[1]._thread.is_alive()
+        (found,) = services[1].ask([0, 2]).items()
+        assert (found[0], found[1].ended) == (0, True)
+    finally:
+        for service in services:
+            service.leave()

@@ -274,7 +274,9 @@ LIES = {
     "a header longer than its file": lambda body: body["files"]["model.safetensors"].update(header=10**6),
     "a header without checksum": lambda body: body["files"]["model.safetensors"].update(header_checksum=""),
     "a checksum that is none": chunk(checksum="0" * 15),
-    "a word too many": chunk(code="print(1)"),
+    "a part without its checksum": lambda body: body["tensors"]["model/0.weight"]["chunks"][0].pop(
+        "checksum"
+    ),
 }
 
 
