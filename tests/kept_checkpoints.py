@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -67,11 +68,14 @@ class Run:
     def learn(self, batch):
         """Train on a batch."""
         with self.accelerator.accumulate(self.model):
-            inputs = batch if torch.is_tensor(batch) else batch[0]
-            self.accelerator.backward(self.model(inputs).square().mean())
+            self.accelerator.backward(self.model(inputs_of(batch)).square().mean())
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
+
+    def gather(self, batch):
+        """Return the samples of all ranks."""
+        return self.accelerator.gather_for_metrics(inputs_of(batch)).tolist()
 
     def facts(self):
         """What a checkpoint brings back, as JSON."""
@@ -84,22 +88,28 @@ class Run:
         }
 
 
+def inputs_of(batch):
+    """Return the samples of a batch."""
+    return batch if torch.is_tensor(batch) else batch[0]
+
+
 def write(folder, layout):
     """Train a few steps, save, and leave beside the checkpoint what it brings back; each rank calls it."""
     run = Run(layout)
     run.note.state = {"note": layout, "numbers": [1, 2.5, torch.arange(3).tolist()]}
-    alone = layout == "alone"
+    last = 2 if layout == "window" else 1
+    facts = {}
     for step, batch in enumerate(run.loader):
+        if step > last:
+            facts["rest"] += run.gather(batch)
+            continue
         run.learn(batch)
-        saves = step == (2 if layout == "window" else 1)
-        if saves:
-            facts = run.facts()
-            if not alone or run.accelerator.is_main_process:
+        if step == last:
+            facts = run.facts() | {"rest": []}
+            if layout != "alone" or run.accelerator.is_main_process:
                 run.accelerator.save_state(f"{folder}/{layout}")
-            if run.accelerator.is_main_process:
-                Path(folder, f"{layout}.json").write_text(json.dumps(facts, indent=1) + "\n")
-        if saves and not alone:
-            break
+    if run.accelerator.is_main_process:
+        Path(folder, f"{layout}.json").write_text(json.dumps(facts, indent=1) + "\n")
     run.accelerator.wait_for_everyone()
 
 
@@ -107,15 +117,16 @@ def read(folder, layout):
     """Load a checkpoint that `write` has written, and compare; each rank calls it."""
     run = Run(layout)
     wanted = json.loads(Path(folder, f"{layout}.json").read_text())
+    rest = wanted.pop("rest")
     before = run.facts()
-    found = run.accelerator.load_state(f"{folder}/{layout}")
+    found = run.accelerator.resume(f"{folder}/{layout}")
     after = run.facts()
-    if (
-        run.accelerator.is_main_process
-    ):  # buffers are each rank's own, and only the first has all of a sharded model
+    if run.accelerator.is_main_process:
+        # Buffers are each rank's own, and only the first has all of a sharded model.
         assert before != wanted
         assert after == wanted
     run.accelerator.checkpoints.verify(found.path)
+    assert list(chain.from_iterable(run.gather(batch) for batch in run.loader)) == rest
     for batch in run.loader:
         run.learn(batch)
     return True
