@@ -160,7 +160,7 @@ class Accelerator(
         self._compared: WeakSet[Any] = WeakSet()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
-        self._averaging_check = AveragingCheck(self._backend, self._accumulation)
+        self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
         self._gradients = Gradients(
             self._accumulation, self._precision, self._backend, self._models, self._optimizers
         )

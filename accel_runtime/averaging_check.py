@@ -31,11 +31,14 @@ class AveragingCheck:
     Args:
         backend: Tells the processes; the first one writes the warnings.
         accumulation: Tells whether a backward pass averages gradients.
+        prepared: All prepared models; what is prepared later joins them.
     """
 
-    def __init__(self, backend: Backend, accumulation: Accumulation) -> None:
+    def __init__(self, backend: Backend, accumulation: Accumulation, prepared: Sequence[nn.Module]) -> None:
         self._backend = backend
         self._accumulation = accumulation
+        self._prepared = prepared
+        self._expects_model = backend.topology.world_size > 1
         self._averaged: dict[nn.Module, set[nn.Parameter]] = {}
         self._models: list[_Model] = []
 
@@ -62,9 +65,22 @@ class AveragingCheck:
     def begin_backward(self) -> None:
         """Remember the gradients that there are."""
         accumulation = self._accumulation
+        if self._expects_model:
+            self._check_model()
         if self._models and accumulation.synced and not accumulation.held:
             for model in self._models:
                 model.begin_backward()
+
+    def _check_model(self) -> None:
+        """Warn if there is no prepared model at the first backward pass."""
+        self._expects_model = False
+        if not self._prepared and self._backend.topology.rank == 0:
+            _LOG.warning(
+                "Gradients are not averaged over the %d processes in backward() at %s: no model is prepared, so each process "
+                "trains weights of its own. Give the model to prepare(), also one in a DistributedDataParallel of your own.",
+                self._backend.topology.world_size,
+                call_site(),
+            )
 
     def end_backward(self) -> None:
         """Warn of a model that received gradients without a forward pass after which DDP averages them."""

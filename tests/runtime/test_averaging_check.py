@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_runtime import Accelerator, LocalSGD
+from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
 
@@ -191,6 +191,26 @@ def test_what_is_averaged_or_kept_back_on_purpose_is_not_reported(pair, train):
     assert pair.run(warned, train) == [[], []]
 
 
+def leave_everything_unprepared(**options):
+    accelerator, model = Accelerator(**options), Autoencoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(accelerator, optimizer, model(data()).sum())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fsdp_plugin": FullyShardedDataParallelPlugin()}], ids=["replicated", "sharded"]
+)
+def test_a_backward_pass_without_any_prepared_model_is_reported_once(pair, options):
+    def train():
+        return warned(lambda: leave_everything_unprepared(**options))
+
+    (message,), other = pair.run(train)
+    assert other == []
+    assert "no model is prepared" in message
+    assert "test_averaging_check.py:" in message
+
+
 # Parameters that no prepared model has -----------------------------------------------------
 
 
@@ -237,8 +257,9 @@ def unfreeze_late():
     ],
 )
 def test_an_optimizer_whose_parameters_are_not_averaged_is_reported_once(pair, train, parts):
-    (message,), other = pair.run(warned, train)
+    messages, other = pair.run(warned, train)
     assert other == []
+    (message,) = [text for text in messages if "whose gradients are not averaged" in text]
     assert all(part in message for part in parts), message
 
 
