@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import threading
 import time
@@ -84,7 +85,7 @@ class StatusService:
         """Of this service and its counterparts on the other ranks."""
         self.rank, self.size, self._progress = rank, size, progress
         self._main = threading.main_thread().ident
-        self._left = False
+        self._left, self._pid = False, os.getpid()
         self._host: RankStatus | None = None
         """Where the rank was whose process had the store, once that has ended."""
         self._thread = threading.Thread(target=self._answer, name="accel-status", daemon=True)
@@ -117,7 +118,7 @@ class StatusService:
 
     def leave(self) -> None:
         """Tell the others that this rank has ended, and end the thread that answers."""
-        if self._left:
+        if self._left or os.getpid() != self._pid:  # a process that the script has forked ends by itself
             return
         self._left = True
         if self._host is not None:

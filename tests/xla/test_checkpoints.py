@@ -139,7 +139,7 @@ def test_on_one_replica_instead_of_two_the_same_global_batches_follow(replicas, 
 def state_of(folder, options):
     """What a run has after loading, and what it saves again."""
     accelerator, model, optimizer, loader, _ = begun(77, **options)
-    accelerator.load_state(folder)
+    accelerator.resume(folder)
     accelerator.save_state(f"{folder}-again")
     return (
         {name: value.cpu().tolist() for name, value in model.state_dict().items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 
@@ -121,4 +122,19 @@ def test_ranks_do_not_wait_in_a_store_that_ends_with_the_first_rank():
         assert (found[0], found[1].ended) == (0, True)
     finally:
         for service in services:
+            service.leave()
+
+
+def test_a_child_that_a_script_forks_does_not_tell_that_its_rank_has_ended():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    services = [StatusService(store, rank, 2, Progress()) for rank in range(2)]
+    try:
+        child = os.fork()
+        if not child:
+            services[1].leave()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not services[0].ask([1])[1].ended
+    finally:
+        for service in reversed(services):
             service.leave()
