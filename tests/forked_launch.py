@@ -169,7 +169,11 @@ def _read_at_start(environ):
 def serve(link):
     """Fork a process for each request until the tests end; return its request in each of them."""
     for name in PRELOADED:
+        if name == "torch":
+            # torch reads it once: `accel_cli.quiet` sets it where several machines meet, before it imports torch.
+            os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         importlib.import_module(name)
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
     loaded = []
     gc.collect()
     gc.freeze()

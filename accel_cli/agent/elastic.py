@@ -62,14 +62,12 @@ class Agent(Local):
 
     @override
     def report(self, failed: Mapping[int, ProcessFailure]) -> int:
-        before = self._beats()
+        follows = failures.first(self._failures(failed)).cause is not failures.Cause.OWN
+        before = self._beats() if follows else {}
         code = super().report(failed)
         # Processes that only lost another name that one; why it is gone is known to the machines.
-        if (
-            self._culprit
-            and self._culprit.cause is not failures.Cause.OWN
-            and (why := self._departed(before))
-        ):
+        culprit_follows = self._culprit and self._culprit.cause is not failures.Cause.OWN
+        if follows and culprit_follows and (why := self._departed(before)):
             console.error(why)
         return code
 
