@@ -10,7 +10,7 @@ from accel_runtime.backends.attendance import Absence
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.errors import CheckpointError
 
-__all__ = ["save_without"]
+__all__ = ["save_without", "write_without"]
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 
@@ -30,24 +30,43 @@ def save_without(absence: Absence, backend: Backend, save: Callable[[], str], *,
     Raises:
         CheckpointError: Models are sharded; or it could not be written.
     """
-    if backend.divides:
-        raise CheckpointError(_describe_refusal(absence, backend.topology.world_size))
+    text = write_without("save_state", absence, backend, save, sharded=backend.divides)
+    if absence.leads and absence.missing:
+        _LOG.warning(_describe_missing(absence, backend.topology.world_size, own_data=own_data))
+    return text
+
+
+def write_without(
+    operation: str, absence: Absence, backend: Backend, write: Callable[[], str], *, sharded: bool
+) -> str:
+    """Let the first of the processes that make a call write; return what it returns on each of them.
+
+    Args:
+        operation: The call.
+        absence: It, on this process.
+        backend: Carries the outcome to the others that make it.
+        write: Writes, and returns text.
+        sharded: Whether each process has a part of what is to be written.
+
+    Raises:
+        CheckpointError: It is sharded; or it could not be written.
+    """
+    if sharded:
+        raise CheckpointError(_describe_refusal(operation, absence, backend.topology.world_size))
     if not absence.leads:
         saved, text = json.loads(backend.outcome_without(absence))
         if not saved:
             raise CheckpointError(text)
         return str(text)
-    saved, text = False, "save_state() was interrupted"
+    saved, text = False, f"{operation}() was interrupted"
     try:
-        text = save()
+        text = write()
         saved = True
     except Exception as error:
         text = str(error)
         raise
     finally:
         backend.finish_without(absence, json.dumps([saved, text]))
-    if absence.missing:
-        _LOG.warning(_describe_missing(absence, backend.topology.world_size, own_data=own_data))
     return text
 
 
@@ -65,10 +84,10 @@ def _describe_missing(absence: Absence, world_size: int, *, own_data: bool) -> s
     )
 
 
-def _describe_refusal(absence: Absence, world_size: int) -> str:
+def _describe_refusal(operation: str, absence: Absence, world_size: int) -> str:
     return (
-        f"save_state() at {absence.site} cannot save sharded models: it was not called by all {world_size} processes, and "
-        f"each has a part of every model ({_list_missing(absence) or 'some are missing'}). Call save_state() on every "
+        f"{operation}() at {absence.site} cannot save sharded models: it was not called by all {world_size} processes, and "
+        f"each has a part of every model ({_list_missing(absence) or 'some are missing'}). Call {operation}() on every "
         "process, outside of `if accelerator.is_main_process`."
     )
 

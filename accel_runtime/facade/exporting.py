@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_runtime.checkpoint.alone import write_without
 from accel_runtime.checkpoint.sizes import size_of
 from accel_runtime.checkpoint.together import together
 from accel_runtime.env import Settings
@@ -111,8 +112,9 @@ class Exporting(Processes):
         `model.safetensors.index.json`. What was written is read again and compared with the live model before it
         gets its names. Tied weights are written once. A sharded model is put together tensor by tensor: the process that
         writes has one file's tensors in memory at a time. The first process writes; with
-        `ProjectConfiguration(save_on_each_node=True)` the first of every machine. Every process has to call it, and
-        returns when the weights are there.
+        `ProjectConfiguration(save_on_each_node=True)` the first of every machine. Every process calls it, and returns when
+        the weights are there. If some go on training instead, the first of those that call it writes; of a sharded model
+        that is an error.
 
         Args:
             model: A prepared model, or any module.
@@ -135,8 +137,9 @@ class Exporting(Processes):
         self._backend.settle()
         each = self.project_configuration.save_on_each_node
         own, folder = self.unwrap_model(model), Path(save_directory)
+        absence = self._backend.wait_for_ranks("save_model")
         at_rest([own])
-        if is_divided(own):
+        if is_divided(own) and absence is None:
             export_divided(own, folder, limit, self._backend, tied=_tied(own), each_machine=each)
             return
 
@@ -144,6 +147,14 @@ class Exporting(Processes):
             plan = Export.planned(self._backend.hosted(own.state_dict()), limit, _tied(own))
             export(plan, folder, writer=self.process_index)
 
+        if absence is not None:
+
+            def write_alone() -> str:
+                write()
+                return ""
+
+            write_without("save_model", absence, self._backend, write_alone, sharded=is_divided(own))
+            return
         written("save_model", write, self._backend, each_machine=each)
 
     def load_model(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:

@@ -212,6 +212,25 @@ def test_one_process_may_save_in_the_background(pair, tmp_path):
     assert pair.run(save_in_background, str(tmp_path / "saved")) == [2, 2]
 
 
+def export_alone(folder):
+    accelerator, model, optimizer, loader = prepared()
+    wanted = None
+    for step, batch in enumerate(loader):
+        learn(accelerator, model, optimizer, batch)
+        if step == 1 and accelerator.is_main_process:
+            accelerator.save_model(model, folder)
+            wanted = weights(model)
+    accelerator.wait_for_everyone()
+    _, model, *_ = prepared()
+    accelerator.load_model(model, folder)
+    return weights(model), wanted
+
+
+def test_one_process_writes_weights_for_elsewhere_while_the_others_train_on(pair, tmp_path):
+    (read, wanted), (others, _) = pair.run(export_alone, str(tmp_path))
+    assert read == others == wanted
+
+
 def save_shards(folder):
     config = ParallelismConfig(dp_shard_size=2)
     accelerator, model, optimizer, loader = prepared(model=nn.Linear(3, 1), parallelism_config=config)
