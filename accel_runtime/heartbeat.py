@@ -35,8 +35,6 @@ class Counts(NamedTuple):
     """Optimizer steps since then."""
     batches: int
     """Batches handed out since then."""
-    loops: int
-    """Epochs of prepared loaders begun since then."""
 
     def is_beyond(self, other: Counts) -> bool:
         """Return whether a process with these counts has begun something that one with the others has not."""
@@ -49,10 +47,10 @@ class Progress:
     """How far this process is, in numbers that its other threads may read."""
 
     def __init__(self) -> None:
-        self.steps = self.batches = self.backwards = self.loops = self.collectives = 0
+        self.steps = self.batches = self.backwards = self.collectives = 0
         self.inside: tuple[str, CallSite] | None = None
         """The collective of accel that this process is in, and its line."""
-        self._base = (0, 0, 0, 0)
+        self._base = (0, 0, 0)
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
     @property
@@ -64,12 +62,14 @@ class Progress:
     @property
     def counts(self) -> Counts:
         """What other ranks compare with theirs."""
-        now = (self.backwards, self.steps, self.batches, self.loops)
-        return Counts(self.collectives, *(mine - base for mine, base in zip(now, self._base, strict=True)))
+        backwards, steps, batches = self._base
+        return Counts(
+            self.collectives, self.backwards - backwards, self.steps - steps, self.batches - batches
+        )
 
     def level(self) -> None:
-        """Count backward passes, steps, batches and loops from here: the ranks may have had different numbers of them."""
-        self._base = (self.backwards, self.steps, self.batches, self.loops)
+        """Count backward passes, steps and batches from here: the ranks may have had different numbers of them."""
+        self._base = (self.backwards, self.steps, self.batches)
 
     def step(self) -> None:
         """An optimizer has stepped."""
@@ -79,18 +79,18 @@ class Progress:
         """A loader hands out a batch."""
         self.batches += 1
 
-    def loop(self) -> None:
-        """An epoch of a loader begins."""
-        self.loops += 1
-
     def backward(self) -> None:
         """A backward pass begins."""
         self.backwards += 1
 
-    def enter(self, operation: str, site: CallSite) -> None:
-        """A collective begins."""
+    def collective(self) -> None:
+        """A collective of torch that accel makes on all ranks begins."""
         self.collectives += 1
         self.level()
+
+    def enter(self, operation: str, site: CallSite) -> None:
+        """A collective with an agreement begins."""
+        self.collective()
         self.inside = (operation, site)
 
     def leave(self) -> None:

@@ -65,7 +65,7 @@ class Attendance:
         self._store = PrefixStore("calls", service.store)
         self._rank, self._size, self._timeout = rank, size, timeout_s
         self._known: dict[tuple[CallSite, ...], int] = {}
-        self._last: tuple[str, Counts, int] = ("", Counts(0, 0, 0, 0, 0), 0)
+        self._last: tuple[str, Counts, int] = ("", Counts(0, 0, 0, 0), 0)
         self._presence = ""
 
     def wait(self, operation: str) -> Absence | None:

@@ -27,6 +27,7 @@ from accel_runtime.backends.status import explained
 from accel_runtime.backends.wire import control_group, side_group, wire_of
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
+from accel_runtime.heartbeat import heartbeat
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
 
@@ -80,24 +81,28 @@ class Distributed(InStore):
         near = topology.local_world_size == topology.world_size
         super().__init__(topology, device, wire_of(self._control, patience, one_machine=near))
         self._device_ids = [device.index] if device.index is not None else None
+        self._progress = heartbeat()
         self._attendance = attendance_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
         )
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._count()
         everyone = tensor.new_empty((self.topology.world_size, *tensor.shape))
         dist.all_gather(list(everyone.unbind()), tensor.contiguous(), group=self._group(tensor))
         return everyone
 
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        self._count()
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=OPERATIONS[reduction], group=self._group(tensor))
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
     def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._count()
         work = dist.all_reduce(tensor, async_op=True)
 
         def arrived() -> torch.Tensor:
@@ -108,6 +113,7 @@ class Distributed(InStore):
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        self._count()
         dist.broadcast(tensor, src=source, group=self._group(tensor))
         return tensor
 
@@ -151,6 +157,11 @@ class Distributed(InStore):
     @override
     def explain(self, error: RuntimeError, operation: str) -> RuntimeError:
         return error if self._attendance is None else explained(error, operation, self._attendance.service)
+
+    def _count(self) -> None:
+        """Count a collective, for ranks that wait for this one elsewhere."""
+        if self._progress is not None:
+            self._progress.collective()
 
     def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None

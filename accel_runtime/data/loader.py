@@ -104,9 +104,6 @@ class PreparedLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        beat = heartbeat()
-        if beat is not None:
-            beat.loop()
         rng.share_states(list(self._options.rng_types), self._backend)
         alike_in_copies(self._backend)
         progress = self._progress
@@ -115,6 +112,7 @@ class PreparedLoader(DataLoader[Any]):
         track, place = self._loops.opened(loop), self._placing()
         there = tree.presence(self._backend.device)
         note = self._loops.note if self._backend.repeats else None
+        beat = heartbeat()
         finished = False
         try:
             for batch in self._backend.walked(

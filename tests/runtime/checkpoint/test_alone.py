@@ -231,6 +231,22 @@ def test_one_process_writes_weights_for_elsewhere_while_the_others_train_on(pair
     assert read == others == wanted
 
 
+def save_after_each_epoch(folder):
+    accelerator, model, optimizer, loader = prepared()
+    torch.manual_seed(accelerator.process_index)
+    for _ in range(2):
+        for batch in loader:
+            learn(accelerator, model, optimizer, batch)
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return accelerator.load_state(folder).manifest.step
+
+
+def test_one_process_saves_behind_the_loop_of_an_epoch(pair, tmp_path):
+    assert pair.run(save_after_each_epoch, str(tmp_path / "saved")) == [8, 8]
+
+
 def save_shards(folder):
     config = ParallelismConfig(dp_shard_size=2)
     accelerator, model, optimizer, loader = prepared(model=nn.Linear(3, 1), parallelism_config=config)
