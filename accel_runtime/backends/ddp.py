@@ -57,6 +57,14 @@ class ReplicatedModel(DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
+    explain: Callable[[RuntimeError, str], RuntimeError] = staticmethod(lambda error, _: error)
+    """`Backend.explain` of the backend that prepared the model."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("explain", None)  # it belongs to the process
+        return state
+
     def __getattr__(self, name: str) -> Any:
         try:
             module = self.__dict__["_modules"]["module"]
@@ -98,9 +106,12 @@ class ReplicatedModel(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if _UNUSED not in str(error):
-                raise
-            raise RuntimeError(self._explain_unused(str(error))) from error
+            if _UNUSED in str(error):
+                raise RuntimeError(self._explain_unused(str(error))) from error
+            # Buffers are broadcast here: a rank that has ended is noticed before any backward pass.
+            if (explained := self.explain(error, "the forward pass")) is not error:
+                raise explained from error
+            raise
 
     def _explain_unused(self, message: str) -> str:
         """Return a message that names the parameters without a gradient, made of DDP's message with their indices."""
@@ -144,9 +155,7 @@ def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str
         state_dict[f"{prefix}{_PREFIX}{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
-def replicated(
-    model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]
-) -> DistributedDataParallel:
+def replicated(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
     """The model in DDP.
 
     Args:

@@ -190,7 +190,9 @@ class Distributed(InStore):
         learns = any(parameter.requires_grad for parameter in model.parameters())
         if isinstance(model, DistributedDataParallel) or not learns:
             return model
-        return replicated(model, self._device_ids, options)
+        prepared = replicated(model, self._device_ids, options)
+        prepared.explain = self.explain
+        return prepared
 
     @override
     def original(self, model: nn.Module) -> nn.Module:

@@ -222,7 +222,7 @@ def explained(error: RuntimeError, operation: str, service: StatusService) -> Ru
     text = str(error)
     if not (isinstance(error, dist.DistError) or "gloo" in text):
         return error
-    site, counts = call_site(), service.counts
+    site, counts = call_site(_TORCH), service.counts
     found = service.ask(range(service.size))
     told = {rank: status.text for rank, status in found.items()}
     told[service.rank] = f"is in {operation} at {site} {service.told}"

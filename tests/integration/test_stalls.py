@@ -154,6 +154,18 @@ def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, scr
 
 
 @pytest.mark.slow
+def test_a_process_that_ends_early_is_named_by_a_forward_pass_that_broadcasts_buffers(accel, script):
+    model = "torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))"
+    script(STRAYS.replace("STRAY", "sys.exit()").replace("torch.nn.Linear(2, 1)", model, 1))
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == 1
+    assert (
+        "RankLostError: the forward pass at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
+        in done.stderr
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stray", "told"),
     [
