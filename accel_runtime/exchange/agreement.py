@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -34,7 +35,8 @@ __all__ = [
 SLOT = 4096
 """Bytes that every rank sends at the beginning of a collective: docs/design/agreement.md has the measurements."""
 _HEAD = 32
-_SAID = struct.Struct("=3q")
+_SAID = struct.Struct("=4q")
+_LOG = logging.getLogger("accel_runtime.exchange")
 ROOM = SLOT - _HEAD
 """Bytes of data that travel with the agreement itself."""
 
@@ -110,7 +112,7 @@ class Call(NamedTuple):
     free: str = ""
     """What of a shape may differ: `first` the first dimension, `sizes` all of them, nothing."""
     anywhere: bool = False
-    """Whether ranks may call it from different lines."""
+    """Whether ranks may call it from different lines without a warning."""
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.site}"
@@ -170,6 +172,8 @@ class Agreement:
         self._slot = memoryview(bytearray(SLOT))
         self._head = self._slot[:_HEAD].cast("q")
         self._last: Call | None = None
+        self._told: set[tuple[int, ...]] = set()
+        """Lines of all ranks that were called as one collective, and of which a warning was given."""
         self._beat = heartbeat()
 
     def exchange(
@@ -187,8 +191,8 @@ class Agreement:
             MismatchError: The ranks do different things. Raised on every rank, and all can go on.
             StallError: A rank did not come in time, or is gone.
         """
-        strict, loose = _digests(call) if failure is None else (-1, -1)
-        self._head[0], self._head[1], self._head[2] = strict, loose, size
+        strict, loose, line = _digests(call) if failure is None else (-1, -1, 0)
+        self._head[0], self._head[1], self._head[2], self._head[3] = strict, loose, size, line
         inline = size <= ROOM
         if write and inline and size:
             write(self._slot[_HEAD : _HEAD + size])
@@ -207,12 +211,26 @@ class Agreement:
     def _check(self, heads: Sequence[Sequence[int]], call: Call, failure: str | None) -> None:
         agreed = _equal(heads, 0) or _equal(heads, 1)
         if agreed and failure is None and heads[0][0] != -1:
+            lines = tuple(head[3] for head in heads)
+            if lines.count(lines[0]) != len(lines) and lines not in self._told:
+                self._told.add(lines)
+                self._warn_of_lines(call)
             return
         data = f" of {described(call.structure)}" if call.structure else ""
         mine = f"{call}{data}" + (f": {failure}" if failure else "")
         texts = self._texts(mine)
         calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
+
+    def _warn_of_lines(self, call: Call) -> None:
+        """Warn that ranks make one call from different lines; all ranks call this together."""
+        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(self._texts(str(call))))
+        if self.rank == 0:
+            _LOG.warning(
+                "The ranks called one collective from different lines of the script. Their data fit, but may be of different "
+                "steps or metrics: call it from one line, after the branch.\n%s",
+                calls,
+            )
 
     def _texts(self, mine: str) -> list[str]:
         data = mine.encode()
@@ -308,13 +326,13 @@ def _equal(heads: Sequence[Sequence[int]], column: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _digests(call: Call) -> tuple[int, int]:
-    """Of all that must be equal, and of the same without what of the shapes is free."""
-    place = "" if call.anywhere else str(call.site)
+def _digests(call: Call) -> tuple[int, int, int]:
+    """Of all that must be equal, of the same without what of the shapes is free, and of the line."""
     loose = tuple(
         item.freed(call.free) if isinstance(item, Spec) and call.free else item for item in call.structure
     )
-    return tuple(_digest(f"{call.operation}\n{place}\n{some}") for some in (call.structure, loose))  # type: ignore[return-value]
+    strict, free = (_digest(f"{call.operation}\n{some}") for some in (call.structure, loose))
+    return strict, free, 0 if call.anywhere else _digest(str(call.site))
 
 
 def _digest(text: str) -> int:

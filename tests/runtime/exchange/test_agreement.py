@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -82,19 +83,40 @@ def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_
         assert went_on == list(range(several.size))
 
 
-def test_the_same_call_from_another_line_is_another_call(several):
+def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pair_of_lines(several):
+    def gather_in_branches():
+        b = backend()
+        logger, messages = logging.getLogger("accel_runtime.exchange"), []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logger.addHandler(handler)
+        found = []
+        for _ in range(3):
+            if b.topology.rank:
+                found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
+            else:
+                found.append(gather(torch.tensor([9]), b).tolist())
+        logger.removeHandler(handler)
+        return messages, found
+
+    (first, found), *others = several.run(gather_in_branches)
+    assert found == [[9, *range(1, several.size)]] * 3
+    assert all(other == ([], found) for other in others)
+    (message,) = first
+    lines = [int(line) for line in re.findall(r"rank \d: gather at test_agreement\.py:(\d+)", message)]
+    assert lines == [lines[0], *[lines[0] - 2] * (several.size - 1)]
+
+
+def test_other_data_from_another_line_are_refused(pair):
     def mismatched():
         b = backend()
         one = lambda: gather(torch.ones(2), b)  # noqa: E731
-        other = lambda: gather(torch.ones(2), b)  # noqa: E731
-        with pytest.raises(MismatchError) as caught:
+        other = lambda: gather(torch.ones(2, 3), b)  # noqa: E731
+        with pytest.raises(MismatchError):
             (one if b.topology.rank else other)()
-        return str(caught.value), gather(torch.tensor(b.topology.rank), b).tolist()
+        return True
 
-    for message, went_on in several.run(mismatched):
-        first, second, *_ = re.findall(r"gather at test_agreement\.py:(\d+) \(<lambda>\)", message)
-        assert int(first) == int(second) + 1
-        assert went_on == list(range(several.size))
+    assert pair.run(mismatched) == [True, True]
 
 
 def test_ranks_may_wait_for_each_other_from_different_lines(several):
