@@ -109,6 +109,9 @@ __all__ = [
     "tqdm",
 ]
 
+accelerate_version = "1.15.0"
+"""The version of Accelerate whose names and arguments this library has, for scripts that compare versions."""
+
 _HOMES = {
     "CheckpointError": "accel_runtime.checkpoint.errors",
     "MismatchError": "accel_runtime.exchange.agreement",

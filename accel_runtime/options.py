@@ -134,7 +134,8 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     """Whether copies to the device overlap with the computation; useful with `pin_memory`."""
     use_stateful_dataloader: bool = False
-    """Whether loaders have a `state_dict` that says where they are: all have."""
+    """Whether `load_state` has loaders continue after the last batch; else at the start of its epoch, for scripts that skip
+    batches themselves. Every prepared loader has a `state_dict`."""
 
 
 @dataclass(frozen=True)

@@ -43,3 +43,9 @@ def test_any_other_name_is_an_attribute_error():
 
 def test_the_version_is_that_of_the_distribution():
     assert accel_runtime.__version__ == version("accel")
+
+
+def test_scripts_that_compare_versions_of_accelerate_have_one_to_compare():
+    version = tuple(map(int, accel_runtime.accelerate_version.split(".")))
+    assert version >= (1, 15, 0)
+    assert "accelerate_version" in dir(accel_runtime)
