@@ -169,7 +169,7 @@ def complete(folder: RankFolder) -> None:
     """Add to the log of a process that has ended what it left to the launcher to say; and tidy up."""
     said = _unsaid(folder)
     if said:
-        with folder.output.open("a", encoding="utf-8") as log:
+        with folder.output.open("a", encoding="utf-8", errors="surrogateescape") as log:
             log.write(said)
     if folder.fault.exists() and not folder.fault.stat().st_size:
         folder.fault.unlink()

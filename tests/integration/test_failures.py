@@ -69,6 +69,21 @@ def test_a_rank_that_has_raised_and_is_slow_to_end_is_the_first_failure(fails):
     assert lines[-1].endswith(": ValueError: there is no data")
 
 
+def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged_with_all_its_bytes(script, cwd, home):
+    """A file name that another system wrote, in a folder that has such a name too."""
+    folder = Path(os.fsdecode(os.fsencode(cwd) + b"/\xff"))
+    folder.mkdir()
+    (folder / "train.py").write_text("import os\nraise ValueError(os.fsdecode(b'\\xff.jpg'))\n")
+    options = ("--quiet", "--nproc-per-node", 2, "--max-restarts", 1)
+    done = run("launch", *options, "train.py", cwd=folder, errors="surrogateescape")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("ValueError: \N{REPLACEMENT CHARACTER}.jpg")
+    assert "accel_cli" not in done.stderr
+    for attempt in (0, 1):
+        (found,) = home.glob(f"runs/*/attempt_{attempt}/rank_0/output.log")
+        assert found.read_bytes().endswith(b"ValueError: \xff.jpg\n")
+
+
 def test_all_ranks_raise(fails):
     lines, code = fails(
         "import os, time\ntime.sleep(1.5 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"
