@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ KEPT = 10
 """How many runs stay; the oldest go when a new one begins."""
 _RECORD = "run.json"
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
+_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9_.-]+-\d+(-[0-9a-f]{8})?")
+"""The form of a run folder's name."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +96,32 @@ class RunFolder:
         run = cls(path)
         run.record({**about, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
         for old in recent(base)[KEPT:]:
-            if not (old.running or old.is_elsewhere):
+            if old.is_own and not (old.running or old.is_elsewhere):
                 shutil.rmtree(old.path, ignore_errors=True)
         return run
 
     @property
     def about(self) -> dict[str, Any]:
-        """What was recorded about the run; empty once another launch has let it go."""
-        with suppress(FileNotFoundError):
-            return dict(json.loads((self.path / _RECORD).read_text(encoding="utf-8")))
+        """What was recorded about the run; empty if it was removed, or the file is not one that a launch wrote."""
+        file = self.path / _RECORD
+        with suppress(OSError, ValueError):
+            # Whoever opens a named pipe waits for ever.
+            if stat.S_ISREG(file.stat().st_mode):
+                about = json.loads(file.read_text(encoding="utf-8"))
+                return about if isinstance(about, dict) else {}
         return {}
+
+    @property
+    def is_own(self) -> bool:
+        """Return True if a launch of this user made the folder, so that a later one may remove it."""
+        with suppress(OSError):
+            found = self.path.lstat()
+            return (
+                stat.S_ISDIR(found.st_mode)
+                and found.st_uid == os.getuid()
+                and bool(_NAME.fullmatch(self.path.name))
+            )
+        return False
 
     def record(self, about: Mapping[str, Any]) -> None:
         """Add to what is recorded about the run; the file is whole at every moment."""
@@ -183,8 +202,9 @@ def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
 def recent(base: Path) -> list[RunFolder]:
     """The runs in a folder, the newest first."""
     found = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
-    begun = [(about["started"], run) for run in found if (about := run.about)]
-    return [run for _, run in sorted(begun, key=lambda entry: float(entry[0]), reverse=True)]
+    begun = [(run.about.get("started"), run) for run in found]
+    known = [(started, run) for started, run in begun if isinstance(started, (int, float))]
+    return [run for _, run in sorted(known, key=lambda entry: entry[0], reverse=True)]
 
 
 def named(base: Path, name: str | None = None) -> RunFolder:

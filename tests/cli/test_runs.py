@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from accel_cli import runs
-from accel_cli.runs import KEPT, RunFolder, recent
+from accel_cli.runs import KEPT, RunFolder, named, recent
 
 
 def test_the_newest_comes_first_and_says_what_was_recorded(tmp_path):
@@ -63,3 +66,35 @@ def test_launchers_on_machines_that_share_a_folder_leave_each_other_alone(tmp_pa
     RunFolder.create(tmp_path, "train.py", {})
     assert (away.state, away.running) == ("not ended, on h0", False)
     assert len(recent(tmp_path)) == KEPT + 1
+
+
+def test_folders_that_no_launch_of_this_user_made_are_never_removed(tmp_path):
+    """A folder of the user with a `run.json` of its own, a link, and a run of another user."""
+    mine = tmp_path / "exp"
+    mine.mkdir()
+    (mine / "run.json").write_text(json.dumps({"started": 1.0}))
+    (mine / "model.pt").touch()
+    (tmp_path / "20200101-000000-train-1").symlink_to(mine)
+    other = tmp_path / "20200101-000000-train-2"
+    other.mkdir()
+    (other / "run.json").write_text(json.dumps({"started": 2.0, "exit_code": 0}))
+    if os.getuid() == 0:
+        os.chown(other, 12345, 12345)
+    for number in range(KEPT + 2):
+        RunFolder.create(tmp_path, f"train{number}.py", {"exit_code": 0})
+    assert (mine / "model.pt").exists()
+    assert other.exists() == (os.getuid() == 0)
+    assert len(recent(tmp_path)) >= KEPT
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "nonsense", '{"started": "x"}', "{}", None])
+def test_a_file_of_a_run_that_cannot_be_used_stops_no_launch(tmp_path, content):
+    broken = tmp_path / "20200101-000000-train-1"
+    broken.mkdir()
+    if content is None:
+        os.mkfifo(broken / "run.json")
+    else:
+        (broken / "run.json").write_text(content)
+    run = RunFolder.create(tmp_path, "train.py", {})
+    assert recent(tmp_path) == [run]
+    assert named(tmp_path).path == run.path
