@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         _open_missing_streams()
+        _reset_sigchld()
         app(arguments)
     except KeyboardInterrupt:
         # Nothing runs yet: there is nothing to say.
@@ -76,6 +78,12 @@ def main(arguments: list[str] | None = None) -> None:
 
         console.error(explain_os_error(error))
         sys.exit(1)
+
+
+def _reset_sigchld() -> None:
+    """Let the kernel keep exit codes of children: a parent that ignores SIGCHLD passes that on, and codes are lost."""
+    if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_missing_streams() -> None:

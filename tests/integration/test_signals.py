@@ -308,6 +308,14 @@ def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
 
 
 @pytest.mark.slow
+def test_exit_codes_are_kept_where_the_parent_ignores_the_end_of_children(script, launch):
+    script("import sys\nsys.exit(3)\n")
+    ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])"
+    launched = launch(before=[sys.executable, "-c", ignore])
+    assert launched.ended() == 3
+
+
+@pytest.mark.slow
 def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
     script("")
     launched = launch("--nnodes", "2", "--set", "launcher.rdzv_endpoint=127.0.0.1:1")
