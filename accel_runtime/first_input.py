@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_runtime import tree
 from accel_runtime.backends.base import Backend
-from accel_runtime.exchange.callsite import call_site
+from accel_runtime.exchange.callsite import TORCH, call_site
 
 __all__ = ["FirstInput"]
 
 _LOG = logging.getLogger("accel_runtime.data")
-_TORCH = f"{Path(torch.__file__).parent}/"
 _KEY = "accel/first input"
 _ELEMENTS = 1 << 16
 """How many elements of a tensor are compared."""
@@ -59,7 +57,7 @@ class FirstInput:
         elif not self._divides_data() and (fingerprint := _fingerprint((args, kwargs))):
             key = f"{_KEY}/{self._backend.turn(_KEY)}"
             if self._backend.topology.rank == 0:
-                self._own = (key, fingerprint, str(call_site(_TORCH)))
+                self._own = (key, fingerprint, str(call_site(TORCH)))
                 return
             self._backend.post(key, fingerprint)
         if self._handle is not None:

@@ -15,15 +15,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from accel_runtime.exchange.agreement import RankLostError, StallError
-from accel_runtime.exchange.callsite import call_site, site_of
+from accel_runtime.exchange.callsite import TORCH, call_site, site_of
 from accel_runtime.heartbeat import Counts, Progress
 
 __all__ = ["PATIENCE_S", "RankStatus", "StatusService", "explained"]
@@ -32,7 +30,6 @@ PATIENCE_S = 2.0
 """Seconds in which a rank answers, unless its threads have to wait for code that keeps the interpreter to itself."""
 _PAUSE_S = 0.005
 _DAY = timedelta(days=1)
-_TORCH = f"{Path(torch.__file__).parent}/"
 _LEAVE = "leave "
 _DISMISS_S = 0.5
 _NAMED = 3
@@ -175,7 +172,7 @@ class StatusService:
         else:
             frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
             in_backward = _is_in_backward(frame)
-            where = f"is {'in backward() ' if in_backward else ''}at {site_of(frame, _TORCH)}"
+            where = f"is {'in backward() ' if in_backward else ''}at {site_of(frame, TORCH)}"
         return RankStatus(counts, f"{where} {self.told}", in_backward)
 
     def _last_status(self) -> RankStatus:
@@ -205,7 +202,7 @@ def _is_in_backward(frame: Any) -> bool:
     """Return whether a stack is inside of a backward pass of torch."""
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "backward" and code.co_filename.startswith(_TORCH):
+        if code.co_name == "backward" and code.co_filename.startswith(TORCH):
             return True
         frame = frame.f_back
     return False
@@ -222,7 +219,7 @@ def explained(error: RuntimeError, operation: str, service: StatusService) -> Ru
     text = str(error)
     if not (isinstance(error, dist.DistError) or "gloo" in text):
         return error
-    site, counts = call_site(_TORCH), service.counts
+    site, counts = call_site(TORCH), service.counts
     found = service.ask(range(service.size))
     told = {rank: status.text for rank, status in found.items()}
     told[service.rank] = f"is in {operation} at {site} {service.told}"

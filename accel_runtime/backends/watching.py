@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from accel_runtime import tree
-from accel_runtime.exchange.callsite import CallSite, call_site
+from accel_runtime.exchange.callsite import TORCH, CallSite, call_site
 
 __all__ = ["Counts", "Watch"]
 
@@ -37,7 +36,6 @@ _FETCHES = frozenset(
         "__repr__",
     )
 )
-_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class Counts(NamedTuple):
@@ -156,7 +154,7 @@ class _Spy(TorchFunctionMode):
         found = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
         if name in _FETCHES and self._is_there(args[0]) and not self._is_there(found):
-            self.seen.setdefault(call_site(_TORCH), f"{name}()")
+            self.seen.setdefault(call_site(TORCH), f"{name}()")
         return found
 
     def _is_there(self, value: Any) -> bool:

@@ -7,9 +7,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["CallSite", "call_site", "site_of", "user_stack"]
+import torch
+
+__all__ = ["TORCH", "CallSite", "call_site", "site_of", "user_stack"]
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
+TORCH = f"{Path(torch.__file__).parent}/"
+"""The folder of torch, a library that `call_site` may leave out."""
 
 
 class CallSite(NamedTuple):

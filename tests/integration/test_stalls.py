@@ -143,24 +143,23 @@ def test_where_nothing_runs_the_command_says_so(accel, script):
     assert accel("stacks").returncode == 2
 
 
-def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, script):
-    script(STRAYS.replace("STRAY", "sys.exit()"))
-    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
-    assert done.returncode == 1
-    assert (
-        "RankLostError: backward() at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
-        in done.stderr
-    )
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_early_is_named_by_a_forward_pass_that_broadcasts_buffers(accel, script):
-    model = "torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))"
+@pytest.mark.parametrize(
+    ("model", "waits"),
+    [
+        ("torch.nn.Linear(2, 1)", "backward()"),
+        pytest.param(
+            "torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))",  # its buffers are broadcast
+            "the forward pass",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, script, model, waits):
     script(STRAYS.replace("STRAY", "sys.exit()").replace("torch.nn.Linear(2, 1)", model, 1))
     done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 1
     assert (
-        "RankLostError: the forward pass at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
+        f"RankLostError: {waits} at train.py:10 (<module>) cannot complete: rank 0 ended normally after 9 steps"
         in done.stderr
     )
 

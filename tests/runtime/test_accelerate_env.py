@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from unittest.mock import patch
 
 import pytest
+from log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator, GradientAccumulationPlugin, TorchDynamoPlugin
@@ -254,17 +254,10 @@ def test_a_description_names_the_variables(monkeypatch):
 
 def test_what_has_no_effect_is_said_once_by_the_first_process(pair):
     def said():
-        heard = []
-        handler = logging.Handler()
-        handler.emit = lambda record: heard.append(record.getMessage())
-        logger = logging.getLogger("accel_runtime.env")
-        logger.addHandler(handler)
-        try:
-            with patch.dict(os.environ, {"ACCELERATE_FOR_THIS_TEST": "1"}):
-                Accelerator(), Accelerator()
-        finally:
-            logger.removeHandler(handler)
-        return heard
+        environ = patch.dict(os.environ, {"ACCELERATE_FOR_THIS_TEST": "1"})
+        with collect_messages("accel_runtime.env") as messages, environ:
+            Accelerator(), Accelerator()
+        return messages
 
     assert pair.run(said) == [["ACCELERATE_FOR_THIS_TEST: no effect here."], []]
 

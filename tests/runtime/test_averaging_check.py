@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,16 +33,9 @@ class Autoencoder(nn.Module):
 
 def warned(train, *args):
     """Return what a training logs on this rank."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("accel_runtime.gradients")
-    logger.addHandler(handler)
-    try:
+    with collect_messages("accel_runtime.gradients") as messages:
         train(*args)
-    finally:
-        logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def prepared(**options):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,12 +27,7 @@ class Scaled(nn.Module):
 
 def warned(batches, **options):
     """Return what training on the batches that `batches(rank)` makes is told on this rank."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("accel_runtime.data")
-    logger.addHandler(handler)
-    try:
+    with collect_messages("accel_runtime.data") as messages:
         accelerator = Accelerator(**options)
         accelerator.prepare(Scaled().requires_grad_(requires_grad=False))
         model = accelerator.prepare(Scaled())
@@ -41,9 +36,7 @@ def warned(batches, **options):
             with accelerator.accumulate(model):
                 accelerator.backward(model(*args, **kwargs).sum())
         assert len(model._forward_pre_hooks) == 2  # those that stay
-    finally:
-        logger.removeHandler(handler)
-    return said
+    return messages
 
 
 def batch(seed, **others):

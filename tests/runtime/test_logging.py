@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from log_messages import collect_messages
 
 from accel_runtime import Accelerator
 from accel_runtime.env import SettingsError
@@ -31,18 +32,12 @@ def said(several, function, *args):
         from accel_runtime.logging import get_logger
 
         Accelerator()
-        got = []
-        handler = logging.Handler()
-        handler.emit = lambda record: got.append(record.getMessage())
         logger = logging.getLogger("ranks")
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        logger.addHandler(handler)
-        try:
+        with collect_messages("ranks") as messages:
             function(get_logger("ranks"), *args)
-        finally:
-            logger.removeHandler(handler)
-        return got
+        return messages
 
     return several.run(run, function, args)
 

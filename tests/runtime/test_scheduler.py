@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -178,19 +178,15 @@ def test_the_first_process_tells_of_a_scheduler_that_seems_to_count_epochs(pair)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, halving(optimizer))
-        said = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())
-        logging.getLogger("accel_runtime.scheduler").addHandler(handler)
-        for batch in range(16):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.ones(1, 1)).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-            if batch % 8 == 7:
-                scheduler.step()
-        logging.getLogger("accel_runtime.scheduler").removeHandler(handler)
-        return len(said), scheduler.last_epoch, accelerator.describe().schedulers[0].advances
+        with collect_messages("accel_runtime.scheduler") as messages:
+            for batch in range(16):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 1)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if batch % 8 == 7:
+                    scheduler.step()
+        return len(messages), scheduler.last_epoch, accelerator.describe().schedulers[0].advances
 
     wanted = "2 step(s) of the schedule a call of step(), once in 4 optimizer steps"
     assert pair.run(train) == [(1, 4, wanted), (0, 4, wanted)]

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from contextlib import contextmanager
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.utils import ParallelismConfig, gather_object
-
-
-@contextmanager
-def warnings_logged():
-    """Collect what is logged about checkpoints."""
-    logger, told = logging.getLogger("accel_runtime.checkpoint"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
 
 
 def prepared(folder=None, model=None, **options):
@@ -64,7 +50,7 @@ def train_and_save_alone(folder, rank, metrics):
         return ask(*arguments)
 
     service.ask = count
-    with warnings_logged() as told:
+    with collect_messages("accel_runtime.checkpoint") as told:
         for batch in loader:
             learn(accelerator, model, optimizer, batch)
             if accelerator.process_index == rank:
@@ -105,7 +91,7 @@ def save_from_a_function(folder):
     def save(name):
         accelerator.save_state(f"{folder}/{name}")
 
-    with warnings_logged() as told:
+    with collect_messages("accel_runtime.checkpoint") as told:
         for batch in loader:
             learn(accelerator, model, optimizer, batch)
             if accelerator.is_main_process:
@@ -138,7 +124,7 @@ def test_of_several_processes_that_save_the_first_one_writes(clusters, tmp_path)
 def save_own_data_and_open_cycle(folder):
     accelerator, model, _, _ = prepared(model=nn.Linear(1, 1), gradient_accumulation_steps=2)
     own = accelerator.prepare_data_loader(DataLoader(torch.arange(6.0).view(6, 1)), data="sharded")
-    with warnings_logged() as told:
+    with collect_messages("accel_runtime.checkpoint") as told:
         for step, batch in enumerate(own):
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).mean())

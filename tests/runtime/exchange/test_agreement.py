@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -10,6 +9,7 @@ import time
 import pytest
 import torch
 from forked import ForkServer
+from log_messages import collect_messages
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives import MismatchError, broadcast, gather, gather_object, gather_valid, reduce
@@ -86,17 +86,13 @@ def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_
 def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pair_of_lines(several):
     def gather_in_branches():
         b = backend()
-        logger, messages = logging.getLogger("accel_runtime.exchange"), []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger.addHandler(handler)
         found = []
-        for _ in range(3):
-            if b.topology.rank:
-                found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
-            else:
-                found.append(gather(torch.tensor([9]), b).tolist())
-        logger.removeHandler(handler)
+        with collect_messages("accel_runtime.exchange") as messages:
+            for _ in range(3):
+                if b.topology.rank:
+                    found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
+                else:
+                    found.append(gather(torch.tensor([9]), b).tolist())
         return messages, found
 
     (first, found), *others = several.run(gather_in_branches)
