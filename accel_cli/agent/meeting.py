@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 import uuid
+import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
@@ -200,8 +201,12 @@ class Meeting:
     def _introduce(self) -> None:
         """Say who this is, once it is clear that this machine and the meeting place can work together."""
         if self.hosts:
+            assert isinstance(self.store, TCPStore)
             self.store.set(self.key("reference"), self.card.text())
-            threading.Thread(target=self._tick, name="clock", daemon=True).start()
+            stop = threading.Event()
+            weakref.finalize(self, stop.set)
+            arguments = (self.store.host, self.store.port, self.key("clock"), stop)
+            threading.Thread(target=_publish_time, args=arguments, name="clock", daemon=True).start()
         else:
             self._compare(Card.read(self.store.get(self.key("reference"))))
             self._check_clock()
@@ -249,14 +254,6 @@ class Meeting:
         key = self.key("refused")
         return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def _tick(self) -> None:
-        """Keep the time of the meeting place in its store, for machines that come later too."""
-        own = TCPStore("127.0.0.1", self.endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
-        with suppress(DistError, RuntimeError):
-            while True:
-                own.set(self.key("clock"), str(time.time()))
-                time.sleep(_TICK_S)
-
 
 def listening(address: str, port: int = 0) -> socket.socket:
     """A socket that listens on an address; none means all of this machine's.
@@ -283,6 +280,16 @@ def serve(opened: socket.socket, address: str) -> TCPStore:
         timeout=timedelta(seconds=_STORE_S),
         master_listen_fd=opened.detach(),
     )
+
+
+def _publish_time(host: str, port: int, key: str, stop: threading.Event) -> None:
+    """Keep the time of this machine in the store that it serves, until `stop` is set or the store is gone."""
+    with suppress(DistError, RuntimeError):
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+        while True:
+            store.set(key, str(time.time()))
+            if stop.wait(_TICK_S):
+                return
 
 
 def _client(endpoint: Endpoint) -> TCPStore | None:

@@ -21,6 +21,7 @@ for step in range(4):
     if step == 2 and accelerator.process_index == 1:
         augment()
     accelerator.gather(torch.ones(1))
+time.sleep(2.5)  # the launcher looks every 0.75 s
 """
 SLEEPS = """
 import os, threading, time

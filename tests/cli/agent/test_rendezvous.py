@@ -161,6 +161,15 @@ def come(told):
     return first[0]
 
 
+def test_the_thread_that_publishes_the_time_ends_with_its_meeting(port):
+    first = come(pair(port))
+    clock = next(thread for thread in threading.enumerate() if thread.name == "clock")
+    assert abs(float(first.store.get(first.key("clock"))) - time.time()) < 30
+    del first
+    clock.join(20)
+    assert not clock.is_alive()
+
+
 def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(port, monkeypatch):
     told = pair(port)
     first = come(told)
@@ -196,6 +205,7 @@ def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkey
 def test_a_meeting_place_of_another_run_is_named_and_no_traceback(port, monkeypatch):
     monkeypatch.setattr(meetings, "_STORE_S", 5)
     told = pair(port)
-    come({**told, "run_id": "other"})
+    other = come({**told, "run_id": "other"})
     with pytest.raises(AccelError, match=r"answered, but not as that of this run"):
         Meeting({**told, "run_id": "mine"}, 1, derived=False)
+    assert other.hosts, "its store ends with it"
