@@ -44,6 +44,7 @@ __all__ = [
     "fsdp1",
     "nearest",
     "placed_by_device",
+    "read_switch",
 ]
 
 PREFIX = "ACCEL_"
@@ -53,6 +54,8 @@ PROFILE = "ACCEL_PROFILE"
 """The name of the profile to use, where `--profile` does not say."""
 TRUSTED_PROJECTS = "ACCEL_TRUSTED_PROJECTS"
 """Folders whose project file is used whoever owns it, separated as in PATH."""
+TRUST_NETWORK = "ACCEL_TRUST_NETWORK"
+"""A switch: processes of one machine that cannot connect over Unix sockets exchange objects over TCP."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
 LAUNCH = "ACCEL_LAUNCH"
@@ -136,7 +139,7 @@ class Settings:
             for field, other in others.items():
                 text = text.replace(f"{variable(field)} ", f"{other.variable} ")
             raise SettingsError(text) from None
-        if "mixed_precision" not in values and _switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
+        if "mixed_precision" not in values and read_switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
             values["mixed_precision"] = "fp16"
         if values.get("device", "auto") == "auto" and environ.get(PJRT):
             values["device"] = "xla"
@@ -210,9 +213,9 @@ def _parse(name: str, text: str, kind: object) -> object:
     if kind is str:
         return text
     if kind is bool:
-        return _switch(name, text)
+        return read_switch(name, text)
     if kind == bool | int:
-        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else _switch(name, text)
+        return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else read_switch(name, text)
     if kind == tuple[str, ...]:
         return tuple(_parts(text))
     if kind == tuple[tuple[str, str], ...]:
@@ -246,7 +249,12 @@ def _pair(name: str, text: str) -> tuple[str, str]:
     return first, second
 
 
-def _switch(name: str, text: str) -> bool:
+def read_switch(name: str, text: str) -> bool:
+    """Read the value of a variable that is on or off; empty is off.
+
+    Raises:
+        SettingsError: It is neither.
+    """
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise SettingsError(f"{name} must be one of 1, true, yes, on, 0, false, no, off; it is {text!r}")
@@ -258,6 +266,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         HOME,
         LAUNCH,
         PROFILE,
+        TRUST_NETWORK,
         RANK_FOLDER,
         TRUSTED_PROJECTS,
         *(variable(name) for name, _ in flat(Settings())),

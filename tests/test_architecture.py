@@ -34,6 +34,8 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/tracking/mlflow.py",
     # torch_xla is configured through variables of its own, and some of them change numbers.
     "accel_runtime/backends/xla.py",
+    # One switch, which XLA's replicas have too: they are threads, without settings of their own.
+    "accel_runtime/backends/sockets.py",
     "accel_runtime/current.py",
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",

@@ -24,9 +24,11 @@ from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
 from accel_runtime.backends.settling import forks_wait, wait_for_threads
 from accel_runtime.backends.status import explained
-from accel_runtime.backends.wire import control_group, side_group, wire_of
+from accel_runtime.backends.wire import control_group, side_wire, wire_of
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.env import Settings
+from accel_runtime.exchange.agreement import Agreement
+from accel_runtime.exchange.objects import share_objects
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import Topology
@@ -78,8 +80,8 @@ class Distributed(InStore):
         forks_wait()
         patience = wanted["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
-        near = topology.local_world_size == topology.world_size
-        super().__init__(topology, device, wire_of(self._control, patience, one_machine=near))
+        self._one_machine = topology.local_world_size == topology.world_size
+        super().__init__(topology, device, wire_of(self._control, patience, one_machine=self._one_machine))
         self._device_ids = [device.index] if device.index is not None else None
         self._progress = heartbeat()
         self._attendance = attendance_of(
@@ -119,14 +121,9 @@ class Distributed(InStore):
 
     @override
     def apart(self) -> Callable[[Any], list[Any]]:
-        group = side_group(dist.group.WORLD)
-
-        def share(item: Any) -> list[Any]:
-            found: list[Any] = [None] * self.topology.world_size
-            dist.all_gather_object(found, item, group=group)
-            return found
-
-        return share
+        wire = side_wire(dist.group.WORLD, one_machine=self._one_machine)
+        agreement = Agreement(wire, self.topology.rank, self.topology.world_size)
+        return lambda item: share_objects("background exchange", item, agreement)
 
     @override
     def barrier(self) -> None:
@@ -267,7 +264,7 @@ def _leave() -> None:
     wait_for_threads(_GRACE_S, _PATIENCE_S)
     attendance_of.cache_clear()
     control_group.cache_clear()
-    side_group.cache_clear()
+    side_wire.cache_clear()
     wire_of.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.averaging import Averaging
-from accel_runtime.backends.wire import GlooWire, wire_between
+from accel_runtime.backends.wire import wire_between
 from accel_runtime.backends.words import OPERATIONS, InStore
 from accel_runtime.exchange.agreement import Agreement, Wire
 from accel_runtime.exchange.objects import share_objects
@@ -48,8 +48,8 @@ class Hosts:
         self.store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         """What all replicas can write into and read from."""
         self._group = self._joined("control")
-        near = topology.local_world_size == topology.world_size
-        self.wire: Wire = wire_between(self._group, self._prefixed("wire"), timeout, one_machine=near)
+        self._one_machine = topology.local_world_size == topology.world_size
+        self.wire: Wire = self._connect(self._group, "wire", timeout)
         """Carries bytes between the replicas."""
         self._asides = 0
 
@@ -74,9 +74,12 @@ class Hosts:
         """See `Backend.apart`."""
         self._asides += 1
         name = f"aside {self._asides}"
-        wire = GlooWire(self._joined(name, _ANY_DAY), self._prefixed(f"wire of {name}"), _ANY_DAY)
+        wire = self._connect(self._joined(name, _ANY_DAY), f"wire of {name}", _ANY_DAY)
         agreement = Agreement(wire, self._topology.rank, self._topology.world_size)
         return lambda item: share_objects(name, item, agreement)
+
+    def _connect(self, group: Any, name: str, timeout: timedelta) -> Wire:
+        return wire_between(group, self._prefixed(name), timeout, one_machine=self._one_machine)
 
     def _joined(self, name: str, timeout: timedelta | None = None) -> Any:
         rank, size = self._topology.rank, self._topology.world_size

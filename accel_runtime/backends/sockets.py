@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import time
@@ -22,12 +24,17 @@ from typing_extensions import override
 
 from accel_runtime.backends.dissemination import in_rank_order, rounds
 from accel_runtime.backends.news import News
+from accel_runtime.env import TRUST_NETWORK, read_switch
 from accel_runtime.exchange.agreement import SLOT, Wire
 from accel_runtime.exchange.raw import memory
 
 __all__ = ["SocketWire", "connected"]
 
 _RANK = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")
+"""The process, user and group that Linux names for SO_PEERCRED, see unix(7)."""
+_LONGEST_FOLDER = 90
+"""Bytes of a folder's path: the path of a Unix socket has 104 on macOS and 108 on Linux, a rank's number included."""
 _FITS = 32 * 1024
 """Bytes that a socket takes at once whoever reads at the other end: half of the smallest buffer in use."""
 _BACKLOG = 4096
@@ -138,75 +145,134 @@ class SocketWire(Wire):
 
 
 def connected(group: Any, store: Any, timeout: timedelta) -> dict[int, socket.socket] | None:
-    """A socket to every other rank of a group whose ranks share a machine; None if one cannot be reached so.
+    """Connect a socket to every other rank of a group whose ranks share a machine.
 
-    All ranks call this together, and all get sockets or none does. They meet in a folder that nobody else may
-    enter, so no other user of the machine can take the place of a rank.
+    All ranks call this together, and all get sockets or none does. They meet in a folder that only this user may enter.
+    Every other user of the machine can write into the store, so each rank checks the owner of the folder and of the
+    process behind every connection: the ranks exchange pickled objects, which run code when they are loaded.
 
     Args:
         group: A gloo group, also one that `torch.distributed` does not know.
         store: Of this group alone.
         timeout: How long to wait for the others.
+
+    Returns:
+        The sockets by rank; None where they cannot be connected and `ACCEL_TRUST_NETWORK=1` allows TCP.
+
+    Raises:
+        RuntimeError: They cannot be connected. Raised on every rank.
     """
-    rank = group.rank()
-    folder = None
-    if rank == 0:
-        with contextlib.suppress(OSError):
-            folder = tempfile.mkdtemp(prefix="accel-")
-        store.set("sockets", folder or "")
-    place = store.get("sockets").decode()
+    folder, problem = None, ""
+    if group.rank() == 0:
+        try:
+            folder = _make_folder()
+        except OSError as error:
+            problem = str(error)
+        store.set("sockets", os.fsencode(folder) if folder else b"")
+    place = Path(os.fsdecode(store.get("sockets") or b"(rank 0 can make no folder)"))
+    peers: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            peers = _meet(group, listener, Path(place), timeout) if place else None
+        with socket.socket(socket.AF_UNIX) as listener:
+            problem = problem or _attempt(lambda: _listen(listener, place, group.rank()))
+            if _all(group, done=not problem):
+                problem = _attempt(lambda: _connect(group, listener, place, peers, deadline))
+                if _all(group, done=not problem):
+                    return peers
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
-    return peers
-
-
-def _meet(
-    group: Any, listener: socket.socket, place: Path, timeout: timedelta
-) -> dict[int, socket.socket] | None:
-    listens = _done(lambda: _listen(listener, place / str(group.rank()), timeout))
-    if not _all(group, done=listens):
-        return None
-    peers: dict[int, socket.socket] = {}
-    met = _done(lambda: _connect(group, listener, place, peers))
-    if _all(group, done=met):
-        return peers
     for peer in peers.values():
         peer.close()
-    return None
+    if read_switch(TRUST_NETWORK, os.environ.get(TRUST_NETWORK, "")):
+        return None
+    raise RuntimeError(
+        f"cannot connect the processes of this machine: {problem or 'another process could not, and says why'}. Set "
+        f"TMPDIR to a folder that all of them can write, or {TRUST_NETWORK}=1 to exchange objects over TCP, which other "
+        "users of this machine could redirect."
+    )
 
 
-def _listen(listener: socket.socket, path: Path, timeout: timedelta) -> None:
-    listener.settimeout(timeout.total_seconds())
-    listener.bind(str(path))
+def _make_folder() -> Path:
+    """Make a folder that only this user may enter, with a path short enough for sockets in it.
+
+    Raises:
+        OSError: There is no such place.
+    """
+    problem: OSError | None = None
+    for parent in (None, "/tmp"):  # noqa: S108 - mkdtemp makes a private folder in it
+        folder = Path(tempfile.mkdtemp(prefix="accel-", dir=parent))
+        try:
+            _check_folder(folder)
+        except OSError as error:
+            problem = error
+            folder.rmdir()
+        else:
+            return folder
+    assert problem
+    raise problem
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise unless only this user may enter a folder, and its path is short enough.
+
+    Raises:
+        OSError: It is no folder, belongs to another user, others may enter it, or its path is too long.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(
+            errno.EPERM, f"not a folder of user {os.geteuid()} that no other user may enter", str(folder)
+        )
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise OSError(errno.ENAMETOOLONG, "too long for Unix sockets", str(folder))
+
+
+def _listen(listener: socket.socket, folder: Path, rank: int) -> None:
+    _check_folder(folder)
+    listener.bind(str(folder / str(rank)))
     listener.listen(_BACKLOG)
 
 
-def _connect(group: Any, listener: socket.socket, place: Path, peers: dict[int, socket.socket]) -> None:
-    """Call those before this rank, and hear those after it."""
+def _connect(
+    group: Any, listener: socket.socket, folder: Path, peers: dict[int, socket.socket], deadline: float
+) -> None:
+    """Connect to the ranks before this one, and accept connections of those after it."""
     rank, size = group.rank(), group.size()
     for other in range(rank):
         peers[other] = socket.socket(socket.AF_UNIX)
-        peers[other].connect(str(place / str(other)))
+        peers[other].connect(str(folder / str(other)))
+        _check_peer(peers[other])
         peers[other].sendall(_RANK.pack(rank), _QUIET)
-    for _ in range(rank + 1, size):
+    while len(peers) < size - 1:
+        listener.settimeout(max(deadline - time.monotonic(), 0.001))
         peer, _address = listener.accept()
-        peer.settimeout(listener.gettimeout())
+        _check_peer(peer)
+        peer.settimeout(max(deadline - time.monotonic(), 0.001))
         said = memoryview(bytearray(_RANK.size))
         _receive(peer, said)
         peers[_RANK.unpack(said)[0]] = peer
 
 
-def _done(step: Callable[[], None]) -> bool:
+def _check_peer(peer: socket.socket) -> None:
+    """Raise if the process behind a connection belongs to another user, where the system tells.
+
+    Raises:
+        OSError: It does.
+    """
+    if hasattr(socket, "SO_PEERCRED"):
+        raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if (user := _CREDENTIALS.unpack(raw)[1]) != os.geteuid():
+            raise PermissionError(errno.EPERM, f"a process of user {user} answers for a rank")
+
+
+def _attempt(step: Callable[[], None]) -> str:
+    """Run a step, and return why it failed; empty if it did not."""
     try:
         step()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _all(group: Any, *, done: bool) -> bool:

@@ -16,7 +16,7 @@ from accel_runtime.backends.news import News
 from accel_runtime.backends.sockets import SocketWire, connected
 from accel_runtime.exchange.agreement import SLOT, SilenceError, Wire
 
-__all__ = ["GlooWire", "control_group", "side_group", "wire_between", "wire_of"]
+__all__ = ["GlooWire", "control_group", "side_wire", "wire_between", "wire_of"]
 
 _SLOTS, _LARGE = 1, 2
 
@@ -29,10 +29,11 @@ def control_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessG
 
 
 @lru_cache(maxsize=1)
-def side_group(world: dist.ProcessGroup) -> dist.ProcessGroup:  # noqa: ARG001 - the key
-    """The group another thread speaks on, with a day's patience: all ranks call this together."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    return group
+def side_wire(world: dist.ProcessGroup, *, one_machine: bool) -> Wire:  # noqa: ARG001 - the key
+    """Connect the ranks for another thread, which may wait for a day: all ranks call this together."""
+    timeout = timedelta(days=1)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    return wire_between(group, group.get_group_store(), timeout, one_machine=one_machine)
 
 
 @lru_cache(maxsize=1)
@@ -49,6 +50,9 @@ def wire_between(group: Any, store: Any, timeout: timedelta, *, one_machine: boo
         store: Of this group alone.
         timeout: How long to wait for the others.
         one_machine: Whether all ranks are on this machine.
+
+    Raises:
+        RuntimeError: They are, and cannot be connected; see `connected`.
     """
     peers = connected(group, store, timeout) if one_machine else None
     if peers is None:

@@ -172,8 +172,7 @@ def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _draw_alike(mesh: DeviceMesh) -> None:
     """Give the processes of a mesh the random number generators of the first."""
     others = () if mesh.device_type == "cpu" else (torch.get_device_module(mesh.device_type),)
-    generators = (torch, *others)
-    states = [generator.get_rng_state() for generator in generators]
-    dist.broadcast_object_list(states, group=mesh.get_group(), group_src=0)
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_rng_state(state)
+    for generator in (torch, *others):
+        state = generator.get_rng_state().to(mesh.device_type)
+        dist.broadcast(state, group=mesh.get_group(), group_src=0)
+        generator.set_rng_state(state.cpu())

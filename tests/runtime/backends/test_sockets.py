@@ -6,9 +6,11 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,25 +162,88 @@ def new_group():
     return dist.new_group(backend="gloo")
 
 
+def attempt_with(broken, environ=()):
+    """Connect while rank 0 or all ranks meet an error; return the error, or what came of it."""
+    import tempfile
+    from unittest import mock
+
+    def refuse(*_, **__):
+        raise OSError("no room")
+
+    group = new_group()
+    what = {
+        "no folder": (tempfile, "mkdtemp"),
+        "cannot listen": (socket.socket, "listen"),
+        "cannot call": (socket.socket, "connect"),
+    }[broken]
+    with mock.patch.object(*what, refuse), mock.patch.dict(os.environ, environ):
+        try:
+            return connected(group, group.get_group_store(), timedelta(seconds=1))
+        except RuntimeError as error:
+            return str(error)
+
+
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
-def test_where_one_rank_cannot_be_reached_none_uses_sockets(pair, broken):
-    def attempt(broken):
-        import tempfile
+def test_where_one_rank_cannot_be_reached_all_refuse_to_go_on(pair, broken):
+    said = pair.run(attempt_with, broken)
+    assert all(text.startswith("cannot connect the processes of this machine: ") for text in said)
+    assert all("Set TMPDIR to a folder" in text and "ACCEL_TRUST_NETWORK=1" in text for text in said)
+    assert any("no room" in text for text in said)
+
+
+@pytest.mark.parametrize("broken", ["no folder", "cannot call"])
+def test_where_one_rank_cannot_be_reached_a_user_may_allow_tcp_for_all(pair, broken):
+    assert pair.run(attempt_with, broken, {"ACCEL_TRUST_NETWORK": "1"}) == [None, None]
+
+
+@pytest.mark.parametrize("change", ["others may enter", "a link", "another owner"])
+def test_a_folder_that_another_user_may_have_written_into_the_store_is_refused(pair, change, tmp_path):
+    """The store has no authentication: whoever reaches its port can replace the folder of the ranks."""
+
+    def attempt(change, folder):
         from unittest import mock
 
-        def refuse(*_, **__):
-            raise OSError("no room")
+        group = new_group()
+        place = Path(folder, "planted")
+        if group.rank() == 0:
+            place.mkdir(mode=0o700)
+            if change == "others may enter":
+                place.chmod(0o755)
+            if change == "a link":
+                place = Path(folder, "link")
+                place.symlink_to(Path(folder, "planted"))
+        store = mock.Mock(wraps=group.get_group_store())
+        store.set = lambda key, value: group.get_group_store().set(key, os.fsencode(place) if value else "")
+        other = mock.patch.object(os, "geteuid", return_value=os.getuid() + 1)
+        with other if change == "another owner" and group.rank() == 1 else nullcontext():
+            try:
+                return connected(group, store, timedelta(seconds=1))
+            except RuntimeError as error:
+                return str(error)
+
+    said = pair.run(attempt, change, str(tmp_path))
+    assert all(text.startswith("cannot connect the processes of this machine: ") for text in said), said
+    assert "that no other user may enter" in said[1]
+
+
+def test_a_connection_whose_process_belongs_to_another_user_is_refused(pair):
+    def attempt():
+        from unittest import mock
+
+        from accel_runtime.backends import sockets
 
         group = new_group()
-        what = {
-            "no folder": (tempfile, "mkdtemp"),
-            "cannot listen": (socket.socket, "listen"),
-            "cannot call": (socket.socket, "connect"),
-        }[broken]
-        with mock.patch.object(*what, refuse):
-            return connected(group, group.get_group_store(), timedelta(seconds=1))
+        # Of rank 1 the kernel names another user.
+        there = mock.patch.object(sockets, "_CREDENTIALS", mock.Mock(size=12, unpack=lambda _: (1, 4242, 1)))
+        with there if group.rank() == 0 else nullcontext():
+            try:
+                return connected(group, group.get_group_store(), timedelta(seconds=1))
+            except RuntimeError as error:
+                return str(error)
 
-    assert pair.run(attempt, broken) == [None, None]
+    said = pair.run(attempt)
+    assert "a process of user 4242 answers for a rank" in said[0]
+    assert "another process could not" in said[1]
 
 
 def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
