@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +26,7 @@ __all__ = [
     "ProfileError",
     "UsageError",
     "explain_os_error",
+    "explain_torch_error",
 ]
 
 SHOWN = 50
@@ -40,14 +43,33 @@ _CURES: Mapping[int, str] = MappingProxyType(
 )
 
 
-def explain_os_error(error: OSError) -> str:
+def explain_os_error(error: OSError | MemoryError) -> str:
     """Return what the system refused, where, and what to do."""
+    if isinstance(error, MemoryError):
+        return f"memory cannot be allocated. {_address_space() or _CURES[errno.ENOMEM]}"
     try:
         os.getcwd()  # noqa: PTH109 - as cheap as it can be
     except FileNotFoundError:
         return "the working directory does not exist any more. Change to another one (cd)."
     place = f"{error.filename}: " if error.filename else ""
     return f"{place}{error.strerror or error}. {_CURES.get(error.errno or 0, '')}".strip()
+
+
+def explain_torch_error(error: BaseException | str) -> str:
+    """Return why torch cannot be imported, and what to do."""
+    said = str(error) or type(error).__name__
+    if "No module named 'torch'" in said:
+        return f"{said}. Install torch in this environment: {sys.executable} -m pip install torch"
+    again = f"Install it again: {sys.executable} -m pip install --force-reinstall torch"
+    return f"torch cannot be imported: {said}. {_address_space() or again}"
+
+
+def _address_space() -> str:
+    """Return how to raise the limit on address space; empty where there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"The address space of a process is limited to {limit >> 20} MiB; raise it: ulimit -v unlimited"
 
 
 class AccelError(Exception):

@@ -25,6 +25,8 @@ _TELLS = re.compile(r"^accel_runtime\..*\.(StallError|RankLostError)$")
 _TALKS = re.compile(
     r"^(accel_runtime\.exchange|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
 )
+_WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: Killed")
+"""What torch says of a data-loader worker that SIGKILL ended."""
 _CRASH = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
@@ -80,7 +82,7 @@ class Failure:
     chain: tuple[Link, ...] = ()
     """The exception it raised, and what that came from."""
     memory: bool = False
-    """Whether the kernel is known to have killed it for memory."""
+    """Whether the kernel is known to have killed it, or a data-loader worker of it, for memory."""
     exit: int | str | None = None
     """What it gave to `sys.exit`."""
     crash: tuple[Frame, ...] = ()
@@ -95,6 +97,12 @@ class Failure:
             # It had failed, and the launcher ended it before it was done with ending.
             return self.exit if isinstance(self.exit, int) else 1
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
+
+    @property
+    def killed_worker(self) -> int | None:
+        """The id of a data-loader worker that SIGKILL ended, which made this process fail."""
+        found = (_WORKER_KILLED.search(link.said) for link in self.chain)
+        return next((int(match[1]) for match in found if match), None)
 
     @property
     def cause(self) -> Cause:

@@ -77,9 +77,9 @@ class Wanted:
 
 
 def _from(file: Path, position: int) -> Iterator[bytes]:
-    try:
-        with file.open("rb") as log:
-            log.seek(position)
-            yield from iter(lambda: log.read(_CHUNK), b"")
-    except FileNotFoundError:  # an attempt that is only about to start
+    # Opening a named pipe would wait for a writer.
+    if not file.is_file():  # also an attempt that is only about to start
         return
+    with file.open("rb") as log:
+        log.seek(position)
+        yield from iter(lambda: log.read(_CHUNK), b"")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from accel_cli import tpu
+from accel_cli.errors import explain_torch_error
 from accel_cli.tpu import Packages, Tpu
 
 __all__ = ["Machine", "cpus", "detect", "glance"]
@@ -75,7 +76,7 @@ def _asked(environ: Mapping[str, str] | None) -> Machine:
         found = json.loads(answer.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
         reason = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return Machine(cpus(), problem=f"torch does not load: {reason}")
+        return Machine(cpus(), problem=explain_torch_error(reason))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return Machine(cpus(), problem=f"torch could not be asked: {error}")
     found["devices"] = tuple(found["devices"])

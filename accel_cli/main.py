@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         console.error(str(error))
         sys.exit(error.exit_code)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         from accel_cli import console
 
         console.error(explain_os_error(error))

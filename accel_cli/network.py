@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
 
-__all__ = ["Endpoint", "addresses", "interface", "is_loopback", "named_wrongly"]
+__all__ = ["Endpoint", "addresses", "interface", "is_loopback", "loopback_address", "named_wrongly"]
 
 _SIOCGIFADDR = 0x8915
 _ANY_OTHER = ("192.0.2.1", "2001:db8::1")
@@ -74,6 +74,23 @@ class Endpoint:
             return found
         away = (_outward(address) for address in _ANY_OTHER)
         return next((address for address in (*away, *addresses()) if address), found)
+
+
+def loopback_address() -> str:
+    """Return the address with which processes of this machine reach each other: IPv4 where there is one.
+
+    Raises:
+        UsageError: The loopback interface is down.
+    """
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.create_server((address, 0), family=family) as server:
+            # One can listen on an interface that is down.
+            socket.create_connection(server.getsockname()[:2], timeout=1).close()
+            return address
+    raise UsageError(
+        "the processes of this machine cannot reach each other: it has neither 127.0.0.1 nor ::1. Set its loopback "
+        "interface up: ip link set lo up"
+    )
 
 
 def is_loopback(address: str) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_cli import launchers, layout, machine, nodes
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.errors import AccelError, UsageError, explain_torch_error
 from accel_cli.forkserver.unfit import source_of
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.machine import Machine
@@ -213,10 +213,8 @@ def run(plan: Plan) -> int:
     module, _, function = plan.runner.partition(":")
     try:
         runner: Callable[[Plan], int] = getattr(importlib.import_module(module), function)
-    except ImportError as error:
-        raise AccelError(
-            f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
-        ) from error
+    except (ImportError, MemoryError, OSError) as error:
+        raise AccelError(explain_torch_error(error)) from error
     return runner(plan)
 
 

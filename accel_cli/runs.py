@@ -26,6 +26,10 @@ __all__ = ["KEPT", "RankFolder", "RunFolder", "home", "named", "recent"]
 KEPT = 10
 """How many runs stay; the oldest go when a new one begins."""
 _RECORD = "run.json"
+_LONGEST_STEM = 100
+"""Characters of a script's name in the name of its run."""
+_AHEAD_S = 3600
+"""Seconds that a run may have started in the future before its time is taken for that of a wrong clock."""
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9_.-]+-\d+(-[0-9a-f]{8})?")
 """The form of a run folder's name."""
@@ -86,7 +90,8 @@ class RunFolder:
         Raises:
             OSError: The folder cannot be written.
         """
-        stem = _UNFIT.sub("_", Path(target).stem) or "run"
+        # A name of a file has 255 bytes at most.
+        stem = _UNFIT.sub("_", Path(target).stem)[:_LONGEST_STEM] or "run"
         path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
         try:
             path.mkdir(parents=True, mode=0o700)
@@ -200,11 +205,12 @@ def home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
 
 
 def recent(base: Path) -> list[RunFolder]:
-    """The runs in a folder, the newest first."""
+    """The runs in a folder, the newest first; last those that a clock far ahead has dated."""
     found = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
     begun = [(run.about.get("started"), run) for run in found]
     known = [(started, run) for started, run in begun if isinstance(started, (int, float))]
-    return [run for _, run in sorted(known, key=lambda entry: entry[0], reverse=True)]
+    latest = time.time() + _AHEAD_S
+    return [run for _, run in sorted(known, key=lambda entry: (entry[0] <= latest, entry[0]), reverse=True)]
 
 
 def named(base: Path, name: str | None = None) -> RunFolder:

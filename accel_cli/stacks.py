@@ -64,7 +64,11 @@ def _asked(folder: RankFolder) -> str:
         pid = int(folder.pid.read_text())
         status = Path(f"/proc/{pid}/status").read_text()
     except (OSError, ValueError):
-        return "it is not running"
+        return (
+            "it is not running"
+            if Path("/proc/self/status").exists()
+            else "it cannot be asked: there is no /proc"
+        )
     # A handler is lost where the process becomes another program: the kernel knows, a file would not.
     caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
     if not caught >> (worker.ASKED - 1) & 1:

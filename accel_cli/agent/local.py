@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server import api
@@ -238,14 +238,10 @@ class Local(LocalElasticAgent):
         if self._room.replicas:
             known = failures.replica(folder, known)
             folder = self._room.folder.rank(self._attempt, known.rank) if known.processes else folder
-        return failures.read(
-            folder,
-            seen,
-            **known._asdict(),
-            host=self._room.host,
-            stopped=failure.local_rank in self._pcontext.stopped,
-            memory=known.exitcode == -signal.SIGKILL and self._kills.of(known.pid),
-        )
+        stopped = failure.local_rank in self._pcontext.stopped
+        found = failures.read(folder, seen, **known._asdict(), host=self._room.host, stopped=stopped)
+        killed = known.pid if known.exitcode == -signal.SIGKILL else found.killed_worker
+        return replace(found, memory=killed is not None and self._kills.of(killed))
 
     def _say_on_a_new_line(self) -> None:
         if self._output:

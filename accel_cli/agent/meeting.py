@@ -23,7 +23,7 @@ from torch.distributed import DistError
 
 from accel_cli import waiting
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.network import Endpoint
+from accel_cli.network import Endpoint, loopback_address
 from accel_cli.reason import HOST
 
 __all__ = ["Card", "Meeting", "listening", "serve"]
@@ -117,7 +117,7 @@ class Meeting:
         return Card.read(self.store.get(key)) if self.store.check([key]) else None
 
     def _alone(self) -> Store:
-        self.address, self.hosts = self._said["local_addr"], True
+        self.address, self.hosts = loopback_address(), True
         return HashStore()
 
     def _with_others(self) -> TCPStore:

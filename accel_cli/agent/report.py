@@ -79,9 +79,8 @@ def _signalled(failure: Failure) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if failure.exitcode != -signal.SIGKILL:
         return f"was ended by {name}"
-    if failure.memory:
-        return f"was ended by {name}: killed by the kernel for memory"
-    return f"was ended by {name}: often the out-of-memory killer"
+    killer = "killed by the kernel for memory" if failure.memory else "often the out-of-memory killer"
+    return f"was ended by {name}: {killer}"
 
 
 def _beside(culprit: Failure, failures: Collection[Failure]) -> Iterator[str]:
@@ -97,5 +96,11 @@ def _beside(culprit: Failure, failures: Collection[Failure]) -> Iterator[str]:
 
 
 def _hint(failure: Failure) -> str | None:
+    if failure.killed_worker:
+        killer = "the kernel for memory" if failure.memory else "a SIGKILL, often the kernel's for memory"
+        return (
+            f"data-loader worker {failure.killed_worker} was killed by {killer}: fewer workers (num_workers), a smaller "
+            "prefetch_factor or smaller batches need less memory"
+        )
     said = "\n".join(f"{link.kind} {link.said}" for link in failure.chain)
     return next((hint for pattern, hint in _HINTS if pattern.search(said)), None)

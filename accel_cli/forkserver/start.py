@@ -22,7 +22,7 @@ import importlib
 from contextlib import suppress
 from typing import NoReturn
 
-from accel_cli.errors import AccelError
+from accel_cli.errors import AccelError, explain_os_error, explain_torch_error
 from accel_cli.forkserver import unfit
 from accel_cli.forkserver.server import Request, Server, start
 from accel_cli.plan import Plan
@@ -38,17 +38,22 @@ def main() -> None:
         if isinstance(started, Server | None):
             _end(_agent(plan, started))
     except AccelError as error:
-        from accel_cli import console  # noqa: PLC0415 - rich must not be in the processes
-
-        console.error(str(error))
-        _end(error.exit_code)
-    except OSError as error:
-        from accel_cli import console, errors  # noqa: PLC0415 - as above
-
-        console.error(errors.explain_os_error(error))
-        _end(1)
+        _fail(str(error), error.exit_code)
+    except (OSError, MemoryError) as error:
+        _fail(explain_os_error(error), 1)
     started.enter()
     worker.main(started.arguments)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    """Print an error, and end."""
+    try:
+        from accel_cli import console  # noqa: PLC0415 - rich must not be in the processes
+
+        console.error(message)
+    except MemoryError:
+        os.write(2, f"accel: error: {message}\n".encode())
+    _end(code)
 
 
 def _end(code: int) -> NoReturn:
@@ -74,10 +79,10 @@ def _started(plan: Plan) -> Server | Request | None:
     gc.disable()
     try:
         importlib.import_module("torch")
-    except ImportError as error:
+    except (ImportError, MemoryError, OSError) as error:
         from accel_cli import reason as file  # noqa: PLC0415 - not in the processes
 
-        said = f"{error}. Install torch in this environment: {sys.executable} -m pip install torch"
+        said = explain_torch_error(error)
         file.leave(plan.agent, said)
         raise AccelError(said) from error
     reason = unfit.reason(plan, bare=worker.AT_START)

@@ -140,9 +140,7 @@ def device_of(job: Job, processes: int) -> str:
     """
     wanted, machine = job.settings.device, job.machine
     if machine.problem:
-        raise UsageError(
-            f"{machine.problem}. Install torch in this environment: {job.python} -m pip install torch"
-        )
+        raise UsageError(machine.problem)
     if wanted == "cpu" or (wanted == "auto" and not machine.devices):
         if job.settings.process_group_backend == "nccl":
             raise UsageError(

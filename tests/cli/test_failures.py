@@ -125,3 +125,15 @@ def test_an_exit_with_zero_is_no_failure(tmp_path):
 )
 def test_ranks_are_named_in_words(ranks, said):
     assert in_words(ranks) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "worker"),
+    [
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", 4711),
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", None),
+        ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", None),
+    ],
+)
+def test_a_data_loader_worker_that_sigkill_ended_is_known(said, worker):
+    assert failure(0, said=said, kind="builtins.RuntimeError").killed_worker == worker

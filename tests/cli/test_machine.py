@@ -17,7 +17,9 @@ def test_a_python_without_torch_is_told_in_one_line(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = machine.detect()
-    assert found.problem == "torch does not load: ImportError: no torch here"
+    assert found.problem.startswith(
+        "torch cannot be imported: ImportError: no torch here. Install it again: "
+    )
     assert found.cpus > 0
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from accel_cli import runs
+from accel_cli.following import Wanted
 from accel_cli.runs import KEPT, RunFolder, named, recent
 
 
@@ -98,3 +100,25 @@ def test_a_file_of_a_run_that_cannot_be_used_stops_no_launch(tmp_path, content):
     run = RunFolder.create(tmp_path, "train.py", {})
     assert recent(tmp_path) == [run]
     assert named(tmp_path).path == run.path
+
+
+def test_a_run_of_a_clock_far_ahead_is_not_the_newest(tmp_path):
+    ahead = RunFolder.create(tmp_path, "ahead.py", {})
+    ahead.record({"started": time.time() + 365 * 24 * 3600, "exit_code": 0})
+    older, newer = (RunFolder.create(tmp_path, name, {}) for name in ("older.py", "newer.py"))
+    older.record({"started": time.time() - 60, "exit_code": 0})
+    assert recent(tmp_path) == [newer, older, ahead]
+    assert named(tmp_path) == newer
+
+
+def test_a_log_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    run.record({"exit_code": 0})
+    output = run.rank(0, 0).output
+    output.parent.mkdir(parents=True)
+    os.mkfifo(output)
+    assert list(Wanted(run, None, None).once()) == []
+
+
+def test_the_name_of_a_run_is_short_enough_for_a_folder(tmp_path):
+    assert len(RunFolder.create(tmp_path, "a" * 255, {}).path.name) < 255

@@ -1,0 +1,198 @@
+"""Launches in odd surroundings: no IPv4, no /proc, little memory, process 1 of a container, names that are no text."""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked_launch import run
+from hosts import needs_hosts
+
+from accel_cli.errors import explain_os_error, explain_torch_error
+
+GATHERS = """
+import torch
+from accel_runtime import Accelerator
+accelerator = Accelerator(cpu=True)
+print("gathered", accelerator.gather(torch.tensor([accelerator.process_index])).tolist())
+"""
+WORKER_ENDS = """
+import os, signal, torch
+from accel_runtime import Accelerator
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(2)
+accelerator = Accelerator(cpu=True)
+for batch in accelerator.prepare(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=1)):
+    pass
+"""
+LEAVES_ORPHANS = """
+import os, time
+from pathlib import Path
+def state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except FileNotFoundError:
+        return "reaped"
+read, write = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.write(write, str(os.getpid()).encode())
+        os._exit(0)
+    os._exit(0)
+os.wait()
+orphan = int(os.read(read, 20))
+deadline = time.monotonic() + 20
+while state(orphan) != "reaped" and time.monotonic() < deadline:
+    time.sleep(0.05)
+print("orphan", state(orphan))
+"""
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, save)
+Path("up").touch()
+time.sleep(60)
+"""
+
+needs_unshare = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("unshare"),
+    reason="namespaces need root and unshare",
+)
+
+
+@pytest.fixture
+def accel(cwd):
+    """Runs `accel`, forked from an interpreter that has imported torch, in an empty folder."""
+    return run
+
+
+def command_in(namespaces, setup, *args):
+    """Build a command that runs `accel` in namespaces of its own, after a few lines of shell."""
+    accel = [sys.executable, "-m", "accel_cli", *map(str, args)]
+    return ["unshare", *namespaces, "sh", "-c", f'{setup}; exec "$@"', "sh", *accel]
+
+
+def run_in(namespaces, setup, *args, **options):
+    options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240} | options
+    return subprocess.run(command_in(namespaces, setup, *args), check=False, **options)
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_processes_meet_where_the_machine_has_no_ipv4(script):
+    script(GATHERS)
+    setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
+    done = run_in(["--net"], setup, "launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_loopback_interface_that_is_down_is_named_with_its_cure(script):
+    script(GATHERS)
+    done = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "accel: error: the processes of this machine cannot reach each other: it has neither 127.0.0.1 nor ::1. Set its "
+        "loopback interface up: ip link set lo up\n"
+    )
+
+
+@pytest.mark.slow
+@needs_unshare
+def test_processes_meet_where_there_is_no_proc(script):
+    script(GATHERS)
+    done = run_in(["--mount"], "mount -t tmpfs none /proc", "launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+
+
+def test_processes_meet_where_the_temporary_folder_has_a_name_that_is_no_text(
+    accel, script, cwd, monkeypatch
+):
+    script(GATHERS)
+    folder = os.fsencode(cwd) + b"/\xff"
+    os.mkdir(folder)  # noqa: PTH102 - a path of bytes
+    monkeypatch.setenv("TMPDIR", os.fsdecode(folder))
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_script_may_have_the_longest_name_that_a_file_has(accel, script):
+    name = "a" * 252 + ".py"
+    script("print('ran')", name)
+    done = accel("launch", "-q", "--nproc-per-node", 2, name)
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done.stderr
+    assert accel("logs").stdout == "ran\n"
+
+
+LIMITED = "The address space of a process is limited to 290 MiB; raise it: ulimit -v unlimited"
+
+
+@pytest.mark.slow
+def test_a_limit_on_address_space_is_named_and_not_a_missing_torch(script):
+    script("")
+    accel = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
+    limited = ["sh", "-c", f'ulimit -v {290 * 1024}; exec "$@"', "sh", *accel]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("accel: error: torch cannot be imported: ")
+    assert done.stderr.endswith(f"{LIMITED}\n")
+
+
+def test_memory_that_cannot_be_allocated_is_named_with_its_limit(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (290 << 20, resource.RLIM_INFINITY))
+    assert explain_os_error(MemoryError()) == f"memory cannot be allocated. {LIMITED}"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert explain_os_error(MemoryError()) == "memory cannot be allocated. Free memory."
+    assert explain_torch_error(MemoryError()).startswith(
+        "torch cannot be imported: MemoryError. Install it again: "
+    )
+
+
+def test_a_data_loader_worker_that_was_killed_is_named_with_the_likely_reason(accel, script):
+    script(WORKER_ENDS)
+    done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
+    assert done.returncode == 1
+    assert "accel: hint: data-loader worker " in done.stderr
+    assert "often the kernel's for memory: fewer workers (num_workers)" in done.stderr
+
+
+@pytest.mark.slow
+@needs_unshare
+@pytest.mark.parametrize("processes", [1, 2])
+def test_process_1_of_a_container_reaps_what_loses_its_parent(script, processes):
+    script(LEAVES_ORPHANS)
+    container = ["--pid", "--mount", "--fork", "--mount-proc"]
+    done = run_in(container, ":", "launch", "-q", "--nproc-per-node", processes, "train.py")
+    assert (done.returncode, done.stdout) == (0, "orphan reaped\n"), done.stderr
+
+
+@pytest.mark.slow
+@needs_unshare
+def test_process_1_of_a_container_passes_signals_and_the_exit_code_on(script, cwd):
+    script(SAVES)
+    container = ["--pid", "--mount", "--fork", "--mount-proc"]
+    command = command_in(container, ":", "launch", "-q", "--nproc-per-node", 1, "train.py")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (cwd / "up").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children), signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "saved\n"), err
