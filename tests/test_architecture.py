@@ -1,6 +1,8 @@
 """The rules of the house: who may import what, and where names may be spelled."""
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -207,3 +209,16 @@ def test_help_imports_neither_pydantic_nor_yaml():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "set()"
+
+
+def test_the_source_distribution_holds_what_the_repository_does():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no repository")
+    settings = (ROOT / "pyproject.toml").read_text()
+    included = json.loads(
+        re.search(r"^\[tool\.hatch\.build\.targets\.sdist\]\ninclude = (.*)$", settings, re.MULTILINE)[1]
+    )
+    always = {"pyproject.toml", "README.md", "LICENSE"}
+    there = {line.partition("/")[0] for line in listed.stdout.splitlines() if not line.startswith(".")}
+    assert there == {*included, *always}

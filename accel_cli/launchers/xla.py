@@ -127,6 +127,8 @@ class Xla(elastic.Elastic):
         self.check_static(job)
         _check(job)
         pjrt = _pjrt_device(job)
+        if pjrt == "CPU" and self.replicas != 1 and not self.spmd:
+            _check_cpu_replicas({**job.env, **job.environ})
         told = replace(job, settings=replace(job.settings, device="xla", spmd=self.spmd))
         function = "" if job.as_a_whole else self.main_training_function or ""
         how = ("spmd" if self.spmd else str(self.replicas), function)
@@ -194,6 +196,16 @@ def _check_environment(environ: Mapping[str, str]) -> None:
         raise UsageError(
             f"WORLD_SIZE={environ['WORLD_SIZE']}: something else has started this process as one of several, and "
             "torch_xla starts replicas itself; run accel launch once on each machine"
+        )
+
+
+def _check_cpu_replicas(environ: Mapping[str, str]) -> None:
+    """Refuse several replicas of torch_xla's CPU device: their first collective would end the process."""
+    count = environ.get("CPU_NUM_DEVICES") or "1"
+    if count != "1":
+        raise UsageError(
+            f"CPU_NUM_DEVICES={count}: torch_xla's CPU device has no collectives between its replicas (pytorch/xla issue "
+            "5005). Leave it out to try a script with one replica, or set launcher.spmd to true to use all devices."
         )
 
 

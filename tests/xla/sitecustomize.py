@@ -11,23 +11,32 @@ _REPLICAS = int(os.environ.get("CPU_NUM_DEVICES", "1")) if os.environ.get("PJRT_
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Installs it when torch_xla has been loaded."""
+    """Calls a function with a module when it has been loaded."""
+
+    def __init__(self, name, function):
+        self._name, self._function = name, function
 
     def find_spec(self, name, path, target=None):  # noqa: ARG002
-        if name != "torch_xla.core.xla_model":
+        if name != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
 
         def exec_module(module):
             load(module)
-            meeting.install(_REPLICAS)
+            self._function(module)
 
         spec.loader.exec_module = exec_module
         sys.meta_path.remove(self)
         return spec
 
 
+def _let_replicas_be_planned(module):
+    """Take out the check of the launcher, which knows that replicas of this device cannot meet."""
+    module._check_cpu_replicas = lambda _: None
+
+
 if _REPLICAS > 1 and os.environ.get("ACCEL_SPMD", "0") != "1":
     meeting.prepare(os.environ, _REPLICAS)
-    sys.meta_path.insert(0, _Watch())
+    sys.meta_path.insert(0, _Watch("torch_xla.core.xla_model", lambda _: meeting.install(_REPLICAS)))
+    sys.meta_path.insert(0, _Watch("accel_cli.launchers.xla", _let_replicas_be_planned))

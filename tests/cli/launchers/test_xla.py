@@ -69,6 +69,11 @@ def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
         ({"environ": {"XLA_USE_F16": "1"}}, "XLA_USE_F16=1"),
         ({"environ": {"XLA_DOWNCAST_FP16": "1"}}, "XLA_DOWNCAST_FP16=1"),
         ({"environ": {"WORLD_SIZE": "4"}}, "run accel launch once on each machine"),
+        (
+            {"environ": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}},
+            "CPU_NUM_DEVICES=2: torch_xla's CPU device has no collectives between its replicas",
+        ),
+        ({"env": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}}, "or set launcher.spmd to true"),
         ({"machine": NONE}, "this machine has no TPU (8 CPU cores); PJRT_DEVICE=CPU accel launch"),
         ({"machine": replace(TPU, packages=Packages())}, "torch_xla is not installed"),
         ({"machine": replace(TPU, packages=Packages("2.9.0", "2.13.0", "1"))}, "loads with torch 2.9 only"),
@@ -78,6 +83,12 @@ def test_what_cannot_be_is_refused_before_anything_starts(given, said):
     with pytest.raises(UsageError) as caught:
         Xla().plan(job(**given))
     assert said in str(caught.value)
+
+
+def test_several_devices_of_the_cpu_are_used_by_one_process_or_in_part():
+    environ = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
+    assert Xla(spmd=True).plan(job(environ=environ))
+    assert Xla(replicas=1).plan(job(environ=environ))
 
 
 def test_a_variable_that_is_off_rounds_nothing():
