@@ -19,10 +19,10 @@ from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
 from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.current import set_current_state
 from accel_runtime.data.copies import alike_in_copies
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
-from accel_runtime.data.preparing import loader_options
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings, accelerate_variables
 from accel_runtime.facade.checkpointing import Checkpointing
@@ -39,14 +39,9 @@ from accel_runtime.heartbeat import heartbeat
 from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
-    AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
     KwargsHandler,
-    chosen,
 )
 from accel_runtime.precision import FORMATS, Precision
 from accel_runtime.preemption import Preemption
@@ -54,6 +49,7 @@ from accel_runtime.project import ProjectConfiguration
 from accel_runtime.replaced import Replaced
 from accel_runtime.rng import RNG_TYPES
 from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.state import AcceleratorState
 from accel_runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -125,21 +121,22 @@ class Accelerator(
         asked = _precision(mixed_precision, fp16=fp16)
         wanted = asked or settings.mixed_precision
         settings = replace(settings, mixed_precision=wanted, device="cpu" if cpu else settings.device)
+        self._given_settings = settings
         self.settings = _divided(settings, parallelism_config, fsdp_plugin)
         """What the launcher and the arguments came to."""
-        options = chosen(kwargs_handlers, InitProcessGroupKwargs)
+        self._hold_handlers(kwargs_handlers)
+        options = self.init_handler.to_kwargs() if self.init_handler else {}
         self._connected(connect(self.settings, Topology.here(), options))
         self._progress = heartbeat()
         alike_in_copies(self._backend)
-        self._replication = chosen(kwargs_handlers, DistributedDataParallelKwargs)
         self._backend.check(self._replication, wanted)
         self._preemption = Preemption(self._backend.agreement)
-        self._record(log_with, project_dir, project_config, kwargs_handlers)
+        self._record(log_with, project_dir, project_config)
         self._precision = Precision(
             wanted,
             self._backend.device,
-            chosen(kwargs_handlers, AutocastKwargs),
-            chosen(kwargs_handlers, GradScalerKwargs),
+            self.autocast_handler.to_kwargs() if self.autocast_handler else {},
+            self.scaler_handler.to_kwargs() if self.scaler_handler else {},
         )
         accumulation = _one_of(
             ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
@@ -152,8 +149,9 @@ class Accelerator(
         self._accumulation = Accumulation(accumulation)
         dynamo = _one_of(("dynamo_backend", dynamo_backend, None), ("dynamo_plugin", dynamo_plugin, None))
         self._dynamo = _dynamo_plugin(dynamo, others.arguments)
-        self._loader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
-        self._loading = loader_options(self._loader_config, device_placement, _rng_types(rng_types))
+        self.dataloader_config = _loader_config(dataloader_config, split_batches, dispatch_batches)
+        self._check_loader_config()
+        self._device_placement, self._rng_types = device_placement, _rng_types(rng_types)
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = Loops(self._backend.data.rank, repeats=self._backend.repeats)
         self._replaced = Replaced()
@@ -177,6 +175,15 @@ class Accelerator(
             "dynamo": dynamo is not None,
         }
         self._origins = origins(self.settings, given, os.environ)
+        self._hold_sharding(parallelism_config, fsdp_plugin)
+        self._observe_handlers()
+        plugins = {
+            "dynamo_plugin": self._dynamo,
+            "fsdp_plugin": self._fsdp_plugin,
+            "parallelism_config": self._parallelism_config,
+        }
+        self._state = AcceleratorState.of(self, wanted, plugins)
+        set_current_state(self._state)
         if self.is_main_process:
             for sentence in others.idle:
                 _warn_once(sentence)
@@ -300,8 +307,11 @@ def _loader_config(
     config = config or DataLoaderConfiguration()
     if dispatch_batches is not None and config.dispatch_batches not in {None, dispatch_batches}:
         raise ValueError("dispatch_batches and dataloader_config contradict each other; give one")
-    dispatch = config.dispatch_batches if dispatch_batches is None else dispatch_batches
-    return replace(config, split_batches=split_batches or config.split_batches, dispatch_batches=dispatch)
+    if dispatch_batches is not None:
+        config.dispatch_batches = dispatch_batches
+    if split_batches:
+        config.split_batches = True
+    return config
 
 
 def _one_of(*given: tuple[str, Any, Any]) -> Any:

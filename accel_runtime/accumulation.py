@@ -26,8 +26,7 @@ class Accumulation:
 
     def __init__(self, plugin: GradientAccumulationPlugin | int) -> None:
         self.plugin = GradientAccumulationPlugin(plugin) if isinstance(plugin, int) else plugin
-        """What the script asked for."""
-        self.steps = self.plugin.num_steps
+        """What the script asked for; a field that is assigned has an effect from the next micro-batch on."""
         self.synced = True
         """Whether the backward pass in hand completes a window, so that the optimizer steps after it."""
         self.held = 0
@@ -38,18 +37,27 @@ class Accumulation:
         """Whether the newest loss had a weight."""
         self.passed = False
         """Whether the micro-batch in hand has had a backward pass."""
-        self._count = 0
+        self._step = self._count = 0
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the end of an epoch."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be a whole number of at least 0; it is {step!r}")
+        self._step, self._count = step, step % self.steps
 
     @property
     def steps(self) -> int:
         """Micro-batches a window."""
-        return self._steps
+        return self.plugin.num_steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        if steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {steps}")
-        self._steps = steps
+        self.plugin.num_steps = steps
 
     @property
     def complete(self) -> bool:
@@ -93,14 +101,16 @@ class Accumulation:
         """
         self.fresh = self.fresh or self._count == 0
         self._count += 1
-        self.synced = (last and self.plugin.sync_with_dataloader) or self._count >= self._steps
+        ends = last and self.plugin.sync_with_dataloader
+        self._step = 0 if ends else self._step + 1
+        self.synced = ends or self._count >= self.plugin.num_steps
         if self.synced:
             self._count = 0
         return self.synced
 
     def reset(self) -> None:
         """Begin a new window."""
-        self._count = 0
+        self._step = self._count = 0
 
     def begin(self, *, weighted: bool) -> None:
         """A backward pass begins.
@@ -121,6 +131,7 @@ class Accumulation:
         """Where the window in hand stands: numbers only, the same on all ranks."""
         return {
             "count": self._count,
+            "step": self._step,
             "synced": self.synced,
             "fresh": self.fresh,
             "weighted": self.weighted,
@@ -129,19 +140,20 @@ class Accumulation:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in the window that `state_dict` was taken in; how long windows are is left as it is."""
         self._count = int(state_dict["count"])
+        self._step = int(state_dict.get("step", self._count))
         self.synced = bool(state_dict["synced"])
         self.fresh = bool(state_dict["fresh"])
         self.weighted = bool(state_dict["weighted"])
 
-    def mark(self) -> tuple[int, bool, bool]:
+    def mark(self) -> tuple[int, int, bool, bool]:
         """Where the count stands, for `undo`."""
         self.passed = False
-        return self._count, self.synced, self.fresh
+        return self._step, self._count, self.synced, self.fresh
 
-    def undo(self, mark: tuple[int, bool, bool]) -> None:
+    def undo(self, mark: tuple[int, int, bool, bool]) -> None:
         """Go back to `mark`, unless there was a backward pass since: what it added cannot be taken back."""
         if not self.passed:
-            self._count, self.synced, self.fresh = mark
+            self._step, self._count, self.synced, self.fresh = mark
 
 
 class MicroBatch(AbstractContextManager[None]):

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
+
+from accel_runtime.configuration import Configuration
+from accel_runtime.options import KwargsHandler
 
 __all__ = ["DynamoBackend", "TorchDynamoPlugin", "compile_in_place", "plain", "restore"]
 
@@ -35,8 +39,8 @@ class DynamoBackend(str, Enum):
     NEURON = "NEURON"
 
 
-@dataclass(frozen=True)
-class TorchDynamoPlugin:
+@dataclass
+class TorchDynamoPlugin(Configuration, KwargsHandler):
     """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`.
 
     Raises:
@@ -58,7 +62,8 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool = False
     """Whether repeated blocks are compiled one by one: the first is compiled, the others are found."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         name = self.name
         if self.mode is not None and self.options is not None:
             raise ValueError("torch.compile takes mode or options, not both; leave out one")
@@ -73,6 +78,12 @@ class TorchDynamoPlugin:
         given = self.backend.value if isinstance(self.backend, DynamoBackend) else self.backend
         return given.lower()
 
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, copied; the backend as torch writes it."""
+        return super().to_dict() | {"backend": self.name}
+
+    @override
     def to_kwargs(self) -> dict[str, Any]:
         """Arguments for `torch.compile`."""
         return {

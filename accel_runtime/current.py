@@ -18,9 +18,11 @@ from accel_runtime.topology import Topology
 __all__ = [
     "connected",
     "current_backend",
+    "current_state",
     "data_rank",
     "seed_device",
     "set_current_backend",
+    "set_current_state",
     "standing",
     "wait",
 ]
@@ -33,7 +35,7 @@ _HERE = threading.local()
 
 def current_backend() -> Backend:
     """What the newest `Accelerator` or `PartialState` of this thread uses; without one, what the environment says."""
-    known = _known()
+    known = known_backend()
     return known if known is not None else connected()
 
 
@@ -43,6 +45,17 @@ def set_current_backend(backend: Backend | None) -> None:
     _HERE.backend = None if backend is None else (os.getpid(), backend)
 
 
+def set_current_state(state: Any) -> None:
+    """Make the state of an `Accelerator` the current one of this thread."""
+    _HERE.state = os.getpid(), state
+
+
+def current_state() -> Any:
+    """Return the state of the newest `Accelerator` of this thread; None if there was none."""
+    owner, state = getattr(_HERE, "state", None) or (0, None)
+    return state if owner == os.getpid() else None
+
+
 def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:
     """The current backend, or a new one where there is none, or none that computes on the CPU as is asked.
 
@@ -50,7 +63,7 @@ def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Ba
         cpu: Compute on the CPU, whatever else is there.
         options: Arguments for `init_process_group`.
     """
-    known = _known()
+    known = known_backend()
     if known is not None and not (cpu and known.device.type != "cpu"):
         return known
     settings = Settings.from_env(os.environ)
@@ -61,7 +74,7 @@ def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Ba
 
 def standing() -> Topology:
     """Where this process or replica stands: what its backend knows; before there is one, environment and device."""
-    known = _known()
+    known = known_backend()
     if known is not None:
         return known.topology
     return backends.standing(Settings.from_env(os.environ), Topology.here())
@@ -73,7 +86,7 @@ def data_rank() -> int:
     Raises:
         SettingsError: The settings do not make this many processes.
     """
-    known = _known()
+    known = known_backend()
     if known is not None:
         return known.data.rank
     here = standing()
@@ -83,7 +96,7 @@ def data_rank() -> int:
 
 def seed_device(seed: int) -> None:
     """Seed the generator of this process's device where `torch.manual_seed` does not reach it."""
-    known = _known()
+    known = known_backend()
     if known is not None and known.device.type != "cpu":
         known.random.manual_seed(seed)
     elif known is None:
@@ -96,7 +109,7 @@ def wait() -> None:
     Raises:
         RuntimeError: None are.
     """
-    known = _known()
+    known = known_backend()
     if known is not None and known.topology.world_size > 1:
         known.barrier()
     elif dist.is_initialized():
@@ -105,6 +118,7 @@ def wait() -> None:
         raise RuntimeError("in_order=True needs connected processes: make the Accelerator before this call")
 
 
-def _known() -> Backend | None:
+def known_backend() -> Backend | None:
+    """Return the current backend of this thread, if there is one."""
     owner, backend = getattr(_HERE, "backend", None) or (0, None)
     return backend if owner == os.getpid() else None

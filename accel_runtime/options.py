@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from typing import Any
+
+from typing_extensions import override
+
+from accel_runtime.configuration import Configuration
 
 __all__ = [
     "AutocastKwargs",
@@ -17,24 +22,34 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
-    "chosen",
+    "changed_fields",
+    "find_handlers",
 ]
 
 
-@dataclass(frozen=True)
 class KwargsHandler:
-    """Base of the keyword objects."""
+    """Base of the keyword objects, also of a script's own, which is a plain dataclass."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, copied."""
+        return copy.deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments that differ from torch's own defaults."""
-        defaults = {
-            f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)
-        }
-        return {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        """Return the fields that differ from their defaults."""
+        return changed_fields(self)
 
 
-@dataclass(frozen=True)
-class AutocastKwargs(KwargsHandler):
+def changed_fields(handler: object) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults, and all attributes of another object."""
+    usual = {
+        name: one.default_factory() if callable(one.default_factory) else one.default
+        for name, one in getattr(handler, "__dataclass_fields__", {}).items()
+    }
+    return {name: value for name, value in vars(handler).items() if name not in usual or value != usual[name]}
+
+
+@dataclass
+class AutocastKwargs(Configuration, KwargsHandler):
     """Arguments of `torch.autocast`, and what a prepared model gives back under it."""
 
     enabled: bool = True
@@ -53,8 +68,11 @@ class DDPCommunicationHookType(Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-@dataclass(frozen=True)
-class DistributedDataParallelKwargs(KwargsHandler):
+_HOOK_FIELDS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+@dataclass
+class DistributedDataParallelKwargs(Configuration, KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`; `bucket_cap_mb` is in MiB.
 
     Raises:
@@ -76,7 +94,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of torch's `PowerSGDState`, such as `matrix_approximation_rank`."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.check_reduction:
             raise ValueError("check_reduction does nothing since torch 1.0: DDP always checks; leave it out")
         hook, wrapper = (_hook(self, name) for name in ("comm_hook", "comm_wrapper"))
@@ -95,9 +114,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_state_option and hook is not kinds.POWER_SGD:
             raise ValueError(f"comm_state_option is for comm_hook power_sgd; comm_hook is {hook.value}")
 
+    @override
+    def to_dict(self, ignore_keys: Iterable[str] = _HOOK_FIELDS) -> dict[str, Any]:
+        """Return the fields by name, copied, without those of the hook: they are no arguments of DDP."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
-@dataclass(frozen=True)
-class GradScalerKwargs(KwargsHandler):
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of DDP that differ from their defaults."""
+        return {name: value for name, value in changed_fields(self).items() if name not in _HOOK_FIELDS}
+
+
+@dataclass
+class GradScalerKwargs(Configuration, KwargsHandler):
     """Arguments of `torch.amp.GradScaler`, which fp16 uses."""
 
     init_scale: float = 65536.0
@@ -107,8 +136,8 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
-@dataclass(frozen=True)
-class InitProcessGroupKwargs(KwargsHandler):
+@dataclass
+class InitProcessGroupKwargs(Configuration, KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`; they win over the profile's."""
 
     backend: str | None = None
@@ -116,8 +145,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
-@dataclass(frozen=True)
-class DataLoaderConfiguration:
+@dataclass
+class DataLoaderConfiguration(Configuration):
     """How `prepare` shares out loaders, for `Accelerator(dataloader_config=...)`."""
 
     split_batches: bool = False
@@ -138,8 +167,8 @@ class DataLoaderConfiguration:
     batches themselves. Every prepared loader has a `state_dict`."""
 
 
-@dataclass(frozen=True)
-class GradientAccumulationPlugin:
+@dataclass
+class GradientAccumulationPlugin(Configuration, KwargsHandler):
     """How gradients accumulate, for `Accelerator(gradient_accumulation_plugin=...)`.
 
     Raises:
@@ -157,7 +186,8 @@ class GradientAccumulationPlugin:
     """Whether gradients are averaged over the processes after every micro-batch: more traffic, and no copy of
     gradients that wait."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {self.num_steps}")
 
@@ -174,18 +204,31 @@ def _hook(kwargs: DistributedDataParallelKwargs, name: str) -> DDPCommunicationH
     return given
 
 
-def chosen(handlers: Sequence[object] | None, kind: type[KwargsHandler]) -> dict[str, Any]:
-    """The arguments of the one handler of this kind, or none.
+def find_handlers(
+    handlers: Iterable[object] | None, kinds: Sequence[type[KwargsHandler]]
+) -> dict[type[KwargsHandler], Any]:
+    """Return the handlers of a list by their kind.
+
+    Args:
+        handlers: At most one of each kind.
+        kinds: The known ones.
 
     Raises:
-        TypeError: Something in the list is not a handler.
+        TypeError: Something in the list is of no known kind, so that nothing would use it.
         ValueError: Two handlers of the same kind.
     """
-    for handler in handlers or []:
-        if not isinstance(handler, KwargsHandler):
-            known = ", ".join(sorted(k.__name__ for k in KwargsHandler.__subclasses__()))
+    given = list(handlers or [])
+    for handler in given:
+        if not isinstance(handler, tuple(kinds)):
+            known = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise TypeError(f"kwargs_handlers takes {known}; it holds {handler!r}")
-    found = [handler for handler in handlers or [] if isinstance(handler, kind)]
-    if len(found) > 1:
-        raise ValueError(f"kwargs_handlers holds {len(found)} {kind.__name__}; one is the most there can be")
-    return found[0].to_kwargs() if found else {}
+    found: dict[type[KwargsHandler], Any] = {}
+    for kind in kinds:
+        same = [handler for handler in given if isinstance(handler, kind)]
+        if len(same) > 1:
+            raise ValueError(
+                f"kwargs_handlers holds {len(same)} {kind.__name__}; one is the most there can be"
+            )
+        if same:
+            found[kind] = same[0]
+    return found

@@ -122,7 +122,11 @@ class Precision:
         self.scaler = LossScaler(device.type, **scaler_options) if self.format.scaled else None
         """The loss scaler, or None where the format needs none."""
         self._device_type = device.type
-        self._options = dict(autocast_options)
+        self.set_autocast(autocast_options)
+
+    def set_autocast(self, options: Mapping[str, Any]) -> None:
+        """Set the arguments for `torch.autocast`, also of models that are prepared."""
+        self._options = dict(options)
         self._convert = bool(self._options.pop("fp32_outputs", True))
 
     @property
@@ -146,6 +150,10 @@ class Precision:
         )
         return torch.autocast(self._device_type, dtype=self.format.dtype, **chosen)
 
+    def converts(self) -> bool:
+        """Return whether outputs in half precision become float32."""
+        return self._convert
+
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse what the loss scaler cannot train.
 
@@ -168,7 +176,7 @@ class Precision:
             # Prepared before, perhaps in another format.
             model.forward = before.forward
         if self.format.dtype is not None:
-            model.forward = AutocastForward(model.forward, self.autocast, convert=self._convert)
+            model.forward = AutocastForward(model.forward, self.autocast, self.converts)
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any] = _NONE) -> None:
         """`loss.backward(**options)`, scaled where the format asks for it."""
@@ -191,26 +199,25 @@ class AutocastForward:
     Args:
         forward: The forward pass as it was.
         autocast: Makes the context.
-        convert: False leaves halves as they are.
+        converts: Tells whether halves become float32; else they are left as they are.
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
         autocast: Callable[[], AbstractContextManager[Any]],
-        *,
-        convert: bool = True,
+        converts: Callable[[], bool],
     ) -> None:
         self.forward = forward
         """The forward pass as it was."""
         self._autocast = autocast
-        self._convert = convert
+        self._converts = converts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass; halves come back as float32, unless that is switched off."""
         with self._autocast():
             outputs = self.forward(*args, **kwargs)
-        return tree.map_tensors(_float32, outputs) if self._convert else outputs
+        return tree.map_tensors(_float32, outputs) if self._converts() else outputs
 
 
 def _float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.configuration import Configuration
 from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.options import KwargsHandler
 
@@ -22,8 +24,8 @@ _NEEDED = ("wait", "warmup", "active")
 _KNOWN = (*_NEEDED, "repeat", "skip_first", "skip_first_wait")
 
 
-@dataclass(frozen=True)
-class ProfileKwargs(KwargsHandler):
+@dataclass
+class ProfileKwargs(Configuration, KwargsHandler):
     """Arguments of `torch.profiler.profile`, and where the traces go.
 
     Raises:
@@ -44,7 +46,8 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
     """A folder for Chrome traces: `profile_<rank>.json`, and of a schedule that repeats `profile_<rank>.<n>.json`."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         self._activities(None)
         asked = self.schedule_option
         if asked is not None and not set(_NEEDED) <= set(asked) <= set(_KNOWN):

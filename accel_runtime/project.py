@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from typing_extensions import override
+
+from accel_runtime.configuration import Configuration
 
 __all__ = ["ProjectConfiguration"]
 
 
 @dataclass
-class ProjectConfiguration:
+class ProjectConfiguration(Configuration):
     """The directories of a project, who writes into them, and how checkpoints are named and kept.
 
     Raises:
@@ -33,7 +37,8 @@ class ProjectConfiguration:
     """Whether `save_state` writes in the background where it is not told otherwise; memory for it is taken after the
     first step, so that no save waits for it."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
             raise ValueError(f"total_limit must be at least 1, or None; it is {self.total_limit}")
         if self.iteration < 0:
@@ -50,17 +55,17 @@ class ProjectConfiguration:
         found = self.project_dir if self.logging_dir is None else self.logging_dir
         return None if found is None else Path(found)
 
-    def within(self, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
-        """The same with the project directory that the `Accelerator` was given.
+    def place(self, project_dir: str | os.PathLike[str] | None) -> None:
+        """Take over the project directory that the `Accelerator` was given.
 
         Raises:
             ValueError: Both name one, and they differ.
         """
         if project_dir is None:
-            return self
+            return
         if self.project_dir is not None and Path(self.project_dir) != Path(project_dir):
             raise ValueError(
                 f"project_dir={os.fspath(project_dir)!r} and ProjectConfiguration(project_dir="
                 f"{os.fspath(self.project_dir)!r}) contradict each other; give one"
             )
-        return replace(self, project_dir=project_dir)
+        self.project_dir = project_dir

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accel_runtime.accumulation import Accumulation
-from accel_runtime.current import connected, set_current_backend
+from accel_runtime.current import connected, current_state, set_current_backend
 from accel_runtime.data.source import Share
 from accel_runtime.env import MixedPrecision
 from accel_runtime.facade.processes import Processes
 from accel_runtime.kinds import DistributedType
 from accel_runtime.options import InitProcessGroupKwargs
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
 
 
 class State(Processes):
@@ -35,6 +36,18 @@ class State(Processes):
     def default_device(self) -> torch.device:
         """The device of this process."""
         return self.device
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the other processes; `PartialState()` and `Accelerator()` connect anew.
+
+        Args:
+            group: A process group of torch, which is ended instead; the processes stay connected.
+        """
+        if group is not None:
+            dist.destroy_process_group(group)
+            return
+        self._backend.leave()
+        set_current_backend(None)
 
     def _facts(self) -> dict[str, Any]:
         carried = f" over {self.backend}" if self.backend else ""
@@ -72,30 +85,81 @@ class PartialState(State):
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
 
-    def destroy_process_group(self) -> None:
-        """Leave the other processes; whoever wants to speak to them again makes a new state."""
-        self._backend.leave()
-        set_current_backend(None)
-
 
 class AcceleratorState(State):
-    """What `accelerator.state` says: the process, and the number format.
+    """What `accelerator.state` says: the process, the number format, and how models are sharded.
+
+    Made by a script, it is the state of the newest `Accelerator` of this thread.
 
     Args:
-        processes: Whose state.
-        mixed_precision: The number format in force.
+        mixed_precision: None, or the number format in force.
+        cpu: Whether the device in use has to be the CPU.
+
+    Raises:
+        ValueError: No `Accelerator` has been made, or it has another format or device.
     """
 
     deepspeed_plugin = None
     """None: there is no DeepSpeed here."""
 
-    def __init__(self, processes: Processes, mixed_precision: MixedPrecision) -> None:
-        self._backend = processes._backend  # noqa: SLF001 - the other half of one object
-        self.mixed_precision = mixed_precision
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
+        known = current_state()
+        if known is None:
+            raise ValueError(
+                "AcceleratorState(): no Accelerator has been made in this thread. Make one first: accelerator = Accelerator()."
+            )
+        if mixed_precision not in {None, known.mixed_precision} or (cpu and known.device.type != "cpu"):
+            raise ValueError(
+                f"AcceleratorState(mixed_precision={mixed_precision!r}, cpu={cpu}): the Accelerator has "
+                f"mixed_precision={known.mixed_precision!r} and computes on {known.device}. Pass such options to Accelerator()."
+            )
+        vars(self).update(vars(known))
+
+    @classmethod
+    def of(
+        cls, processes: Processes, mixed_precision: MixedPrecision, plugins: Mapping[str, Any]
+    ) -> AcceleratorState:
+        """Return the state of an `Accelerator`: what connects it, its number format, and its plugins by name."""
+        state = cls.__new__(cls)
+        backend = processes._backend  # noqa: SLF001 - the other half of one object
+        vars(state).update(_backend=backend, _mixed_precision=mixed_precision, _plugins=plugins)
+        return state
+
+    _mixed_precision: MixedPrecision
+    _plugins: Mapping[str, Any]
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
         """The number format in force."""
+        return self._mixed_precision
+
+    @property
+    def dynamo_plugin(self) -> Any:
+        """The `TorchDynamoPlugin` by which models are compiled."""
+        return self._plugins["dynamo_plugin"]
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The `FullyShardedDataParallelPlugin` by which models are sharded; None if they are not."""
+        return self._plugins["fsdp_plugin"]
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The same as `Accelerator.parallelism_config`."""
+        return self._plugins["parallelism_config"]
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded, by torch's `fully_shard`."""
+        return self.fsdp_plugin is not None
 
     def _facts(self) -> dict[str, Any]:
         return {**super()._facts(), "Mixed precision": self.mixed_precision}
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator` has been made in this thread."""
+    return current_state() is not None
 
 
 class GradientState:

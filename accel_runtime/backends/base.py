@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime.data.source import Loop
-from accel_runtime.env import MixedPrecision
+from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.exchange.agreement import Agreement, Wire, here
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
@@ -122,6 +122,9 @@ class Backend(ABC):
             operation: The call that raised it.
         """
         return error
+
+    def set_sharding(self, settings: Settings) -> None:  # noqa: B027 - models are replicated
+        """Shard models that are prepared from now on as these settings describe."""
 
     @property
     @abstractmethod

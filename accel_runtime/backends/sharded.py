@@ -59,10 +59,14 @@ class Sharded(Distributed):
         self._dividing = Dividing(self.mesh, settings, device)
         self._divided: WeakKeyDictionary[nn.Module, Syncing] = WeakKeyDictionary()
 
+    @override
+    def set_sharding(self, settings: Settings) -> None:
+        self._dividing = Dividing(self.mesh, settings, self.device)
+
     @property
     @override
     def kind(self) -> DistributedType:
-        return DistributedType.FSDP
+        return DistributedType.FSDP if self.mesh.sizes.shards else super().kind
 
     @override
     def check(self, replication: dict[str, Any], mixed_precision: MixedPrecision) -> None:

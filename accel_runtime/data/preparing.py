@@ -21,19 +21,22 @@ from accel_runtime.data.streams import Stream, split_by_node
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.topology import DataPlace, Topology
 
-__all__ = ["loader_options", "prepare_loader"]
+__all__ = ["check_loader_configuration", "loader_options", "prepare_loader"]
 
 
-def loader_options(config: DataLoaderConfiguration, place: bool, rng_types: tuple[str, ...]) -> LoaderOptions:
-    """How loaders are prepared, as a script's configuration says it.
+def check_loader_configuration(config: DataLoaderConfiguration) -> None:
+    """Raise ValueError if there is a seed for an order that is not drawn from it.
 
-    Raises:
-        ValueError: A seed for an order that is not drawn from it.
+    An assignment is not checked for it: of two fields that are assigned one after the other, either may be the first.
     """
     if config.data_seed is not None and not config.use_seedable_sampler:
         raise ValueError(
             "data_seed needs use_seedable_sampler=True: without it, orders are not drawn from a seed"
         )
+
+
+def loader_options(config: DataLoaderConfiguration, place: bool, rng_types: tuple[str, ...]) -> LoaderOptions:
+    """How loaders are prepared, as a script's configuration says it."""
     return LoaderOptions(
         split_batches=config.split_batches,
         even_batches=config.even_batches,

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from accel_runtime.accumulation import Accumulation
-from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.loops import Loops
 from accel_runtime.description import (
     Description,
     ModelFacts,
-    OptionFacts,
     ProcessFacts,
     loader_facts,
     model_facts,
     scheduler_facts,
 )
-from accel_runtime.env import MixedPrecision, Settings
-from accel_runtime.facade.processes import Processes
+from accel_runtime.env import MixedPrecision
+from accel_runtime.facade.configuration import ConfigurationObjects
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.precision import Precision
+from accel_runtime.project import ProjectConfiguration
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState
 
 __all__ = ["InForce"]
 
 
-class InForce(Processes):
+class InForce(ConfigurationObjects):
     """What a script can ask an `Accelerator`."""
 
-    settings: Settings
     _accumulation: Accumulation
-    _loaders: WeakValueDictionary[int, PreparedLoader]
-    _loader_config: DataLoaderConfiguration
-    _loading: LoaderOptions
     _loops: Loops
-    _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
-    _origins: Mapping[str, OptionFacts]
-    _precision: Precision
-    _replication: dict[str, Any]
+    project_configuration: ProjectConfiguration
     _schedulers: list[PreparedScheduler]
+    _state: AcceleratorState
     _step_with_optimizer: bool
 
     deepspeed_plugin = None
@@ -100,16 +88,16 @@ class InForce(Processes):
     @property
     def split_batches(self) -> bool:
         """Whether a loader's batch size is the global one."""
-        return self._loading.split_batches
+        return self._loader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
         """Whether the end of an epoch is filled up; what is set holds for loaders prepared from then on."""
-        return self._loading.even_batches
+        return self._loader_config.even_batches
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
-        self._loading = replace(self._loading, even_batches=even_batches)
+        self._loader_config.even_batches = even_batches
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -130,6 +118,21 @@ class InForce(Processes):
         self._accumulation.synced = synced
 
     @property
+    def step(self) -> int:
+        """Micro-batches of `accumulate` since the end of an epoch; what is set is where the next one counts from."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.step = step
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes a model: the first of all; with `save_on_each_node` the first of each machine."""
+        each = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each else self.is_main_process)
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was left out for overflowed fp16 gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
@@ -147,7 +150,7 @@ class InForce(Processes):
     @property
     def state(self) -> AcceleratorState:
         """The process and the number format, as one object to read or to print."""
-        return AcceleratorState(self, self.mixed_precision)
+        return self._state
 
     @property
     def gradient_state(self) -> GradientState:
@@ -165,19 +168,14 @@ class InForce(Processes):
         return self._loader_config.use_seedable_sampler
 
     @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are shared out, as the script said it."""
-        return self._loader_config
-
-    @property
     def device_placement(self) -> bool:
         """Whether `prepare` moves models, and loaders their batches, to the device."""
-        return self._loading.place
+        return self._device_placement
 
     @property
     def rng_types(self) -> list[str]:
         """The generators each rank takes over from the first at every epoch."""
-        return list(self._loading.rng_types)
+        return list(self._rng_types)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
@@ -187,7 +185,7 @@ class InForce(Processes):
     @property
     def non_blocking(self) -> bool:
         """Whether copies to the device overlap with the computation."""
-        return self._loading.non_blocking
+        return self._loader_config.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
@@ -212,7 +210,7 @@ class InForce(Processes):
             accumulation_steps=self._accumulation.steps,
             gradients=self._accumulation.describe(
                 self._backend.data.world_size,
-                split_batches=self._loading.split_batches and not self._accumulation.weighted,
+                split_batches=self._loader_config.split_batches and not self._accumulation.weighted,
             ),
             models=tuple(map(self._model_facts, self._models)),
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),

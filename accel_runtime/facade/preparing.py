@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -18,46 +18,36 @@ from torch.utils.data import DataLoader
 from accel_runtime import tree
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.averaging_check import AveragingCheck
-from accel_runtime.backends import Backend
-from accel_runtime.compilation import TorchDynamoPlugin, compile_in_place
+from accel_runtime.compilation import compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
-from accel_runtime.env import Settings
+from accel_runtime.facade.configuration import ConfigurationObjects
 from accel_runtime.facade.consistency import check_consistent
 from accel_runtime.first_input import FirstInput
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.materializing import guard, refuse
-from accel_runtime.precision import Precision
 from accel_runtime.replaced import Replaced
 from accel_runtime.scheduler import PreparedScheduler
 
 __all__ = ["Preparing"]
 
 
-class Preparing:
+class Preparing(ConfigurationObjects):
     """What `Accelerator` does to models, optimizers, loaders and schedulers."""
 
     _accumulation: Accumulation
     _averaging_check: AveragingCheck
-    _backend: Backend
     _compared: WeakSet[Any]
     _loops: Loops
-    _dynamo: TorchDynamoPlugin
-    _loaders: WeakValueDictionary[int, PreparedLoader]
     _loaders_prepared: int
     _gradients: Gradients
-    _loading: LoaderOptions
-    _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
-    _precision: Precision
     _replaced: Replaced
-    _replication: dict[str, Any]
     _schedulers: list[PreparedScheduler]
     _reserve: Callable[[PreparedOptimizer], None]
     _step_with_optimizer: bool
-    settings: Settings
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers fit for the run.
@@ -223,7 +213,7 @@ class Preparing:
         return True
 
     def _places(self, wanted: bool | None) -> bool:
-        return self._loading.place if wanted is None else wanted
+        return self._device_placement if wanted is None else wanted
 
     def prepare_data_loader(
         self,
@@ -245,6 +235,7 @@ class Preparing:
         """
         if isinstance(data_loader, PreparedLoader):
             return data_loader
+        self._check_loader_config()
         options = replace(self._loading, place=self._places(device_placement), data=data)
         self._compare([data_loader], options)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
@@ -273,7 +264,7 @@ class Preparing:
             scheduler,
             own or self._optimizers,
             self._accumulation,
-            strides=1 if self._loading.split_batches else self._backend.data.world_size,
+            strides=1 if self._loader_config.split_batches else self._backend.data.world_size,
             with_optimizer=self._step_with_optimizer,
         )
         self._schedulers.append(prepared)

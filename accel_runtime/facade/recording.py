@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import profile
 
-from accel_runtime.backends.base import Backend
-from accel_runtime.options import KwargsHandler, chosen
+from accel_runtime.facade.configuration import ConfigurationObjects
 from accel_runtime.profiling import ProfileKwargs, profiled
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.tracking.base import GeneralTracker
@@ -20,10 +19,9 @@ from accel_runtime.tracking.trackers import Trackers
 __all__ = ["Recording"]
 
 
-class Recording:
+class Recording(ConfigurationObjects):
     """What `Accelerator` records, and where; it is given its parts by `_record`."""
 
-    _backend: Backend
     project_configuration: ProjectConfiguration
     """The directories of the project."""
 
@@ -32,11 +30,18 @@ class Recording:
         log_with: Any,
         project_dir: str | os.PathLike[str] | None,
         project_config: ProjectConfiguration | None,
-        handlers: Sequence[KwargsHandler] | None,
     ) -> None:
-        self.project_configuration = (project_config or ProjectConfiguration()).within(project_dir)
+        self.project_configuration = project_config or ProjectConfiguration()
+        self.project_configuration.place(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration.logs, self._backend.topology)
-        self._profile = ProfileKwargs(**chosen(handlers, ProfileKwargs))
+        self.project_configuration.observe(self._project_changed)
+
+    def _project_changed(self, config: ProjectConfiguration, name: str) -> None:
+        if name in {"project_dir", "logging_dir"} and config is self.project_configuration:
+            if self._trackers.active:
+                self._warn_if_prepared(config, name, self._trackers.active, "tracker(s)")
+            else:
+                self._trackers.set_directory(config.logs)
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
@@ -124,4 +129,4 @@ class Recording:
         Args:
             profile_handler: In place of the one in `kwargs_handlers`.
         """
-        return profiled(profile_handler or self._profile, self._backend)
+        return profiled(profile_handler or self.profile_handler or ProfileKwargs(), self._backend)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
+from typing_extensions import override
 
+from accel_runtime.configuration import Configuration
 from accel_runtime.env import FullyShard, Parallel, Settings
 from accel_runtime.parallel import first_version, reading
 
@@ -16,12 +18,14 @@ __all__ = [
     "ParallelismConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
+    "build_parallelism_config",
+    "build_plugin",
     "settled",
 ]
 
 
-@dataclass(frozen=True)
-class TorchContextParallelConfig:
+@dataclass
+class TorchContextParallelConfig(Configuration):
     """How ranks that divide a sequence exchange keys and values.
 
     Raises:
@@ -30,7 +34,8 @@ class TorchContextParallelConfig:
 
     cp_comm_strategy: str | None = None
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.cp_comm_strategy not in {None, "allgather"}:
             raise ValueError(
                 "TorchContextParallelConfig: keys and values are exchanged by cp_comm_strategy='allgather'; it is "
@@ -38,8 +43,8 @@ class TorchContextParallelConfig:
             )
 
 
-@dataclass(frozen=True)
-class TorchTensorParallelConfig:
+@dataclass
+class TorchTensorParallelConfig(Configuration):
     """Tensor parallelism of torch.
 
     Raises:
@@ -48,13 +53,14 @@ class TorchTensorParallelConfig:
 
     enable_async_tp: bool = False
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         if self.enable_async_tp:
             raise ValueError("TorchTensorParallelConfig: enable_async_tp is not supported; leave it out")
 
 
-@dataclass(frozen=True)
-class ParallelismConfig:
+@dataclass
+class ParallelismConfig(Configuration):
     """Into how many parts what is divided, for `Accelerator(parallelism_config=...)`.
 
     A size that is None is what the profile says. Sequences are divided by `cp_size`; `sp_size` is DeepSpeed's.
@@ -78,7 +84,8 @@ class ParallelismConfig:
     """Names of modules, in which `*` stands for any text without a dot, and what each does under tensor parallelism;
     None takes the profile's, else the model's own."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
             _check_size(name, getattr(self, name), words=("auto",) if name == "dp_shard_size" else ())
         _one_of("cp_backend", self.cp_backend, "torch")
@@ -107,9 +114,54 @@ class ParallelismConfig:
         }
         return replace(otherwise or Parallel(), **_only_said(said))
 
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas of a model."""
+        return self.dp_replicate_size not in {None, 1}
 
-@dataclass(frozen=True)
-class FullyShardedDataParallelPlugin:
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over several processes."""
+        return self.dp_shard_size not in {None, 1}
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.tp_size not in {None, 1}
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are divided."""
+        return self.cp_size not in {None, 1}
+
+    @property
+    def sp_enabled(self) -> bool:
+        """False: sequences are divided by `cp_size`."""
+        return False
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the product of the sizes of data parallelism; see `total_size`."""
+        if self.dp_shard_size == "auto":
+            raise ValueError(
+                "ParallelismConfig: dp_shard_size='auto' is known once processes are connected. Read the sizes of "
+                "accelerator.parallelism_config."
+            )
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return the number of processes that compute the same batch."""
+        return (self.tp_size or 1) * (self.cp_size or 1)
+
+    @property
+    def total_size(self) -> int:
+        """Return the number of processes; sizes that are None count as 1, and are known in `Accelerator.parallelism_config`."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(Configuration):
     """How models are sharded, for `Accelerator(fsdp_plugin=...)`.
 
     What is None is what the profile says. Options that only FSDP's first version has are accepted where they ask for
@@ -150,7 +202,8 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
     """The number of parameters from which a module is gathered by itself."""
 
-    def __post_init__(self) -> None:
+    @override
+    def _check(self) -> None:
         for name, word in first_version.WORDS.items():
             value = getattr(self, name)
             if not (value is None or value in word.anyway or first_version.text(value) in word.anyway):
@@ -162,7 +215,19 @@ class FullyShardedDataParallelPlugin:
                     "FullyShardedDataParallelPlugin: sharding_strategy FULL_SHARD gathers again in the backward pass, and "
                     f"reshard_after_forward={self.reshard_after_forward!r} does not; leave sharding_strategy out"
                 )
+        object.__setattr__(self, "fsdp_version", 2)  # an assignment would be checked again
+        if isinstance(self.ignored_modules, Iterator):
+            object.__setattr__(self, "ignored_modules", list(self.ignored_modules))
         self.fully_shard()
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Set `state_dict_type`, if given.
+
+        Raises:
+            ValueError: Another type than that of the checkpoints that are written anyway.
+        """
+        if state_dict_type is not None:
+            self.state_dict_type = state_dict_type
 
     def fully_shard(self, otherwise: FullyShard | None = None) -> FullyShard:
         """The same as settings.
@@ -213,6 +278,49 @@ def settled(
                 )
             parallel = replace(parallel, dp_shard="auto")
     return replace(settings, parallel=parallel, fully_shard=sharding)
+
+
+def build_parallelism_config(parallel: Parallel, world_size: int) -> ParallelismConfig:
+    """Return the settings of a run as a configuration in which every size is a number."""
+    dp_replicate, dp_shard, cp, tp = parallel.sizes(world_size)
+    return ParallelismConfig(
+        dp_replicate_size=dp_replicate,
+        dp_shard_size=dp_shard,
+        tp_size=tp,
+        cp_size=cp,
+        cp_backend="torch",
+        sp_size=1,
+        sp_backend="deepspeed",
+        tp_handler=TorchTensorParallelConfig() if tp > 1 else None,
+        cp_handler=TorchContextParallelConfig("allgather") if cp > 1 else None,
+        tp_plan=parallel.tp_plan or None,
+    )
+
+
+def build_plugin(options: FullyShard) -> FullyShardedDataParallelPlugin:
+    """Return the settings of `fully_shard` as a plugin."""
+    if options.wrap in {"auto", "none"}:
+        policy, names, size = {"auto": "transformer_based_wrap", "none": "no_wrap"}[options.wrap], None, None
+    elif options.wrap.isdigit():
+        policy, names, size = "size_based_wrap", None, int(options.wrap)
+    else:
+        policy, names, size = "transformer_based_wrap", options.wrap.split(","), None
+    formats = {
+        "param_dtype": options.param_dtype,
+        "reduce_dtype": "fp32" if options.reduce_dtype == "auto" else options.reduce_dtype,
+        "output_dtype": options.output_dtype,
+    }
+    numbers = {name: number for name, number in formats.items() if number != "auto"}
+    return FullyShardedDataParallelPlugin(
+        reshard_after_forward=options.reshard_after_forward,
+        mixed_precision_policy=numbers | {"cast_forward_inputs": options.cast_forward_inputs},
+        auto_wrap_policy=policy,
+        cpu_offload=options.cpu_offload,
+        ignored_modules=list(options.ignore),
+        activation_checkpointing=options.activation_checkpointing,
+        transformer_cls_names_to_wrap=names,
+        min_num_params=size,
+    )
 
 
 def _only_said(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,12 +35,21 @@ class Trackers:
     """
 
     def __init__(self, log_with: Any, logging_dir: Path | None, topology: Topology) -> None:
-        self.chosen = choose(log_with, logging_dir)
-        """Every tracker asked for, on every process."""
-        self._mine = [c for c in self.chosen if topology.rank == 0 or not c.main_process_only]
+        self._log_with, self._rank = log_with, topology.rank
+        self.set_directory(logging_dir)
         self._running: list[_Watched] = []
         self._began = self._ended = False
         self._logger = MultiProcessAdapter(logging.getLogger(__name__))
+
+    def set_directory(self, logging_dir: Path | None) -> None:
+        """Set where trackers that are started from now on write their files.
+
+        Raises:
+            ValueError: A tracker needs a directory and has none.
+        """
+        self.chosen = choose(self._log_with, logging_dir)
+        """Every tracker asked for, on every process."""
+        self._mine = [c for c in self.chosen if self._rank == 0 or not c.main_process_only]
 
     @property
     def active(self) -> list[GeneralTracker]:

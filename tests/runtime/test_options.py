@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pytest
@@ -16,8 +17,12 @@ from accel_runtime.options import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    chosen,
+    KwargsHandler,
+    changed_fields,
+    find_handlers,
 )
+
+KINDS = (AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs)
 
 
 def test_only_what_differs_from_the_defaults_is_passed_on():
@@ -44,27 +49,53 @@ def test_every_option_is_one_of_torch_with_the_default_of_torch(kind, target):
         assert theirs[name].default in {ours.default, None}, name  # None is "torch decides", on what we say
 
 
-def test_the_one_of_a_kind_is_chosen_and_none_is_no_arguments():
+def test_a_handler_is_found_by_its_kind():
     handlers = [AutocastKwargs(enabled=False), InitProcessGroupKwargs(timeout=timedelta(seconds=5))]
-    assert chosen(handlers, AutocastKwargs) == {"enabled": False}
-    assert chosen(handlers, GradScalerKwargs) == {}
-    assert chosen(None, GradScalerKwargs) == {}
+    assert find_handlers(handlers, KINDS) == dict(zip(KINDS[::2], handlers, strict=True))
+    assert find_handlers(None, KINDS) == {}
 
 
 def test_two_of_a_kind_are_refused():
     with pytest.raises(ValueError, match="2 GradScalerKwargs"):
-        chosen([GradScalerKwargs(), GradScalerKwargs(init_scale=1.0)], GradScalerKwargs)
+        find_handlers([GradScalerKwargs(), GradScalerKwargs(init_scale=1.0)], KINDS)
 
 
-def test_an_object_of_another_kind_is_refused_with_the_known_ones():
-    with pytest.raises(TypeError, match=r"AutocastKwargs, DistributedDataParallelKwargs, .* it holds 'fast'"):
-        chosen(["fast"], GradScalerKwargs)
+@dataclass
+class OwnHandler(KwargsHandler):
+    """A script's own."""
+
+    rate: float = 0.5
+    names: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("other", ["fast", OwnHandler()], ids=["text", "an own handler"])
+def test_an_object_that_nothing_would_use_is_refused_with_the_known_kinds(other):
+    with pytest.raises(
+        TypeError, match=r"takes AutocastKwargs, GradScalerKwargs, .*; it holds .*(fast|OwnHandler)"
+    ):
+        find_handlers([other], KINDS)
+
+
+def test_a_handler_of_a_script_is_a_plain_dataclass():
+    handler = OwnHandler(rate=0.25)
+    assert handler.to_kwargs() == {"rate": 0.25}
+    handler.rate, handler.names = 0.5, ["a"]
+    handler.calls = 1  # no field; it is the script's own class
+    assert handler.to_kwargs() == {"names": ["a"], "calls": 1}
+    assert handler.to_dict() == {"rate": 0.5, "names": ["a"], "calls": 1}
+    assert handler.to_dict()["names"] is not handler.names
+
+
+def test_fields_of_the_hook_are_no_arguments_of_ddp():
+    handler = DistributedDataParallelKwargs(comm_hook="fp16", static_graph=True)
+    assert handler.to_kwargs() == {"static_graph": True}
+    assert not {"comm_hook", "comm_wrapper", "comm_state_option"} & set(handler.to_dict())
 
 
 def test_options_in_a_dict_are_passed_on_only_if_there_are_any():
     assert DistributedDataParallelKwargs().to_kwargs() == {}
     kwargs = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"warm_start": False})
-    assert kwargs.to_kwargs()["comm_state_option"] == {"warm_start": False}
+    assert changed_fields(kwargs)["comm_state_option"] == {"warm_start": False}
 
 
 @pytest.mark.parametrize("kind", list(DDPCommunicationHookType)[:4])

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accel_runtime import Accelerator, DistributedType, PartialState
-from accel_runtime.state import AcceleratorState, GradientState
+from accel_runtime import (
+    Accelerator,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    PartialState,
+    ProjectConfiguration,
+)
+from accel_runtime.parallel.config import build_plugin
+from accel_runtime.state import AcceleratorState, GradientState, is_initialized
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
-from accel_runtime import PartialState
+import torch
+from accel_runtime import Accelerator, PartialState
+from accel_runtime.state import AcceleratorState
 state = PartialState()
 facts = state.num_processes, state.distributed_type.value, state.backend, str(state.device)
 open(f"{state.process_index}.txt", "w").write(repr(facts))
 state.wait_for_everyone()
+Accelerator()
 state.destroy_process_group()
+assert torch.distributed.is_initialized()  # the Accelerator uses it
+AcceleratorState().destroy_process_group()
+assert not torch.distributed.is_initialized()
+assert AcceleratorState().process_index == state.process_index
 """
 
 
@@ -83,6 +102,129 @@ def test_the_states_of_an_accelerator_are_its_own_and_say_what_they_are(ranks):
     for rank, (text, partial) in enumerate(ranks.run(texts)):
         assert f"Process: {rank} (on its machine: {ranks.local_rank(rank)})\nDevice: cpu" in text
         assert text == f"{partial}\nMixed precision: bf16"
+
+
+def in_a_process_that_has_not_joined(function):
+    """Call a function in a thread of this process, which is no rank; a thread has no Accelerator of another."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_a_state_that_a_script_makes_is_that_of_the_newest_accelerator(ranks):
+    def states():
+        Accelerator()
+        accelerator = Accelerator(mixed_precision="bf16")
+        state = AcceleratorState()
+        assert is_initialized()
+        assert AcceleratorState(mixed_precision="bf16", cpu=True).process_index == accelerator.process_index
+        with pytest.raises(
+            ValueError, match=r"mixed_precision='fp16'.*the Accelerator has mixed_precision='bf16'"
+        ):
+            AcceleratorState(mixed_precision="fp16")
+        with pytest.raises(AttributeError):
+            state.mixed_precision = "no"
+        del accelerator
+        gc.collect()
+        facts = state.mixed_precision, state.num_processes, repr(AcceleratorState()) == repr(state)
+        return *facts, state.fsdp_plugin, state.is_fsdp2
+
+    assert ranks.run(states) == [("bf16", ranks.size, True, None, False)] * ranks.size
+
+
+def test_before_an_accelerator_there_is_no_state():
+    def look():
+        seen = [is_initialized()]
+        with pytest.raises(ValueError, match=r"Make one first: accelerator = Accelerator\(\)"):
+            AcceleratorState()
+        PartialState()
+        seen.append(is_initialized())
+        Accelerator()
+        return [*seen, is_initialized()]
+
+    assert in_a_process_that_has_not_joined(look) == [False, False, True]
+
+
+def test_a_state_ends_a_group_of_processes_that_it_is_given(pair):
+    def end():
+        state, group = Accelerator().state, dist.new_group()
+        state.destroy_process_group(group)
+        with pytest.raises(ValueError, match=r"not registered|Group"):
+            dist.get_rank(group)
+        return dist.is_initialized()
+
+    assert pair.run(end) == [True] * 2
+
+
+def test_a_script_that_asks_for_sharding_learns_of_it(pair):
+    def seen(plugin, config):
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=config)
+        state = AcceleratorState()
+        sizes = accelerator.parallelism_config
+        facts = accelerator.distributed_type, state.fsdp_plugin is not None, state.is_fsdp2
+        return *facts, None if sizes is None else (sizes.total_size, sizes.tp_enabled, sizes.dp_shard_enabled)
+
+    plugin = FullyShardedDataParallelPlugin()
+    known = DistributedType.FSDP, True, True
+    assert pair.run(seen, plugin, None) == [(*known, None)] * 2
+    assert pair.run(seen, None, ParallelismConfig(dp_shard_size="auto")) == [(*known, (2, False, True))] * 2
+    layers = DistributedType.MULTI_CPU, False, False, (2, True, False)
+    assert pair.run(seen, None, ParallelismConfig(tp_size=2)) == [layers] * 2
+    assert pair.run(seen, None, ParallelismConfig()) == [(*layers[:3], (2, False, False))] * 2
+    assert pair.run(seen, None, None) == [(*layers[:3], None)] * 2
+
+
+def test_a_single_process_with_a_plugin_has_its_kind(alone):
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert accelerator.state.fsdp_plugin.fsdp_version == 2
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        {},
+        {"min_num_params": 10, "cpu_offload": True},
+        {"auto_wrap_policy": "no_wrap", "reshard_after_forward": False, "ignored_modules": "head"},
+        {"transformer_cls_names_to_wrap": ["Block", "Head"], "activation_checkpointing": True},
+        {"mixed_precision_policy": {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"}},
+        {"mixed_precision_policy": {"cast_forward_inputs": False, "reduce_dtype": "bf16"}},
+    ],
+    ids=lambda plugin: ", ".join(plugin) or "nothing",
+)
+def test_settings_of_sharding_as_a_plugin_are_the_same_settings(plugin):
+    options = FullyShardedDataParallelPlugin(**plugin).fully_shard()
+    again = build_plugin(options).fully_shard()
+    assert dataclasses.replace(again, reduce_dtype="auto") == dataclasses.replace(
+        options, reduce_dtype="auto"
+    )
+    assert {again.reduce_dtype, options.reduce_dtype} <= {again.reduce_dtype, "auto"}
+
+
+def test_one_process_writes_a_model(pair):
+    def writes(each):
+        return Accelerator(project_config=ProjectConfiguration(save_on_each_node=each)).should_save_model
+
+    assert pair.run(writes, False) == [True, False]
+    assert pair.run(writes, True) == [True, False]
+
+
+def test_the_step_counts_micro_batches_since_the_end_of_an_epoch():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    loader = accelerator.prepare(DataLoader(range(3)))
+    seen = []
+    for _ in range(2):
+        for _ in loader:
+            with accelerator.accumulate():
+                seen.append((accelerator.step, accelerator.sync_gradients))
+    assert seen == [(1, False), (2, True), (0, True)] * 2
+    accelerator.step = 3
+    with accelerator.accumulate():
+        assert (accelerator.step, accelerator.sync_gradients) == (4, True)
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0; it is -1"):
+        accelerator.step = -1
+
+
+# Sent elsewhere --------------------------------------------------------------------------
 
 
 def test_a_copy_of_an_accelerator_is_the_accelerator():

@@ -31,9 +31,11 @@ STANDARD = "a line of torch or of the standard library"
 # The facade ------------------------------------------------------------------------------
 
 PROPERTIES = [
+    "autocast_handler",
     "context_parallel_rank",
     "data_parallel_rank",
     "data_parallel_shard_rank",
+    "ddp_handler",
     "dataloader_config",
     "deepspeed_plugin",
     "device",
@@ -43,6 +45,7 @@ PROPERTIES = [
     "even_batches",
     "gradient_accumulation_steps",
     "gradient_state",
+    "init_handler",
     "is_composable_parallelism_enabled",
     "is_fsdp2",
     "is_last_process",
@@ -57,14 +60,19 @@ PROPERTIES = [
     "non_blocking",
     "num_processes",
     "optimizer_step_was_skipped",
+    "parallelism_config",
     "process_index",
+    "profile_handler",
     "project_configuration",
     "project_dir",
     "rng_types",
     "save_iteration",
     "scaler",
+    "scaler_handler",
+    "should_save_model",
     "split_batches",
     "state",
+    "step",
     "step_scheduler_with_optimizer",
     "sync_gradients",
     "tensor_parallel_rank",
@@ -75,7 +83,16 @@ PROPERTIES = [
     "use_seedable_sampler",
     "use_stateful_dataloader",
 ]
-SETTABLE = ["even_batches", "gradient_accumulation_steps", "sync_gradients"]
+SETTABLE = [
+    "autocast_handler",
+    "dataloader_config",
+    "ddp_handler",
+    "even_batches",
+    "gradient_accumulation_steps",
+    "profile_handler",
+    "step",
+    "sync_gradients",
+]
 METHODS = {
     "accumulate": "*models",
     "autocast": "autocast_handler=None",
@@ -127,7 +144,7 @@ METHODS = {
     "wait_for_everyone": "",
 }
 ABSENT = {
-    SHARDING: "deepspeed_ulysses_dl_adapter parallelism_config pipeline_parallel_rank should_save_model",
+    SHARDING: "deepspeed_ulysses_dl_adapter pipeline_parallel_rank",
     EIGHT_BITS: "fp8_backend",
     "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
     BIG_MODELS: "verify_device_map",
@@ -260,7 +277,7 @@ PLACES = {
     "optimizer": "AcceleratedOptimizer",
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
-    "state": "AcceleratorState DistributedType GradientState PartialState",
+    "state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
     "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
     " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
 }
@@ -307,7 +324,8 @@ ENUMS = {
     "PrecisionType": "NO FP8 FP16 BF16",
 }
 STATES = {
-    "AcceleratorState": "backend deepspeed_plugin device distributed_type initialized is_last_process"
+    "AcceleratorState": "backend deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
+    " initialized is_fsdp2 is_last_process parallelism_config"
     " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
     " mixed_precision num_processes print process_index split_between_processes use_distributed wait_for_everyone",
     "GradientState": "end_of_dataloader in_dataloader num_steps remainder sync_gradients",

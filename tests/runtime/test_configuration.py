@@ -1,0 +1,364 @@
+"""Configuration objects: checked on assignment, and what an assignment changes in an `Accelerator`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import pickle
+import weakref
+
+import pytest
+import torch
+from log_messages import collect_messages
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_runtime import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+)
+
+REFUSED = [
+    (DistributedDataParallelKwargs, {}, "comm_hook", "int8"),
+    (DistributedDataParallelKwargs, {}, "comm_wrapper", "fp16"),
+    (DistributedDataParallelKwargs, {"comm_hook": "fp16"}, "comm_state_option", {"warm_start": True}),
+    (GradientAccumulationPlugin, {"num_steps": 2}, "num_steps", 0),
+    (TorchDynamoPlugin, {"backend": "eager", "mode": "default"}, "options", {"a": 1}),
+    (TorchDynamoPlugin, {}, "backend", "fast"),
+    (ProfileKwargs, {}, "activities", ["gpu"]),
+    (ProfileKwargs, {}, "schedule_option", {"wait": 1}),
+    (ProjectConfiguration, {}, "total_limit", 0),
+    (ProjectConfiguration, {}, "iteration", -1),
+    (ParallelismConfig, {"tp_size": 2}, "tp_size", 0),
+    (ParallelismConfig, {}, "cp_handler", 3),
+    (TorchContextParallelConfig, {}, "cp_comm_strategy", "alltoall"),
+    (TorchTensorParallelConfig, {}, "enable_async_tp", True),
+    (FullyShardedDataParallelPlugin, {}, "state_dict_type", "FULL_STATE_DICT"),
+    (FullyShardedDataParallelPlugin, {"min_num_params": 5}, "transformer_cls_names_to_wrap", ["Block"]),
+]
+OBJECTS = {
+    AutocastKwargs: {"cache_enabled": False},
+    DataLoaderConfiguration: {"data_seed": 3},
+    DistributedDataParallelKwargs: {"comm_hook": "power_sgd", "comm_state_option": {"warm_start": False}},
+    FullyShardedDataParallelPlugin: {"ignored_modules": ["head"]},
+    GradScalerKwargs: {"init_scale": 4.0},
+    GradientAccumulationPlugin: {"num_steps": 2},
+    InitProcessGroupKwargs: {"backend": "gloo"},
+    ParallelismConfig: {"tp_size": 2},
+    ProfileKwargs: {"schedule_option": {"wait": 1, "warmup": 1, "active": 1}},
+    ProjectConfiguration: {"total_limit": 2},
+    TorchContextParallelConfig: {"cp_comm_strategy": "allgather"},
+    TorchDynamoPlugin: {"backend": "no", "fullgraph": True},
+    TorchTensorParallelConfig: {"enable_async_tp": False},
+}
+
+
+def pickled(item):
+    return pickle.loads(pickle.dumps(item))  # noqa: S301 - our own
+
+
+# An object by itself -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "name", "value"),
+    REFUSED,
+    ids=[f"{kind.__name__}.{name}" for kind, _, name, _ in REFUSED],
+)
+def test_an_assignment_is_refused_as_the_constructor_refuses_it_and_changes_nothing(
+    kind, fields, name, value
+):
+    with pytest.raises((TypeError, ValueError)) as constructed:
+        kind(**fields | {name: value})
+    configuration = kind(**fields)
+    before = vars(configuration).copy()
+    with pytest.raises(constructed.type) as assigned:
+        setattr(configuration, name, value)
+    assert str(assigned.value) == str(constructed.value)
+    assert vars(configuration) == before
+
+
+@pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
+def test_an_object_is_copied_pickled_compared_and_written_as_a_dict(kind):
+    configuration = kind(**OBJECTS[kind])
+    Accelerator().dataloader_config = DataLoaderConfiguration()  # others are observed, too
+    for copied in (
+        copy.deepcopy(configuration),
+        copy.copy(configuration),
+        pickled(configuration),
+        dataclasses.replace(configuration),
+    ):
+        assert copied == configuration
+        assert copied is not configuration
+    written = configuration.to_dict()
+    assert set(written) <= {field.name for field in dataclasses.fields(kind)}
+    assert kind(**written | OBJECTS[kind]) == configuration
+
+
+def test_a_copy_of_an_object_in_use_is_not_in_use():
+    config = DataLoaderConfiguration()
+    accelerator = Accelerator(dataloader_config=config)
+    for copied in (copy.deepcopy(config), pickled(config), dataclasses.replace(config)):
+        copied.even_batches = False
+    assert accelerator.even_batches
+
+
+@pytest.mark.parametrize("kind", OBJECTS, ids=lambda kind: kind.__name__)
+def test_a_misspelled_field_is_refused(kind):
+    configuration = kind(**OBJECTS[kind])
+    name = dataclasses.fields(kind)[0].name
+    with pytest.raises(
+        AttributeError, match=rf"{kind.__name__}.{name}s: it has no such field. Did you mean {name}"
+    ):
+        setattr(configuration, f"{name}s", 1)
+
+
+def test_a_text_becomes_a_member_of_the_enumeration_on_assignment_too():
+    handler = DistributedDataParallelKwargs()
+    handler.comm_hook = "fp16"
+    assert handler == DistributedDataParallelKwargs(comm_hook="fp16")
+
+
+def test_names_in_a_generator_are_read_once():
+    plugin = FullyShardedDataParallelPlugin(ignored_modules=(name for name in ["head"]))
+    plugin.cpu_offload = True
+    assert plugin.fully_shard().ignore == ("head",)
+
+
+# In an Accelerator ---------------------------------------------------------------------
+
+
+def warned(name="accel_runtime.configuration"):
+    return collect_messages(name)
+
+
+def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_on(pair):
+    def prepare():
+        config = DataLoaderConfiguration()
+        accelerator = Accelerator(split_batches=True, dataloader_config=config)
+        config.even_batches = False
+        first = accelerator.prepare(DataLoader(range(6), batch_size=4))
+        seen = [batch.tolist() for batch in first]
+        with warned() as messages:
+            accelerator.dataloader_config.split_batches = False
+            accelerator.dataloader_config.split_batches = False  # no change
+            config.use_stateful_dataloader = True
+            second = accelerator.prepare(DataLoader(range(6), batch_size=4))
+        assert accelerator.dataloader_config is config
+        assert accelerator.use_stateful_dataloader
+        return seen, [batch.tolist() for batch in second], messages
+
+    (first, second, told), (other, others, untold) = pair.run(prepare)
+    assert (first, other) == ([[0, 1], [4]], [[2, 3], [5]])
+    assert (second, others) == ([[0, 1, 2]], [[3, 4, 5]])
+    (message,) = told
+    assert message.removeprefix("[RANK 0] ").startswith(
+        "DataLoaderConfiguration.split_batches = False at test_configuration.py:"
+    )
+    assert "1 DataLoader(s) are prepared already" in message
+    assert untold == []
+
+
+def test_a_loader_configuration_is_replaced_as_a_whole():
+    accelerator = Accelerator()
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+    assert accelerator.use_seedable_sampler
+    loader = accelerator.prepare(DataLoader(range(4)))
+    with warned() as messages:
+        accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
+    assert len(messages) == 3, messages
+    assert len(loader) == 4
+    with pytest.raises(TypeError, match="dataloader_config must be a DataLoaderConfiguration; it is 3"):
+        accelerator.dataloader_config = 3
+
+
+def test_a_seed_without_its_order_is_refused_when_a_loader_is_prepared():
+    accelerator = Accelerator()
+    accelerator.dataloader_config.data_seed = 3
+    with pytest.raises(ValueError, match="data_seed needs use_seedable_sampler=True"):
+        accelerator.prepare(DataLoader(range(4)))
+    accelerator.dataloader_config.use_seedable_sampler = True
+    accelerator.prepare(DataLoader(range(4)))
+
+
+def test_arguments_of_ddp_hold_for_models_prepared_from_then_on(pair):
+    def prepare():
+        handler = DistributedDataParallelKwargs()
+        accelerator = Accelerator(kwargs_handlers=[handler])
+        handler.static_graph = True
+        first = accelerator.prepare(nn.Linear(1, 1))
+        with warned() as messages:
+            accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        second = accelerator.prepare(nn.Linear(1, 1))
+        handler.static_graph = False  # it is not in use any more
+        assert accelerator.is_main_process == bool(messages)
+        return first.static_graph, second.static_graph, second.find_unused_parameters
+
+    assert pair.run(prepare) == [(True, False, True)] * 2
+
+
+def test_arguments_of_autocast_hold_at_once_also_for_prepared_models():
+    handler = AutocastKwargs()
+    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[handler])
+    model = accelerator.prepare(nn.Linear(1, 1))
+    x = torch.ones(1, 1)
+    assert model(x).dtype == torch.float32
+    handler.fp32_outputs = False
+    assert model(x).dtype == torch.bfloat16
+    handler.enabled = False
+    assert model(x).dtype == torch.float32
+    accelerator.autocast_handler = AutocastKwargs(fp32_outputs=False)
+    assert model(x).dtype == torch.bfloat16
+    accelerator.autocast_handler = None
+    assert model(x).dtype == torch.float32
+
+
+def test_accumulation_follows_its_plugin_and_the_plugin_the_accelerator():
+    plugin = GradientAccumulationPlugin(2)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    seen = []
+    for steps in (2, 3):
+        plugin.num_steps = steps
+        for _ in range(2 * steps):
+            with accelerator.accumulate():
+                seen.append(accelerator.sync_gradients)
+    assert seen == [False, True] * 2 + [False, False, True] * 2
+    accelerator.gradient_accumulation_steps = 4
+    assert plugin.num_steps == 4
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1; it is 0"):
+        accelerator.gradient_accumulation_steps = 0
+    assert plugin.num_steps == 4
+
+
+def test_a_profile_follows_its_handler(tmp_path):
+    handler = ProfileKwargs()
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    assert accelerator.profile_handler is handler
+    handler.output_trace_dir = str(tmp_path)
+    with accelerator.profile():
+        torch.ones(2).sum()
+    assert (tmp_path / "profile_0.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "why"),
+    [
+        (lambda: ({"kwargs_handlers": [GradScalerKwargs()]}), "init_scale", 4.0, "the loss scaler is made"),
+        (
+            lambda: ({"kwargs_handlers": [InitProcessGroupKwargs()]}),
+            "backend",
+            "nccl",
+            "the processes are connected",
+        ),
+        (
+            lambda: ({"parallelism_config": ParallelismConfig()}),
+            "tp_size",
+            2,
+            "the processes are divided already",
+        ),
+    ],
+    ids=["scaler", "process group", "sizes"],
+)
+def test_an_assignment_that_can_have_no_effect_any_more_is_refused(make, name, value, why):
+    options = make()
+    (given,) = [
+        one for values in options.values() for one in (values if isinstance(values, list) else [values])
+    ]
+    accelerator = Accelerator(**options)
+    before = getattr(given, name)
+    with pytest.raises(
+        RuntimeError, match=rf"Cannot set {type(given).__name__}.{name}: {why}. Set it before the Acc"
+    ):
+        setattr(given, name, value)
+    assert getattr(given, name) == before
+    setattr(given, name, before)
+    del accelerator
+    gc.collect()
+    setattr(given, name, value)  # for the next Accelerator
+
+
+def test_options_of_compilation_hold_for_models_prepared_from_then_on():
+    plugin = TorchDynamoPlugin()
+    accelerator = Accelerator(dynamo_plugin=plugin)
+    first = accelerator.prepare(nn.Linear(1, 1))
+    with warned() as messages:
+        plugin.backend = "eager"
+    second = accelerator.prepare(nn.Linear(1, 1))
+    assert first._compiled_call_impl is None
+    assert second._compiled_call_impl is not None
+    assert "TorchDynamoPlugin.backend = 'eager'" in messages[0]
+
+
+def test_the_directory_of_trackers_may_be_set_until_they_run(tmp_path):
+    config = ProjectConfiguration()
+    accelerator = Accelerator(log_with="jsonl", project_dir=tmp_path / "a", project_config=config)
+    assert config.project_dir == tmp_path / "a"
+    config.logging_dir = tmp_path / "b"
+    assert accelerator.logging_dir == tmp_path / "b"
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1})
+    with warned() as messages:
+        config.logging_dir = tmp_path / "c"
+    accelerator.end_training()
+    assert list((tmp_path / "b").rglob("*.jsonl"))
+    assert not (tmp_path / "c").exists()
+    assert "1 tracker(s) are prepared already" in messages[0]
+
+
+def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
+    def prepare():
+        plugin = FullyShardedDataParallelPlugin()
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        with pytest.raises(ValueError, match="does not divide the 2 processes"):
+            plugin.reshard_after_forward = 3
+        assert plugin.reshard_after_forward is None
+        plugin.transformer_cls_names_to_wrap = ["Linear"]
+        with warned() as messages:
+            model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+            assert messages == []
+            plugin.cpu_offload = True
+        options = accelerator.describe().options["fully_shard_wrap"]
+        return (
+            len(accelerator._backend.groups(model, None)[0].modules),
+            len(messages),
+            options.value,
+            options.origin,
+        )
+
+    assert pair.run(prepare) == [(2, 1, "Linear", "argument"), (2, 0, "Linear", "argument")]
+
+
+def test_a_model_is_sharded_as_an_earlier_assignment_says_if_the_profile_shards(pair):
+    def prepare():
+        os.environ["ACCEL_PARALLEL_DP_SHARD"] = "auto"
+        try:
+            accelerator = Accelerator()
+        finally:
+            del os.environ["ACCEL_PARALLEL_DP_SHARD"]
+        accelerator.state.fsdp_plugin.reshard_after_forward = False
+        return accelerator.settings.fully_shard.reshard_after_forward
+
+    assert pair.run(prepare) == [False] * 2
+
+
+def test_an_object_does_not_keep_its_accelerator_alive():
+    config = DataLoaderConfiguration()
+    accelerator = Accelerator(dataloader_config=config)
+    reference = weakref.ref(accelerator)
+    del accelerator
+    gc.collect()
+    assert reference() is None
