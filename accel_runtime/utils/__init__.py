@@ -10,6 +10,7 @@ import accel_runtime
 _ROOMS = {
     "accel_runtime.memory": ("clear_device_cache",),
     "accel_runtime.options": ("KwargsHandler",),
+    "accel_runtime.utils.deepspeed": ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"),
     "accel_runtime.utils.saving": ("load", "save"),
     "accel_runtime.utils.between": (
         "extract_model_from_parallel",

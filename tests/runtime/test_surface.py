@@ -230,7 +230,7 @@ ABSENT_FUNCTIONS = {
     " retie_parameters save_offload_index set_module_tensor_to_device",
     SHARDING: "AbstractTrainStep BertTrainStep DeepSpeedPlugin DeepSpeedSequenceParallelConfig"
     " GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
-    " MegatronLMDummyScheduler MegatronLMPlugin T5TrainStep TorchTensorParallelPlugin add_model_config_to_megatron_parser"
+    " MegatronLMPlugin T5TrainStep TorchTensorParallelPlugin add_model_config_to_megatron_parser"
     " avg_losses_across_data_parallel_group compile_regions_deepspeed compile_regions_fsdp2 deepspeed_required"
     " disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac"
     " fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters"
@@ -323,6 +323,8 @@ ENUMS = {
     "LoggerType": "ALL AIM TENSORBOARD WANDB TRACKIO COMETML MLFLOW CLEARML DVCLIVE SWANLAB",
     "PrecisionType": "NO FP8 FP16 BF16",
 }
+DUMMIES = ["DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"]
+"""What scripts import for DeepSpeed and Megatron-LM, and make only with them."""
 STATES = {
     "AcceleratorState": "backend deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
     " initialized is_fsdp2 is_last_process parallelism_config"
@@ -454,6 +456,14 @@ def test_an_enumeration_has_the_members_scripts_compare_with(name):
     assert not set(ENUMS[name].split()) - set(getattr(utils, name).__members__)
 
 
+@pytest.mark.parametrize("name", DUMMIES)
+def test_a_stand_in_of_deepspeed_is_imported_and_says_what_to_make_instead(name):
+    with pytest.raises(
+        NotImplementedError, match=rf"{name}\(...\) stands for .*Make the (optimizer|schedule) in the script"
+    ):
+        getattr(utils, name)([torch.ones(1)], lr=0.1)
+
+
 def test_an_early_script_may_compare_with_tpu():
     assert accel_runtime.DistributedType.TPU is accel_runtime.DistributedType.XLA
 
@@ -486,7 +496,7 @@ def test_an_argument_that_would_do_nothing_is_refused_by_name(name):
 
 def test_what_accelerate_exports_is_exported_and_so_is_ours():
     exported = {*FUNCTIONS, *OBJECTS, *ENUMS, *OURS.split(), "Accelerator", "GeneralTracker", "get_logger"}
-    assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes"}
+    assert set(utils.__all__) == exported | {"KwargsHandler", "split_between_processes", *DUMMIES}
 
 
 @pytest.mark.parametrize("place", PLACES)
