@@ -17,9 +17,10 @@ from accel_runtime.accumulation import Accumulation
 from accel_runtime.averaging_check import AveragingCheck
 from accel_runtime.backends import connect
 from accel_runtime.backends.base import Reduction
+from accel_runtime.backends.detached import DetachedBackend
 from accel_runtime.checkpoint.resuming import Origin, Resuming
 from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
-from accel_runtime.current import set_current_state
+from accel_runtime.current import find_accelerator, register_accelerator
 from accel_runtime.data.copies import alike_in_copies
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.loops import Loops
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from accel_runtime.accelerate_env import Equivalent
     from accel_runtime.parallel.config import FullyShardedDataParallelPlugin, ParallelismConfig
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "DetachedAccelerator"]
 
 _LOG = logging.getLogger("accel_runtime.env")
 
@@ -183,7 +184,7 @@ class Accelerator(
             "parallelism_config": self._parallelism_config,
         }
         self._state = AcceleratorState.of(self, wanted, plugins)
-        set_current_state(self._state)
+        self._number = register_accelerator(self, self._state)
         if self.is_main_process:
             for sentence in others.idle:
                 _warn_once(sentence)
@@ -246,6 +247,36 @@ class Accelerator(
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Itself: there is one group of processes, and what holds an accelerator may be copied."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (self._number, self.settings, self._state)
+
+
+class DetachedAccelerator(Accelerator):
+    """An `Accelerator` in a process that has not joined the ranks: it says where it was pickled, and does nothing else.
+
+    Args:
+        number: Of the `Accelerator` that was pickled, among those of its rank.
+        settings: Its settings.
+        state: Its state.
+    """
+
+    def __init__(self, number: int, settings: Settings, state: AcceleratorState) -> None:
+        self._number, self.settings, self._state = number, settings, state
+        self._backend = state._backend  # noqa: SLF001 - the other half of one object
+        self._parallelism_config = state.parallelism_config
+
+    def __getattr__(self, name: str) -> Any:
+        # What an Accelerator makes when it joins the ranks.
+        if name == "project_configuration" or (name.startswith("_") and not name.startswith("__")):
+            raise DetachedBackend.of(self._backend).refusal()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accelerator:
+    """Return the `Accelerator` of this process that has the number of one that was pickled, else a detached one."""
+    found: Accelerator | None = find_accelerator(number)
+    return DetachedAccelerator(number, settings, state) if found is None else found
 
 
 def _divided(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -20,9 +23,11 @@ __all__ = [
     "current_backend",
     "current_state",
     "data_rank",
+    "find_accelerator",
+    "known_backend",
+    "register_accelerator",
     "seed_device",
     "set_current_backend",
-    "set_current_state",
     "standing",
     "wait",
 ]
@@ -45,15 +50,36 @@ def set_current_backend(backend: Backend | None) -> None:
     _HERE.backend = None if backend is None else (os.getpid(), backend)
 
 
-def set_current_state(state: Any) -> None:
-    """Make the state of an `Accelerator` the current one of this thread."""
+def register_accelerator(accelerator: Any, state: Any) -> int:
+    """Make an `Accelerator` the newest of this thread, and its state the current one; return its number, from 0."""
+    known = _accelerators()
+    if known is None:
+        known = _HERE.accelerators = os.getpid(), count(), WeakValueDictionary()
+    _, numbers, accelerators = known
+    number = next(numbers)
+    accelerators[number] = accelerator
     _HERE.state = os.getpid(), state
+    return number
+
+
+def find_accelerator(number: int) -> Any:
+    """Return the `Accelerator` of this number, else the newest of this thread; None if it has none."""
+    known = _accelerators()
+    if known is None or not known[2]:
+        return None
+    return known[2].get(number) or known[2][max(known[2])]
 
 
 def current_state() -> Any:
     """Return the state of the newest `Accelerator` of this thread; None if there was none."""
     owner, state = getattr(_HERE, "state", None) or (0, None)
     return state if owner == os.getpid() else None
+
+
+def _accelerators() -> tuple[int, Iterator[int], WeakValueDictionary[int, Any]] | None:
+    known: tuple[int, Iterator[int], WeakValueDictionary[int, Any]] | None
+    known = getattr(_HERE, "accelerators", None)
+    return known if known is not None and known[0] == os.getpid() else None
 
 
 def connected(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from accel_runtime.accumulation import Accumulation
-from accel_runtime.current import connected, current_state, set_current_backend
+from accel_runtime.backends.detached import DetachedBackend
+from accel_runtime.current import connected, current_state, known_backend, set_current_backend
 from accel_runtime.data.source import Share
 from accel_runtime.env import MixedPrecision
 from accel_runtime.facade.processes import Processes
@@ -48,6 +49,14 @@ class State(Processes):
             return
         self._backend.leave()
         set_current_backend(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_backend": DetachedBackend.of(self._backend)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        # On a rank, it is the state of that rank.
+        self._backend = known_backend() or state["_backend"]
 
     def _facts(self) -> dict[str, Any]:
         carried = f" over {self.backend}" if self.backend else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -39,6 +39,12 @@ class Backend(ABC):
         """Which part of every global batch this process has."""
         self.agreement = Agreement(wire, topology.rank, topology.world_size)
         """How the ranks see to it that they do the same."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Cannot pickle or copy an object that is connected to the other processes, such as a prepared DataLoader. Pickle its "
+            "dataset, or the Accelerator."
+        )
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from accel_runtime import (
     ParallelismConfig,
     PartialState,
     ProjectConfiguration,
+    broadcast_object_list,
 )
 from accel_runtime.parallel.config import build_plugin
 from accel_runtime.state import AcceleratorState, GradientState, is_initialized
@@ -230,6 +232,66 @@ def test_the_step_counts_micro_batches_since_the_end_of_an_epoch():
 def test_a_copy_of_an_accelerator_is_the_accelerator():
     accelerator = Accelerator()
     assert copy.deepcopy({"a": accelerator})["a"] is accelerator
+    assert copy.copy(accelerator) is accelerator
+
+
+def test_an_accelerator_is_unpickled_on_its_rank_as_itself_and_on_another_as_that_of_the_other(several):
+    def send():
+        first, second = Accelerator(), Accelerator(mixed_precision="bf16")
+        first.prepare(torch.nn.Linear(1, 1), DataLoader(range(3)))
+        mine = [pickle.loads(pickle.dumps(one)) for one in (first, second)]  # noqa: S301 - our own
+        sent = broadcast_object_list([first, second, first.state, PartialState()])
+        found = sent[2].process_index, sent[3].process_index
+        return mine == [first, second], sent[:2] == [first, second], found == (first.process_index,) * 2
+
+    assert several.run(send) == [(True, True, True)] * several.size
+
+
+def test_in_a_process_that_has_not_joined_an_accelerator_says_where_it_was_pickled_and_does_nothing(pair):
+    def send():
+        accelerator = Accelerator(mixed_precision="bf16")
+        return pickle.dumps((accelerator, accelerator.state, PartialState()))
+
+    def receive():
+        accelerator, state, partial = pickle.loads(sent)  # noqa: S301 - our own
+        facts = accelerator.process_index, accelerator.num_processes, str(accelerator.device)
+        assert (*facts, accelerator.mixed_precision) == (1, 2, "cpu", "bf16")
+        assert state.mixed_precision == accelerator.state.mixed_precision == "bf16"
+        assert partial.process_index == 1
+        assert accelerator.on_main_process(lambda: 1)() is None
+        assert not hasattr(accelerator, "no_such_name")
+        calls = {
+            "gather": lambda: accelerator.gather(torch.ones(1)),
+            "prepare": lambda: accelerator.prepare(torch.nn.Linear(1, 1)),
+            "backward": lambda: accelerator.backward(torch.ones(1)),
+            "save_state": lambda: accelerator.save_state("state"),
+            "project_dir": lambda: accelerator.project_dir,
+            "barrier": state.wait_for_everyone,
+        }
+        for name, call in calls.items():
+            with pytest.raises(
+                RuntimeError, match="was pickled on rank 1, and this process has not joined the ranks"
+            ):
+                pytest.fail(f"{name} gave {call()}")
+        again = pickle.dumps(accelerator)
+        assert pickle.loads(again).process_index == 1  # noqa: S301
+        here = Accelerator()
+        return pickle.loads(again) is here  # noqa: S301
+
+    sent = pair.run(send)[1]
+    assert in_a_process_that_has_not_joined(receive)
+
+
+def test_a_prepared_loader_is_not_pickled_and_says_what_is(alone):
+    loader = Accelerator().prepare(DataLoader(range(3)))
+    with pytest.raises(TypeError, match=r"such as a prepared DataLoader\. Pickle its dataset"):
+        pickle.dumps(loader)
+
+
+def test_a_pickled_accelerator_is_the_same_text_in_every_run():
+    accelerator = Accelerator()
+    assert b"0x" not in pickle.dumps(accelerator)
+    assert pickle.dumps(accelerator) == pickle.dumps(accelerator)
 
 
 @pytest.mark.parametrize(("length", "remainders"), [(13, {1: 0, 2: 5, 3: 1}), (12, {1: 0, 2: 4, 3: 0})])

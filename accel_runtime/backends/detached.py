@@ -1,0 +1,43 @@
+"""A backend in a process that it was pickled for: it knows where it comes from, and reaches no other process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.kinds import DistributedType
+from accel_runtime.topology import DataPlace, Topology
+
+__all__ = ["DetachedBackend"]
+
+
+@dataclass(frozen=True)
+class DetachedBackend:
+    """The facts of a backend, as data."""
+
+    topology: Topology
+    device: torch.device
+    data: DataPlace
+    kind: DistributedType
+    name: str | None
+
+    @classmethod
+    def of(cls, backend: Backend | DetachedBackend) -> DetachedBackend:
+        """Return the facts of a backend."""
+        return cls(backend.topology, backend.device, backend.data, backend.kind, backend.name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` and `pickle` look for methods of this object
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise self.refusal()
+
+    def refusal(self) -> RuntimeError:
+        """Return the error of a call that needs the other processes."""
+        return RuntimeError(
+            f"This object cannot be used here: it was pickled on rank {self.topology.rank}, and this process has not joined "
+            "the ranks, as a worker of a DataLoader or of a pool has not. Make the call on the rank itself; in a function "
+            "that is launched on several processes, make an Accelerator() first."
+        )
