@@ -253,7 +253,7 @@ class Accelerator(
 
 
 class DetachedAccelerator(Accelerator):
-    """An `Accelerator` in a process that has not joined the ranks: it says where it was pickled, and does nothing else.
+    """An `Accelerator` in a process that has not joined the ranks: it has the facts of the rank that pickled it.
 
     Args:
         number: Of the `Accelerator` that was pickled, among those of its rank.
@@ -267,7 +267,7 @@ class DetachedAccelerator(Accelerator):
         self._parallelism_config = state.parallelism_config
 
     def __getattr__(self, name: str) -> Any:
-        # What an Accelerator makes when it joins the ranks.
+        # An attribute that an Accelerator makes when it joins the ranks.
         if name == "project_configuration" or (name.startswith("_") and not name.startswith("__")):
             raise DetachedBackend.of(self._backend).refusal()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -96,7 +96,7 @@ class PartialState(State):
 
 
 class AcceleratorState(State):
-    """What `accelerator.state` says: the process, the number format, and how models are sharded.
+    """The state of an `Accelerator`: the process, the number format, and its plugins.
 
     Made by a script, it is the state of the newest `Accelerator` of this thread.
 
@@ -128,7 +128,7 @@ class AcceleratorState(State):
     def of(
         cls, processes: Processes, mixed_precision: MixedPrecision, plugins: Mapping[str, Any]
     ) -> AcceleratorState:
-        """Return the state of an `Accelerator`: what connects it, its number format, and its plugins by name."""
+        """Return the state of an `Accelerator`, of its connections, its number format and its plugins by name."""
         state = cls.__new__(cls)
         backend = processes._backend  # noqa: SLF001 - the other half of one object
         vars(state).update(_backend=backend, _mixed_precision=mixed_precision, _plugins=plugins)
@@ -159,7 +159,7 @@ class AcceleratorState(State):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded, by torch's `fully_shard`."""
+        """Return True if models are sharded, by torch's `fully_shard`."""
         return self.fsdp_plugin is not None
 
     def _facts(self) -> dict[str, Any]:

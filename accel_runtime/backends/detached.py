@@ -1,4 +1,4 @@
-"""A backend in a process that it was pickled for: it knows where it comes from, and reaches no other process."""
+"""The facts of a backend, in a process that has not joined the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DetachedBackend"]
 
 @dataclass(frozen=True)
 class DetachedBackend:
-    """The facts of a backend, as data."""
+    """The facts of a backend, as data; everything else of a backend is refused."""
 
     topology: Topology
     device: torch.device

@@ -151,7 +151,7 @@ class ConfigurationObjects(Processes):
 
     @property
     def _replication(self) -> dict[str, Any]:
-        """What DDP and its hook are given."""
+        """Return the arguments of DDP and of its hook that differ from their defaults."""
         return {} if self.ddp_handler is None else changed_fields(self.ddp_handler)
 
     @property

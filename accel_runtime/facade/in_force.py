@@ -119,7 +119,7 @@ class InForce(ConfigurationObjects):
 
     @property
     def step(self) -> int:
-        """Micro-batches of `accumulate` since the end of an epoch; what is set is where the next one counts from."""
+        """The number of micro-batches of `accumulate` since the end of an epoch; the next one counts from a value that is set."""
         return self._accumulation.step
 
     @step.setter
@@ -128,7 +128,7 @@ class InForce(ConfigurationObjects):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process writes a model: the first of all; with `save_on_each_node` the first of each machine."""
+        """Return True if this process writes a model: the first of all; with `save_on_each_node` the first of each machine."""
         each = self.project_configuration.save_on_each_node
         return bool(self.is_local_main_process if each else self.is_main_process)
 

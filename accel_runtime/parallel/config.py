@@ -116,27 +116,27 @@ class ParallelismConfig(Configuration):
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several replicas of a model."""
+        """Return True if there are several replicas of a model."""
         return self.dp_replicate_size not in {None, 1}
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded over several processes."""
+        """Return True if parameters are sharded over several processes."""
         return self.dp_shard_size not in {None, 1}
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
+        """Return True if layers are divided."""
         return self.tp_size not in {None, 1}
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are divided."""
+        """Return True if sequences are divided."""
         return self.cp_size not in {None, 1}
 
     @property
     def sp_enabled(self) -> bool:
-        """False: sequences are divided by `cp_size`."""
+        """Return False: sequences are divided by `cp_size`."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Stand-ins of Accelerate for what DeepSpeed and Megatron-LM make: scripts import them, and accel makes none."""
+"""Stand-ins of Accelerate for optimizers and schedules of DeepSpeed and Megatron-LM: scripts import them, and cannot make one."""
 
 from __future__ import annotations
 
