@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import (
     between,
+    calls,
     checkpoints,
     commands,
     forked,
@@ -42,6 +43,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "imports": imports.measure,
     "checkpoints": checkpoints.measure,
     "xla": xla.measure,
+    "calls": calls.measure,
 }
 _BUSY = 0.5
 INTRODUCTION = """\

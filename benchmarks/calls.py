@@ -1,0 +1,35 @@
+"""How much of a library one has to read to follow a call: files and functions that the call enters."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.bench import SCRIPTS, Bench
+from benchmarks.report import Table
+
+__all__ = ["measure"]
+
+_TEXT = """\
+Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD, a
+DataLoader of 11 samples in batches of 2. Counted with `sys.setprofile` in all threads; functions of torch and
+others, and those defined in C, are left out, and so is what the import of a module calls."""
+
+
+def measure(bench: Bench) -> Table:
+    """Count files and functions a call."""
+    script = str(SCRIPTS / "calls.py")
+    found = {}
+    for name, folder, library in (
+        ("accel", bench.accel, "accel_runtime"),
+        ("Accelerate", bench.accelerate, "accelerate"),
+    ):
+        command = (f"{folder}/torchrun", "--nproc-per-node", "2", script, library)
+        found[name] = json.loads(bench.run(*command)().output)
+    rows = [
+        (
+            f"`{call}`",
+            *(f"{files}, {functions}" for files, functions in (found[name][call] for name in found)),
+        )
+        for call in found["accel"]
+    ]
+    return Table("Files and functions that a call enters", _TEXT, ("", *found), rows)
