@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from accel_cli.commands import checkpoint, config, env, estimate, jobs, launch, logs, stacks, test
+from accel_cli.commands.foreign_options import ForeignCommand, normalize_option
 
 __all__ = ["app", "main"]
 
@@ -21,19 +22,24 @@ app = typer.Typer(
     help="Run a raw PyTorch training script, unchanged, anywhere.",
     epilog="A first run: accel launch --nproc-per-node 2 train.py --epochs 3",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 80,
+        # Commands below inherit it: `--nproc_per_node`, as torchrun and Accelerate spell options, is accepted.
+        "token_normalize_func": normalize_option,
+    },
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
 app.command("logs", rich_help_panel=_RUN, epilog=logs.EXAMPLE)(logs.logs)
-app.command("test", rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
+app.command("test", cls=ForeignCommand, rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
 app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_RUN)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
 app.command("estimate", rich_help_panel=_GROUP, epilog=estimate.EXAMPLE)(estimate.estimate)
-app.command("env", rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
+app.command("env", cls=ForeignCommand, rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
 
 
 def _version(wanted: bool) -> None:

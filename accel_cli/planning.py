@@ -97,7 +97,7 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
         UsageError: A profile, variable or option cannot be used.
     """
     said = _said(request, environ)
-    assigned = layers.assigned(request.assignments)
+    assigned = layers.assigned(request.assignments, kind=_kind(said))
     if _kind(said) is None:
         suits = launchers.suggest(_of_use(found, [*said, assigned]))
         said.insert(0, Layer("detected", {"launcher.kind": suits}, {"": "detected"}))
@@ -246,7 +246,8 @@ def find_options_after_script(request: Request, options: Iterable[str]) -> list[
     """
     own = request.args[: request.args.index("--")] if "--" in request.args else request.args
     ours = {name for name in options if name.startswith("--")} - {"--help"}
-    found = dict.fromkeys(name for argument in own if (name := argument.partition("=")[0]) in ours)
+    names = (argument.partition("=")[0] for argument in own)
+    found = dict.fromkeys(name for name in names if name.replace("_", "-") in ours)
     if not found or request.kind == "program":
         return []
     try:
@@ -258,7 +259,7 @@ def find_options_after_script(request: Request, options: Iterable[str]) -> list[
 
 def _declares(source: str, option: str) -> bool:
     """Return True if the text of a script has an option, or reads or declares a parameter of its name."""
-    words = re.escape(option.removeprefix("--")).replace(r"\-", "[-_]")
+    words = re.escape(option.removeprefix("--").replace("_", "-")).replace(r"\-", "[-_]")
     declared = rf"--{words}(?![-\w])|\.{words}\b(?!\s*\()|\b{words}\s*(:[ \t]*\w|=(?!=))"
     return re.search(declared, source) is not None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel_cli.commands import completion
+from accel_cli.commands.foreign_options import ForeignGroup
 
 if TYPE_CHECKING:
     from accel_cli.profile.store import Store
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=ForeignGroup,
     help="Say once how scripts run on this machine; without a subcommand, by a few questions.",
     epilog="Example: accel config set mixed_precision=bf16",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -154,7 +156,7 @@ def set_(
     from accel_cli.profile.updating import update
 
     target = _target(profile, project=project)
-    updates = layers.assigned(assignments, "set").values
+    updates = layers.assigned(assignments, "set", kind=_find_kind(target)).values
     _, lost = update(_store(), target, updates, "set")
     for key in lost:
         console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
@@ -285,6 +287,16 @@ def _below(target: Path) -> list[Any]:
     from accel_cli.profile.updating import below
 
     return list(below(_store(), target))
+
+
+def _find_kind(target: Path) -> Any:
+    """Return the `launcher.kind` that holds with a file, None where none is said."""
+    from accel_cli.profile import layers
+
+    stack = [*_below(target), *([layers.file(target, "file")] if target.is_file() else [])]
+    return next(
+        (layer.values["launcher.kind"] for layer in stack[::-1] if "launcher.kind" in layer.values), None
+    )
 
 
 def _check(stack: list[Any]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 from typing_extensions import override
 
 from accel_cli.commands.completion import profile_names
+from accel_cli.commands.foreign_options import ForeignCommand
 
 if TYPE_CHECKING:
     from accel_cli.launchers.base import Launcher
@@ -21,7 +21,7 @@ __all__ = ["SETTINGS", "launch"]
 _TYPED = "accel.typed"
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(ForeignCommand):
     """The command `accel launch`; it keeps the arguments as typed, since parsing drops `--`."""
 
     @override

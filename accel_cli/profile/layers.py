@@ -129,20 +129,30 @@ def _plain(value: Any, hint: Any) -> Any:
     return dict(value) if hint == tuple[tuple[str, str], ...] else value
 
 
-def assigned(assignments: Iterable[str], option: str = "--set") -> Layer:
+def assigned(assignments: Iterable[str], option: str = "--set", *, kind: object = None) -> Layer:
     """The layer of `KEY=VALUE` texts; a value is read as YAML would read it.
+
+    Args:
+        assignments: The texts.
+        option: The option that they stand behind, for messages.
+        kind: The `launcher.kind` in force unless one of them sets it, for guesses of what an unknown key means.
 
     Raises:
         UsageError: A text is no assignment, or its key is not known.
     """
-    values: dict[str, Any] = {}
+    said: dict[str, str] = {}
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"{option} takes KEY=VALUE, for example mixed_precision=bf16; it got {text!r}")
-        if key not in known_keys() and not key.startswith("env."):
-            raise ProfileError([unknown_key(key, option)])
-        values[key] = value if key.startswith("env.") else document.scalar(value, f"{option} {key}")
+        said[key] = value
+    known, kind = known_keys(), said.get("launcher.kind", kind)
+    if unknown := [key for key in said if key not in known and not key.startswith("env.")]:
+        raise ProfileError([unknown_key(key, option, kind) for key in unknown])
+    values = {
+        key: value if key.startswith("env.") else document.scalar(value, f"{option} {key}")
+        for key, value in said.items()
+    }
     return Layer(option, values, dict.fromkeys((*values, ""), option))
 
 

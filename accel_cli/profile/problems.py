@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from accel_cli.errors import SHOWN, Problem
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.base import Launcher
 from accel_cli.profile.schema import SECTIONS, known_keys, section_of
 from accel_runtime.env import fsdp1, nearest
 
@@ -30,6 +32,8 @@ _WORDS = {
     "less_than_equal": "expected at most {le}",
 }
 _LONGEST = 60
+_SHORTEST_PREFIX, _LONGEST_REST = 4, 3
+"""A beginning that two names share says what was meant from this length on, with at most so much behind it."""
 
 
 def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
@@ -51,19 +55,22 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
     return list(problems.values())
 
 
-def unknown_key(key: str, where: str) -> Problem:
-    """A key no profile has, with the one that was probably meant."""
+def unknown_key(key: str, where: str, kind: object = None) -> Problem:
+    """A key no profile has, with the one that was probably meant.
+
+    Args:
+        key: The key.
+        where: File and line, or option.
+        kind: The `launcher.kind` in force, whose keys are guessed first; None if it is not known.
+    """
     kinds = [
         kind for kind, section in LAUNCHERS.items() if key.removeprefix("launcher.") in section.model_fields
     ]
     if key.startswith("launcher.") and kinds:
         return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
-    last = {full.rpartition(".")[2]: full for full in known_keys()}
     if instead := fsdp1(key.rpartition(".")[2]):
         return Problem(where, key, f"this is a word of FSDP1; under fully_shard, {instead}")
-    return Problem(
-        where, key, "this key is not known", hint=did_you_mean(last.get(key) or _nearest_key(key, last))
-    )
+    return Problem(where, key, "this key is not known", hint=did_you_mean(_guess_key(key, kind)))
 
 
 def did_you_mean(meant: str | None) -> str:
@@ -79,9 +86,34 @@ def one_of(words: Iterable[str]) -> str:
     )
 
 
-def _nearest_key(key: str, last: Mapping[str, str]) -> str | None:
-    meant = nearest(key.rpartition(".")[2], list(last))
-    return nearest(key, list(known_keys())) or (last[meant] if meant else None)
+def _guess_key(key: str, kind: object) -> str | None:
+    """Return the key that was probably meant: of its section first, and there of the active launcher first."""
+    section, _, name = key.rpartition(".")
+    known = list(known_keys())
+    active = LAUNCHERS.get(kind) if isinstance(kind, str) else None
+    sections = [*([active] if active else []), *LAUNCHERS.values()]
+    of_launchers = [[f"launcher.{field}" for field in each.model_fields] for each in sections]
+    siblings = [full for full in known if full.rpartition(".")[0] == section]
+    groups = [*of_launchers, known] if section == "launcher" else [siblings, *of_launchers[:1], known]
+    by_name = [{full.rpartition(".")[2]: full for full in group} for group in groups]
+    guesses = (
+        found[name]
+        if name in found
+        else found.get(_match_prefix(name, found) or nearest(name, list(found)) or "")
+        for found in (*(each for each in by_name if name in each), *by_name)
+    )
+    # With a known section in front, any short name looks like any other.
+    return next(filter(None, guesses), None) or (None if section in SECTIONS else nearest(key, known))
+
+
+def _match_prefix(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that shares most of the beginning of a name, if that is most of it."""
+    shared = {
+        other: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
+        for other in known
+    }
+    best = max(shared, key=lambda other: shared[other], default="")
+    return best if shared.get(best, 0) >= max(_SHORTEST_PREFIX, len(name) - _LONGEST_REST) else None
 
 
 def _locate(loc: list[str]) -> tuple[type[Section], str]:
@@ -97,7 +129,9 @@ def _locate(loc: list[str]) -> tuple[type[Section], str]:
 def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: str) -> Problem:
     kind, came = item["type"], item["input"]
     if kind == "extra_forbidden":
-        return unknown_key(key, where)
+        return unknown_key(
+            key, where, section.model_fields["kind"].default if issubclass(section, Launcher) else None
+        )
     if kind == "union_tag_invalid":
         return _unknown_kind(str(item["ctx"]["tag"]), where)
     if kind == "union_tag_not_found":

@@ -21,6 +21,7 @@ def stderr_of(cwd, capfd):
         (("train.py", "--nproc-per-node", "2"), "--nproc-per-node"),
         (("train.py", "--lr", "1", "--nproc-per-node=2", "--cpu", "--cpu"), "--nproc-per-node, --cpu"),
         (("-m", "train", "--resume"), "--resume"),
+        (("train.py", "--nproc_per_node", "2"), "--nproc_per_node"),
         (("--log-dir", "logs", "--nproc-per-node", "2", "train.py", "--log-dir", "x"), "--log-dir"),
     ],
 )
@@ -38,7 +39,7 @@ def test_options_after_the_script_are_named(script, stderr_of, args, named):
     [
         ("--", "train.py", "--nproc-per-node", "2"),
         ("train.py", "--", "--nproc-per-node", "2"),
-        ("train.py", "--help", "-m", "-q", "--nproc", "--nproc_per_node"),
+        ("train.py", "--help", "-m", "-q", "--nproc", "--nprocs_per_node"),
         ("--no-python", "env", "--cpu"),
     ],
 )

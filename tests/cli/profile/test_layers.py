@@ -132,12 +132,42 @@ def test_a_variable_that_cannot_be_used_is_named(store, environ, said):
         ),
         ("nproc_per_node=2", "did you mean launcher.nproc_per_node?"),
         ("device=[", "this is not YAML"),
+        ("launcher.nprocs=2", "did you mean launcher.nproc_per_node?"),
     ],
 )
 def test_an_assignment_that_cannot_be_used_says_why(text, said):
     with pytest.raises(UsageError) as caught:
         assigned([text])
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "meant"),
+    [
+        ("launcher.nprocs", "single", "launcher.nproc_per_node"),
+        ("launcher.timeout", "slurm", "launcher.time"),
+        ("launcher.timeout", "torchrun", "launcher.rdzv_timeout"),
+        ("launcher.instance", "torchrun", "launcher.instance_type"),
+        ("launcher.rdzv", "torchrun", "launcher.rdzv_endpoint"),
+        ("nprocs", None, "launcher.nproc_per_node"),
+        ("launcher.xyz", "torchrun", None),
+    ],
+)
+def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_first(key, kind, meant):
+    with pytest.raises(ProfileError) as caught:
+        assigned([f"{key}=2"], kind=kind)
+    assert caught.value.problems[0].hint == (f"did you mean {meant}?" if meant else "")
+
+
+def test_the_launcher_that_an_assignment_names_is_the_active_one():
+    with pytest.raises(ProfileError, match=r"did you mean launcher.time\?"):
+        assigned(["launcher.timeout=2", "launcher.kind=slurm"], kind="torchrun")
+
+
+def test_all_unknown_keys_of_assignments_are_named_at_once():
+    with pytest.raises(ProfileError) as caught:
+        assigned(["devise=cpu", "device=cpu", "launcher.nprocs=2"])
+    assert [problem.key for problem in caught.value.problems] == ["devise", "launcher.nprocs"]
 
 
 def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):

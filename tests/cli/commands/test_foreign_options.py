@@ -1,0 +1,114 @@
+"""Options as torchrun and Accelerate spell them are accepted, or named with what they are called here."""
+
+import re
+from functools import partial
+
+import pytest
+import typer
+from in_process import run
+
+from accel_cli.commands.foreign_options import FLAGS, RENAMED, normalize_option
+from accel_cli.main import app
+from accel_cli.profile.schema import known_keys
+
+TORCHRUN = """
+    nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval
+    start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter node_rank
+    master_addr master_port local_addr logs_specs numa_binding duplicate_stdout_filters duplicate_stderr_filters
+    signals_to_handle virtual_local_rank
+"""
+ACCELERATE = """
+    config_file quiet cpu multi_gpu tpu mixed_precision num_processes num_machines num_cpu_threads_per_process
+    enable_cpu_affinity dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic use_deepspeed use_fsdp
+    dynamo_use_regional_compilation use_parallelism_config use_megatron_lm same_network machine_rank
+    main_process_ip main_process_port tee log_dir role rdzv_backend rdzv_conf max_restarts monitor_interval module
+    no_python tpu_cluster no_tpu_cluster tpu_use_sudo vm env main_training_function downcast_bf16 deepspeed_config_file
+    zero_stage offload_optimizer_device offload_param_nvme_path gradient_accumulation_steps gradient_clipping
+    zero3_init_flag deepspeed_hostfile fsdp_version fsdp_offload_params fsdp_min_num_params megatron_lm_tp_degree
+    fp8_backend aws_access_key_id debug mpirun_hostfile parallelism_config_tp_size
+"""
+
+
+def subcommands(command, path=()):
+    """Every command below one, with its path."""
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from subcommands(below, (*path, name))
+
+
+COMMANDS = dict(subcommands(typer.main.get_command(app)))
+
+
+@pytest.fixture
+def launch(script, capfd):
+    script("raise SystemExit(7)")
+    return partial(run, capfd, "launch")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_of_every_command_is_accepted_with_underscores(path):
+    context = None
+    for end in range(len(path) + 1):
+        command = COMMANDS[path[:end]]
+        context = command.make_context("accel", [], parent=context, resilient_parsing=True)
+    long = [name for param in command.params for name in param.opts if name.startswith("--")]
+    parser = command.make_parser(context)
+    for name in long:
+        assert parser._long_opt[f"--{context.token_normalize_func(name.replace('-', '_').lstrip('_'))}"]
+
+
+def test_an_option_with_underscores_means_the_same(launch):
+    done = launch(
+        "--dry_run", "--nproc_per_node=2", "--mixed_precision", "bf16", "--cpu", "train.py", "--a_b"
+    )
+    assert done.returncode == 0
+    assert "start: 2 processes" in done.stdout
+    assert "script train.py --a_b" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted({*TORCHRUN.split(), *ACCELERATE.split()}))
+def test_every_option_of_other_launchers_is_one_here_or_is_named_with_what_to_use(launch, name):
+    option = normalize_option(name)
+    if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
+        return
+    value = () if option in FLAGS else ("1",)
+    done = launch(f"--{name}", *value, "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", done.stderr)
+
+
+def test_all_options_of_other_launchers_in_front_of_the_script_are_named_at_once(launch):
+    args = [
+        "--multi_gpu",
+        "--num_processes",
+        "8",
+        "-m",
+        "--num_machines=2",
+        "--cpu",
+        "train",
+        "--machine_rank",
+        "0",
+    ]
+    done = launch(*args)
+    assert re.findall(r"option (\S+)\.", done.stderr) == ["--multi_gpu", "--num_processes", "--num_machines"]
+    assert "Use --nproc-per-node N" in done.stderr
+
+
+def test_options_of_other_launchers_in_the_arguments_of_the_script_are_its_own(launch):
+    assert launch("--cpu", "--dry-run", "train.py", "--num_processes", "8").returncode == 0
+
+
+@pytest.mark.parametrize("args", [("config",), ("test",), ("env",)])
+def test_commands_that_take_a_config_file_in_accelerate_name_the_profile(capfd, cwd, args):
+    done = run(capfd, *args, "--config_file", "x.yaml")
+    assert done.returncode == 2
+    assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in done.stderr
+
+
+def test_what_to_use_instead_names_keys_and_options_that_are_there():
+    options = {name for param in COMMANDS["launch",].params for name in param.opts}
+    for cure in RENAMED.values():
+        for key in re.findall(r"--set ([\w.]+)=", cure):
+            assert key in known_keys() or key.startswith("env.")
+        for option in re.findall(r"(?<![\w-])(--[a-z-]+)", cure):
+            assert option in options
