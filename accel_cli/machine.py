@@ -31,6 +31,8 @@ class Machine:
     """torch's word for what computes beside the CPU: `cuda`, `mps`, `xpu`."""
     devices: tuple[str, ...] = ()
     """The accelerators' names, in torch's order."""
+    rocm: bool = False
+    """Whether `cuda` is torch's word for AMD's."""
     bf16: bool = False
     """Whether the accelerator computes in bfloat16."""
     torch: str | None = None

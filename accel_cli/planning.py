@@ -66,6 +66,7 @@ class Request:
     shutdown_timeout: int | None = None
     stall_timeout: int | None = None
     mixed_precision: str | None = None
+    gpu_ids: str | None = None
     ranks: str | None = None
     log_dir: str | None = None
     job_name: str | None = None
@@ -96,6 +97,8 @@ def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Res
     Raises:
         UsageError: A profile, variable or option cannot be used.
     """
+    if request.cpu and request.gpu_ids is not None:
+        raise UsageError(f"--cpu and --gpu-ids {request.gpu_ids} contradict each other. Give one of them.")
     said = _said(request, environ)
     assigned = layers.assigned(request.assignments, kind=_kind(said))
     if _kind(said) is None:
@@ -121,13 +124,20 @@ def _not_alone(options: Iterable[Layer], request: Request) -> list[Layer]:
     """The launcher that options need which one process by itself cannot follow; none if there are no such options."""
     options = list(options)
     watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
-    counts = [layer for layer in options if not _COUNTS.isdisjoint(layer.values)]
+    counts = [
+        layer for layer in options if not _COUNTS.isdisjoint(layer.values) or _names_several_gpus(layer)
+    ]
     if not watched and not counts:
         _refuse_logs(request)
     return [
         *(Layer(layer.name, _AGENT, layer.where) for layer in watched[:1]),
         *(Layer(layer.name, {"launcher.kind": "torchrun"}, layer.where) for layer in counts[:1]),
     ]
+
+
+def _names_several_gpus(layer: Layer) -> bool:
+    """Return True if an option chooses several GPUs, each of which gets a process."""
+    return "," in str(layer.values.get("launcher.gpu_ids"))
 
 
 def _refuse_logs(request: Request) -> None:
@@ -363,6 +373,7 @@ def _options(request: Request) -> list[Layer]:
         "--mixed-precision": ("mixed_precision", request.mixed_precision),
         "--nproc-per-node": ("launcher.nproc_per_node", _scalar(request.nproc_per_node, "--nproc-per-node")),
         "--nnodes": ("launcher.nnodes", _scalar(request.nnodes, "--nnodes")),
+        "--gpu-ids": ("launcher.gpu_ids", request.gpu_ids),
         "--rdzv-endpoint": ("launcher.rdzv_endpoint", request.rdzv_endpoint),
         "--rdzv-id": ("launcher.rdzv_id", request.rdzv_id),
         "--max-restarts": ("launcher.max_restarts", request.max_restarts),

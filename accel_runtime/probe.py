@@ -10,7 +10,7 @@ __all__ = ["probe"]
 
 
 def probe() -> dict[str, object]:
-    """The accelerators torch finds: kind, names, whether they compute in bfloat16, torch's version."""
+    """The accelerators torch finds: kind, names, if they are AMD's, if they compute in bfloat16, torch's version."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None:
         return {"accelerator": None, "devices": [], "bf16": False, "torch": torch.__version__}
@@ -21,6 +21,7 @@ def probe() -> dict[str, object]:
     return {
         "accelerator": found.type,
         "devices": [name(index) for index in range(count)],
+        "rocm": torch.version.hip is not None,
         "bf16": bool(bf16()),
         "torch": torch.__version__,
     }

@@ -89,6 +89,14 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
             metavar="N", help="Processes on each machine: a number, or auto.", rich_help_panel=_OVER
         ),
     ] = None,
+    gpu_ids: Annotated[
+        str | None,
+        typer.Option(
+            metavar="IDS",
+            help="GPUs to use, a process for each: all, or ids as in 0,2.",
+            rich_help_panel=_OVER,
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(metavar="N", help="Number of machines, or a range MIN:MAX.", rich_help_panel=_OVER),
@@ -232,6 +240,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         profile=profile,
         assignments=tuple(assignments or ()),
         nproc_per_node=nproc_per_node,
+        gpu_ids=gpu_ids,
         nnodes=nnodes,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,

@@ -13,13 +13,17 @@ __all__ = ["EXAMPLE", "test"]
 EXAMPLE = "Example: accel test --nproc-per-node 2"
 
 
-def test(
+def test(  # noqa: PLR0913, PLR0917 - one parameter an option
     profile: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The named profile to use.", autocompletion=profile_names),
     ] = None,
     nproc_per_node: Annotated[
         str | None, typer.Option(metavar="N", help="Processes on each machine: a number, or auto.")
+    ] = None,
+    gpu_ids: Annotated[
+        str | None,
+        typer.Option(metavar="IDS", help="GPUs to use, a process for each: all, or ids as in 0,2."),
     ] = None,
     nnodes: Annotated[
         str | None, typer.Option(metavar="N", help="Number of machines, or a range MIN:MAX.")
@@ -41,6 +45,7 @@ def test(
         kind="module",
         profile=profile,
         nproc_per_node=nproc_per_node,
+        gpu_ids=gpu_ids,
         nnodes=nnodes,
         rdzv_endpoint=rdzv_endpoint,
         cpu=cpu,

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
+from accel_cli.launchers.gpus import GpuIds, choose_gpus
 
 __all__ = ["Single", "become"]
 
@@ -36,6 +37,7 @@ class Single(Launcher):
     alone: ClassVar[bool] = True
 
     kind: Literal["single"] = Field("single", description="One process on this machine.")
+    gpu_ids: GpuIds = None
 
     @override
     def plan(self, job: Job) -> Plan:
@@ -43,13 +45,18 @@ class Single(Launcher):
             raise UsageError(
                 f"--node-rank {job.nodes.node_rank} needs several machines: say --nnodes and --rdzv-endpoint"
             )
+        job, visible = choose_gpus(job, self.gpu_ids)
         device = device_of(job, 1)
         start = {"script": (job.python,), "module": (job.python, "-m"), "program": ()}[job.kind]
         return Plan(
             launcher=self.kind,
             runner="accel_cli.launchers.single:become",
             argv=(*start, job.target, *job.args),
-            env={**environment(job, _threads(job)), **({} if job.nodes.inherited else job.nodes.ranks)},
+            env={
+                **environment(job, _threads(job)),
+                **visible,
+                **({} if job.nodes.inherited else job.nodes.ranks),
+            },
             device=device,
             target=job.target,
             derived=job.nodes.line if job.nodes.ranks else "",

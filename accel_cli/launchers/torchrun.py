@@ -13,6 +13,7 @@ from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, device_of, environment
+from accel_cli.launchers.gpus import GpuIds, choose_gpus
 from accel_cli.machine import Machine
 from accel_cli.ranks import highest
 
@@ -42,7 +43,7 @@ class Torchrun(elastic.Elastic):
         int | Literal["auto"],
         Field(
             union_mode="left_to_right",
-            description="Number of processes on this machine; `auto` is one for each accelerator, or 1 on the CPU.",
+            description="Number of processes on this machine; `auto` is one for each accelerator (of `gpu_ids`), or 1 on the CPU.",
         ),
         Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
         AfterValidator(_positive),
@@ -52,6 +53,7 @@ class Torchrun(elastic.Elastic):
             hint="a number, or auto",
         ),
     ] = "auto"
+    gpu_ids: GpuIds = None
     rdzv_endpoint: Annotated[
         elastic.Endpoint,
         Question(
@@ -90,6 +92,7 @@ class Torchrun(elastic.Elastic):
     @override
     def plan(self, job: Job) -> Plan:
         self.check_static(job)
+        job, visible = choose_gpus(job, self.gpu_ids)
         count = self._count(job)
         device = device_of(job, count)
         if highest(self.ranks) >= self.range[1] * count:
@@ -102,7 +105,7 @@ class Torchrun(elastic.Elastic):
             launcher=self.kind,
             runner=runner(method),
             argv=elastic.command(job, "worker.py"),
-            env=environment(job, {"OMP_NUM_THREADS": threads, **self.interfaces()}),
+            env={**environment(job, {"OMP_NUM_THREADS": threads, **self.interfaces()}), **visible},
             device=device,
             target=job.target,
             nnodes=self.range[1],

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.accelerate import deepspeed
 from accel_cli.profile.accelerate.dividing import Division
 from accel_cli.profile.accelerate.ways import WAYS, Way
@@ -105,9 +106,21 @@ class Asked:
         return "" if self.way.several else f"distributed_type: {self.distributed_type} is one process"
 
     @property
+    def chosen_gpus(self) -> dict[str, str]:
+        """The key of the launcher that chooses some of the GPUs."""
+        numbers = all(name.isdecimal() for name in self.gpu_ids.split(","))
+        known = "gpu_ids" in LAUNCHERS[self.way.kind].model_fields
+        return {"gpu_ids": self.gpu_ids} if self.chooses_gpus and numbers and known else {}
+
+    @property
+    def chooses_gpus(self) -> bool:
+        """Return True if the file names some of several GPUs."""
+        return self.gpu_ids.lower() != "all" and self.device not in {"cpu", "mps", "xla"}
+
+    @property
     def visible(self) -> dict[str, str]:
-        """The variable that shows the processes some of the devices only."""
-        if self.gpu_ids.lower() == "all" or self.device in {"cpu", "mps", "xla"}:
+        """The variable that shows the processes GPUs by other names than numbers, such as UUIDs."""
+        if not self.chooses_gpus or self.chosen_gpus:
             return {}
         return {"ZE_AFFINITY_MASK" if self.device == "xpu" else "CUDA_VISIBLE_DEVICES": self.gpu_ids}
 
@@ -128,6 +141,7 @@ class Asked:
         return {
             "kind": self.way.kind,
             **(several if self.way.several else {}),
+            **self.chosen_gpus,
             **(meeting if self.spread else {}),
         }
 

@@ -121,6 +121,8 @@ def _cpu(asked: Asked, use_cpu: bool) -> Fate:
 
 
 def _ids(asked: Asked, ids: str) -> Fate:
+    if asked.chosen_gpus:
+        return Fate(f"launcher.gpu_ids: {ids}")
     if asked.visible:
         return Fate("".join(f"env.{name}: {value}" for name, value in asked.visible.items()))
     if ids.lower() == "all":

@@ -306,16 +306,22 @@ def test_no_may_have_been_read_as_false(no):
     assert result.data["mixed_precision"] == "no"
 
 
-def test_chosen_devices_are_a_variable_of_the_processes():
+def test_chosen_devices_are_a_key_of_the_launcher():
     result = imported(ONE_GPU)
-    assert result.data["env"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert ("gpu_ids: 0,1", "env.CUDA_VISIBLE_DEVICES: 0,1") in result.mapped
+    assert result.data["launcher"]["gpu_ids"] == "0,1"
+    assert "env" not in result.data
+    assert ("gpu_ids: 0,1", "launcher.gpu_ids: 0,1") in result.mapped
 
 
-def test_intel_gpus_are_chosen_by_their_own_variable():
+def test_devices_that_are_chosen_by_other_names_than_numbers_are_a_variable_of_the_processes():
+    result = imported("distributed_type: MULTI_GPU\ngpu_ids: GPU-7f, GPU-a0\nnum_processes: 2\n")
+    assert "gpu_ids" not in result.data["launcher"]
+    assert result.data["env"] == {"CUDA_VISIBLE_DEVICES": "GPU-7f,GPU-a0"}
+
+
+def test_intel_gpus_are_chosen_by_number_too():
     result = imported("distributed_type: MULTI_XPU\ngpu_ids: '0, 2'\nnum_processes: 2\n")
-    assert result.data["device"] == "xpu"
-    assert result.data["env"] == {"ZE_AFFINITY_MASK": "0,2"}
+    assert (result.data["device"], result.data["launcher"]["gpu_ids"]) == ("xpu", "0,2")
 
 
 def test_chosen_devices_are_left_where_the_cpu_computes():

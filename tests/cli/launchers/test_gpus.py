@@ -1,0 +1,135 @@
+"""Some of a machine's GPUs are chosen by `gpu_ids`, through the variable of their vendor."""
+
+from dataclasses import replace
+
+import pytest
+
+from accel_cli import machine
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import Job
+from accel_cli.launchers.gpus import VARIABLES
+from accel_cli.launchers.single import Single
+from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.machine import Machine
+from accel_cli.planning import Request, prepare
+from accel_cli.profile.schema import Profile
+from accel_runtime.env import Settings
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+GPUS = Machine(cpus=8, accelerator="cuda", devices=("A", "B", "C", "D"))
+TWO = replace(GPUS, devices=("A", "B"))
+
+
+def job(found=GPUS, environ=None, env=None, **settings):
+    return Job("train.py", (), "script", Settings(**settings), env or {}, environ or {}, found, python="py")
+
+
+@pytest.mark.parametrize(("accelerator", "names"), VARIABLES.items())
+def test_the_variable_of_each_vendor_shows_the_processes_the_chosen_gpus(accelerator, names):
+    found = replace(GPUS, rocm=True) if accelerator == "rocm" else replace(GPUS, accelerator=accelerator)
+    plan = Torchrun(gpu_ids="0,2").plan(job(found))
+    assert (plan.nproc_per_node, plan.env[names[0]]) == (2, "0,2")
+    assert plan.env["OMP_NUM_THREADS"] == "4"
+
+
+def test_one_process_gets_the_gpu_that_was_chosen():
+    assert Single(gpu_ids=3).plan(job()).env[CUDA] == "3"
+
+
+@pytest.mark.parametrize("section", [Single(), Torchrun(), Single(gpu_ids="all"), Torchrun(gpu_ids="all")])
+def test_without_a_choice_no_variable_is_set(section):
+    assert CUDA not in section.plan(job()).env
+
+
+def test_a_number_of_processes_that_is_said_has_to_fit_the_chosen_gpus():
+    assert Torchrun(gpu_ids="1,3", nproc_per_node=1).plan(job()).nproc_per_node == 1
+    with pytest.raises(UsageError, match=r"3 processes were asked for, but this machine has 2 cuda device"):
+        Torchrun(gpu_ids="1,3", nproc_per_node=3).plan(job())
+
+
+@pytest.mark.parametrize(
+    ("found", "environ", "ids", "said"),
+    [
+        (GPUS, {}, "0,4", "launcher.gpu_ids: 0,4 was asked for, but this machine has no GPU 4. Choose among 0, 1, 2, 3."),
+        (GPUS, {}, "GPU-7f", "this machine has no GPU GPU-7f"),
+        (GPUS, {}, "7,8", "no GPU 7 and no GPU 8"),
+        (TWO, {CUDA: "4,6"}, "0", "CUDA_VISIBLE_DEVICES=4,6 shows no GPU 0. Choose among 4, 6."),
+        (Machine(cpus=8), {}, "0", "this machine has 8 CPU cores: no GPUs that can be chosen"),
+        (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "no GPUs that can be chosen"),
+    ],
+)  # fmt: skip
+def test_ids_that_are_no_gpus_of_this_launch_are_refused(found, environ, ids, said):
+    for section in (Torchrun(gpu_ids=ids), Single(gpu_ids=ids)):
+        with pytest.raises(UsageError) as caught:
+            section.plan(job(found, environ))
+        assert said in str(caught.value)
+
+
+def test_a_variable_that_is_set_already_is_narrowed():
+    plan = Torchrun(gpu_ids="6,4").plan(job(replace(GPUS, devices=("A", "B", "C")), {CUDA: "4,5,6"}))
+    assert (plan.nproc_per_node, plan.env[CUDA]) == (2, "6,4")
+    uuids = job(TWO, {CUDA: "GPU-7f,GPU-a0"})
+    assert Torchrun(gpu_ids="GPU-a0").plan(uuids).env[CUDA] == "GPU-a0"
+
+
+def test_on_amd_the_variable_that_is_set_is_the_one_that_is_narrowed():
+    plan = Torchrun(gpu_ids="2").plan(job(replace(TWO, rocm=True), {CUDA: "2,3"}))
+    assert plan.env[CUDA] == "2"
+    assert "HIP_VISIBLE_DEVICES" not in plan.env
+
+
+def test_gpus_that_a_variable_of_the_profile_shows_are_counted():
+    assert Torchrun().plan(job(env={CUDA: "0,1"})).nproc_per_node == 2
+    assert Torchrun().plan(job(env={CUDA: ""})).device == "cpu"
+    assert Torchrun().plan(job(TWO, {CUDA: "0,1"}, {CUDA: "0"})).nproc_per_node == 2
+    with pytest.raises(UsageError, match=r"gpu_ids: 2 and env.CUDA_VISIBLE_DEVICES: 0,1 both choose GPUs"):
+        Torchrun(gpu_ids="2").plan(job(env={CUDA: "0,1"}))
+
+
+def test_the_cpu_needs_no_gpus_to_choose_from():
+    assert CUDA not in Torchrun(gpu_ids="0,1").plan(job(device="cpu")).env
+
+
+@pytest.mark.parametrize("ids", ["", "0,", "0;1", "0 1,,2", "-1", "0,0", True, 1.5, [0, 1]])
+def test_text_that_names_no_gpus_is_refused(ids):
+    with pytest.raises(ValueError, match=r"expected (all, or ids as in 0,2|every id once)|valid"):
+        Profile(launcher={"kind": "torchrun", "gpu_ids": ids})
+
+
+@pytest.fixture
+def four_gpus(monkeypatch, script):
+    monkeypatch.setattr(machine, "glance", lambda _: GPUS)
+    script("")
+    return lambda environ=None, **said: prepare(Request("train.py", **said), environ or {})
+
+
+def test_the_option_starts_a_process_for_each_gpu_that_it_names(four_gpus, monkeypatch):
+    resolved, plan = four_gpus(gpu_ids="0,2")
+    assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("torchrun", 2, "0,2")
+    assert resolved.source("launcher.gpu_ids") == "--gpu-ids"
+    monkeypatch.setattr(machine, "glance", lambda _: replace(GPUS, devices=("A",)))
+    _, plan = four_gpus(gpu_ids="0")
+    assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("single", 1, "0")
+
+
+def test_several_gpus_are_several_processes_also_where_the_profile_says_one(four_gpus, cwd):
+    (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: single\n")
+    assert four_gpus(gpu_ids="0,2")[1].nproc_per_node == 2
+    assert four_gpus(gpu_ids="2")[1].launcher == "single"
+
+
+def test_one_process_that_is_asked_for_sees_all_chosen_gpus(four_gpus):
+    plan = four_gpus(gpu_ids="0,2", assignments=("launcher.kind=single",))[1]
+    assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("single", 1, "0,2")
+
+
+def test_the_cpu_and_gpus_are_not_asked_for_at_once(four_gpus):
+    with pytest.raises(UsageError, match=r"--cpu and --gpu-ids 0 contradict each other"):
+        four_gpus(gpu_ids="0", cpu=True)
+
+
+def test_a_launcher_without_gpus_of_its_own_refuses_the_option(four_gpus):
+    with pytest.raises(
+        UsageError, match=r"--gpu-ids: launcher.gpu_ids: this key belongs to launcher.kind: single or torch"
+    ):
+        four_gpus(gpu_ids="0", assignments=("launcher.kind=slurm",))
