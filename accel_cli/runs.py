@@ -214,7 +214,7 @@ def recent(base: Path) -> list[RunFolder]:
 
 
 def named(base: Path, name: str | None = None) -> RunFolder:
-    """The run of that name, or the last one.
+    """The run of that name; without one the last that started processes, or may still do so.
 
     Raises:
         UsageError: There is none.
@@ -224,7 +224,9 @@ def named(base: Path, name: str | None = None) -> RunFolder:
         raise UsageError(
             f"no run is kept in {base}; runs with the launchers torchrun and xla are, and --log-dir names another folder"
         )
-    chosen = next((run for run in found if name in {None, run.path.name}), None)
+    if name is None:
+        return next((run for run in found if run.attempts or run.running or run.is_elsewhere), found[0])
+    chosen = next((run for run in found if run.path.name == name), None)
     if chosen is None:
         raise UsageError(f"there is no run {name!r} in {base}; accel logs --list has those that are kept")
     return chosen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,10 +53,8 @@ def list_(launcher: _Launcher = None, profile: _Profile = None, assignments: _Se
     """List your jobs that Slurm still knows, or the newest of your AWS account, the oldest first."""
     from accel_cli import console
 
-    rows = [
-        (job.id, job.name, job.state, job.elapsed, job.where or job.reason)
-        for job in _jobs(launcher, profile, assignments).list()
-    ]
+    with _open_jobs(launcher, profile, assignments) as jobs:
+        rows = [(job.id, job.name, job.state, job.elapsed, job.where or job.reason) for job in jobs.list()]
     if not rows:
         console.note("there are no jobs of yours")
         return
@@ -68,7 +68,8 @@ def status(
     """Show what is known of a job."""
     from accel_cli import console
 
-    job = _jobs(launcher, profile, assignments).status(job_id)
+    with _open_jobs(launcher, profile, assignments) as jobs:
+        job = jobs.status(job_id)
     console.table(("", ""), [(name, value) for name, value in _facts(job).items() if value])
 
 
@@ -87,13 +88,13 @@ def logs(
     from accel_cli import console
     from accel_cli.jobs import follow as following
 
-    jobs = _jobs(launcher, profile, assignments)
-    job = jobs.status(job_id)
-    if follow:
-        raise typer.Exit(following.follow(jobs, job))
-    log, some = jobs.log(job), False
-    while following.pass_on(log):
-        some = True
+    with _open_jobs(launcher, profile, assignments) as jobs:
+        job = jobs.status(job_id)
+        if follow:
+            raise typer.Exit(following.follow(jobs, job))
+        log, some = jobs.log(job), False
+        while following.pass_on(log):
+            some = True
     if not some:
         console.note(f"job {job.id} has printed nothing; it is {job.state}")
 
@@ -103,12 +104,12 @@ def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assi
     """End a job; its scripts get SIGTERM, and some time to save."""
     from accel_cli import console
 
-    jobs = _jobs(launcher, profile, assignments)
-    job = jobs.status(job_id)
-    if job.done:
-        console.note(f"job {job.id} is {job.state} already")
-        return
-    jobs.stop(job_id)
+    with _open_jobs(launcher, profile, assignments) as jobs:
+        job = jobs.status(job_id)
+        if job.done:
+            console.note(f"job {job.id} is {job.state} already")
+            return
+        jobs.stop(job_id)
     console.note(f"job {job.id} is asked to end")
 
 
@@ -125,14 +126,18 @@ def download(
     """Bring home the model and the other files that a job left."""
     from accel_cli import console
 
-    folder = _jobs(launcher, profile, assignments).download(job_id, output)
+    with _open_jobs(launcher, profile, assignments) as jobs:
+        folder = jobs.download(job_id, output)
     console.note(f"what job {job_id} left is in {console.short(str(folder.resolve()))}")
     console.plain(str(folder))
 
 
-def _jobs(kind: str | None, profile: str | None, assignments: list[str] | None) -> Jobs:
+@contextmanager
+def _open_jobs(kind: str | None, profile: str | None, assignments: list[str] | None) -> Iterator[Jobs]:
+    """Give the jobs of a service; if none is said, they are those of the first, and an error names the others."""
     from accel_cli.errors import UsageError
     from accel_cli.jobs import SERVICES, again, service
+    from accel_cli.jobs.base import UnreachableError
 
     if kind is not None and kind not in SERVICES:
         raise UsageError(
@@ -140,15 +145,25 @@ def _jobs(kind: str | None, profile: str | None, assignments: list[str] | None) 
         )
     typed = [*([f"launcher.kind={kind}"] if kind else []), *(assignments or ())]
     said = _in_force(profile, typed)
-    jobs = service(said.get("launcher.kind") or next(iter(SERVICES)), said)
-    jobs.options = again(profile, typed)
-    return jobs
+    assumed, *others = SERVICES
+    try:
+        jobs = service(said.get("launcher.kind") or assumed, said)
+        jobs.options = again(profile, typed)
+        yield jobs
+    except (UsageError, UnreachableError) as error:
+        if "launcher.kind" in said:
+            raise
+        raise type(error)(
+            f"{str(error).rstrip('.')}. No profile says whose jobs these are, so {assumed} was looked at; use --launcher "
+            f"{' or '.join(others)} for other jobs."
+        ) from None
 
 
 def _in_force(profile: str | None, assignments: list[str]) -> dict[str, Any]:
     """What the profile in force says of its launcher, by dotted key, if that submits jobs."""
     import os
 
+    from accel_cli.errors import ProfileError
     from accel_cli.jobs import SERVICES
     from accel_cli.profile import layers
     from accel_cli.profile.store import Store
@@ -156,6 +171,8 @@ def _in_force(profile: str | None, assignments: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     options = [layers.assigned(assignments)]
     for layer in layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, profile, options):
+        if layer.problems:
+            raise ProfileError(list(layer.problems))
         said = {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
         if said.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}

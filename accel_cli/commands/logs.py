@@ -23,7 +23,10 @@ def logs(  # noqa: PLR0913, PLR0917 - one parameter an option
         int | None, typer.Option(metavar="K", help="The attempt, counted from 0; by default the last.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The run, as --list names it; by default the last.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The run, as --list names it; by default the last that started processes."
+        ),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the runs that are kept.")] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run has ended.")] = False,
@@ -38,13 +41,18 @@ def logs(  # noqa: PLR0913, PLR0917 - one parameter an option
     import os
     import sys
 
-    from accel_cli import following, runs
+    from accel_cli import console, following, runs
 
     base = runs.home(os.environ, log_dir or _told(os.environ))
     if listed:
         _list(runs.recent(base))
         return
-    wanted = following.Wanted(runs.named(base, run), attempt, rank)
+    chosen = runs.named(base, run)
+    if run is None and (newest := runs.recent(base)[0]) != chosen:
+        console.note(
+            f"{newest.path.name} started no process ({newest.state}); these are the logs of {chosen.path.name}"
+        )
+    wanted = following.Wanted(chosen, attempt, rank)
     show = wanted.follow if follow else wanted.once
     for data in show():
         sys.stdout.buffer.write(data)

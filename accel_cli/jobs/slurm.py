@@ -220,4 +220,6 @@ def _refused(program: str, said: str) -> None:
         raise _UnknownJobError(f"Slurm knows no such job: {said}")
     if "denied" in said or "Invalid" in said:
         raise UsageError(f"{program} refuses: {said}")
-    raise UnreachableError(f"{program} does not answer: {said}")
+    raise UnreachableError(
+        f"{program} does not answer: {said.splitlines()[-1] if said else 'it says nothing'}"
+    )

@@ -66,6 +66,8 @@ class Document:
     data: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
     """The line, from 1, of every key and list entry."""
+    problems: tuple[Problem, ...] = ()
+    """Mistakes that do not keep the rest from being judged."""
 
 
 def parse(text: str, where: str) -> Document:

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import ValidationError
 
 from accel_cli import console
-from accel_cli.errors import ProfileError, UsageError
+from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import document, store
 from accel_cli.profile.problems import explain, unknown_key
 from accel_cli.profile.schema import SECTIONS, Profile, known_keys
@@ -30,6 +30,8 @@ class Layer:
     values: Mapping[str, Any]
     where: Mapping[str, str] = field(default_factory=dict)
     """File and line, variable or option, by dotted key; the empty key is the whole."""
+    problems: tuple[Problem, ...] = ()
+    """Mistakes that were found while it was read; they are reported with those of its values."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def stack(
         layers.append(file(project, "project"))
     if wanted := name or environ.get(env.PROFILE):
         layers.append(_named(where, wanted, by="--profile" if name else env.PROFILE))
-    return [layer for layer in (*layers, environment(environ), *options) if layer.values]
+    return [layer for layer in (*layers, environment(environ), *options) if layer.values or layer.problems]
 
 
 def file(path: Path, name: str) -> Layer:
@@ -82,7 +84,7 @@ def file(path: Path, name: str) -> Layer:
     values = flat(found.data)
     values.pop("schema_version", None)
     where = {".".join(map(str, place)): f"{path}:{line}" for place, line in found.lines.items()}
-    return Layer(name, values, where | {"": str(path)})
+    return Layer(name, values, where | {"": str(path)}, found.problems)
 
 
 def environment(environ: Mapping[str, str]) -> Layer:
@@ -172,10 +174,13 @@ def resolve(layers: Iterable[Layer]) -> Resolved:
         origin |= {key: (layer.name, layer.where.get(key, layer.where.get("", ""))) for key in layer.values}
     places = {key: place or name for key, (name, place) in origin.items()}
     places[""] = next((layer.where[""] for layer in reversed(layers) if layer.where.get("")), "profile")
+    problems = [problem for layer in layers for problem in layer.problems]
     try:
         profile = Profile.model_validate(nested(values))
     except ValidationError as error:
-        raise ProfileError(explain(error, places)) from None
+        raise ProfileError(problems + explain(error, places)) from None
+    if problems:
+        raise ProfileError(problems)
     return Resolved(profile, layers, {key: _described(*origin[key]) for key in values})
 
 

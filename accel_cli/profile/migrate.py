@@ -9,9 +9,14 @@ from typing import Any
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.schema import SCHEMA_VERSION
 
-__all__ = ["MIGRATIONS", "migrated"]
+__all__ = ["MIGRATIONS", "UnversionedError", "migrated"]
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class UnversionedError(ProfileError):
+    """A file does not say its version; the rest of it is read as one of today's layout."""
+
 
 MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
 """For every older version, what makes it the next one; a release that changes the layout adds a line."""
@@ -26,16 +31,17 @@ def migrated(
     """The data of a file in today's layout.
 
     Raises:
-        ProfileError: The version is missing, is no version, or is newer than this accel.
+        UnversionedError: The version is missing, or is no version.
+        ProfileError: The version is newer than this accel.
     """
     version = data.get("schema_version")
     if version is None:
         hint = f"add the line: schema_version: {newest}"
-        raise ProfileError(
+        raise UnversionedError(
             [Problem(where, "schema_version", "every profile says its version", "nothing", hint)]
         )
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ProfileError(
+        raise UnversionedError(
             [Problem(where, "schema_version", "expected a whole number above 0", repr(version))]
         )
     if version > newest:

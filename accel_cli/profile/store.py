@@ -18,7 +18,7 @@ import platformdirs
 from accel_cli.errors import UsageError
 from accel_cli.profile import document
 from accel_cli.profile.document import Document
-from accel_cli.profile.migrate import migrated
+from accel_cli.profile.migrate import UnversionedError, migrated
 from accel_cli.profile.schema import json_schema
 from accel_runtime import env
 
@@ -125,13 +125,16 @@ def read_text(path: Path) -> str:
 
 
 def read(path: Path) -> Document:
-    """A profile file, brought up to date; its values are not checked yet.
+    """A profile file, brought up to date; its values are not checked yet, and its version may be missing (`problems`).
 
     Raises:
         UsageError: It cannot be read, is no YAML, or of a version we do not know.
     """
     found = document.parse(read_text(path), str(path))
-    return replace(found, data=migrated(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}"))
+    try:
+        return replace(found, data=migrated(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}"))
+    except UnversionedError as error:
+        return replace(found, problems=tuple(error.problems))
 
 
 def render(data: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_cli.errors import ProfileError
 from accel_cli.profile import document, edit, layers, store
 from accel_cli.profile.layers import Layer, flat
 from accel_cli.profile.schema import SCHEMA_VERSION, Profile
@@ -33,6 +34,8 @@ def update(where: Store, target: Path, updates: Mapping[str, Any], by: str) -> t
         exists = target.exists()
         text = store.read_text(target) if exists else store.render({"schema_version": SCHEMA_VERSION})
         found = store.read(target) if exists else document.parse(text, str(target))
+        if found.problems:
+            raise ProfileError(list(found.problems))
         data, lost = edit.changed(found.data, updates)
         resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
         store.write(target, edit.edited(text, found, data))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import re
+import symtable
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -22,6 +25,10 @@ from accel_runtime.estimating.errors import EstimateError, raised
 __all__ = ["Made", "Sizes", "called", "found", "real", "resized"]
 
 Function = Callable[..., Any]
+_DYNAMIC = re.compile(
+    r"\b(globals|vars|locals|exec|setattr|__dict__|__getattr__|global)\b|\bimport\s*\(?\s*\*"
+)
+"""Words of a source that may define names where none is written."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ def found(target: str) -> Function:
             f"{target!r} is neither MODULE:FACTORY, nor path/to/file.py:FACTORY, nor a folder with the config.json of a "
             "transformers model, nor that file"
         )
+    _refuse_missing_name(where, name.partition(".")[0])
     module = _module(where)
     value: Any = module
     for part in name.split("."):
@@ -139,9 +147,41 @@ def resized(inputs: Any, target: str, sizes: Mapping[str, int]) -> Any:
     return tree_map(with_rows, inputs)
 
 
+def _refuse_missing_name(where: str, name: str) -> None:
+    """Refuse a name that the source does not define, before the source runs, which may be a whole training.
+
+    Raises:
+        EstimateError: No top-level statement can define the name.
+    """
+    try:
+        source = _find_source(where).read_text(encoding="utf-8")
+        names = symtable.symtable(source, where, "exec").get_symbols()
+    except (OSError, ValueError, SyntaxError, ImportError, AttributeError):
+        return  # importing it says what is wrong
+    defined = {symbol.get_name(): symbol for symbol in names if symbol.is_assigned() or symbol.is_imported()}
+    if name in defined or _DYNAMIC.search(source):
+        return
+    own = [other for other, symbol in defined.items() if symbol.is_namespace() and not other.startswith("_")]
+    raise EstimateError(_format_missing(where, name, own, own))
+
+
+def _find_source(where: str) -> Path:
+    if _is_file(where):
+        return Path(where)
+    # The finder of files, which runs nothing: a package that holds the module would be imported otherwise.
+    spec = None if "." in where else importlib.machinery.PathFinder.find_spec(where)
+    if spec is None or spec.origin is None:
+        raise ImportError(where)
+    return Path(spec.origin)
+
+
+def _is_file(where: str) -> bool:
+    return Path(where).suffix == ".py" or "/" in where
+
+
 def _module(where: str) -> ModuleType:
     path = Path(where)
-    is_file = path.suffix == ".py" or "/" in where
+    is_file = _is_file(where)
     try:
         return _file(path) if is_file else importlib.import_module(where)
     except EstimateError:
@@ -178,6 +218,10 @@ def _missing(owner: Any, where: str, name: str) -> str:
     home = owner.__name__ if isinstance(owner, ModuleType) else None
     # What a module imports is in it too, and no factory of its own.
     own = [other for other in offered if home in {None, getattr(getattr(owner, other), "__module__", None)}]
+    return _format_missing(where, name, offered, own)
+
+
+def _format_missing(where: str, name: str, offered: list[str], own: list[str]) -> str:
     meant = nearest(name, offered)
     hint = f"did you mean {meant}?" if meant else f"it has {', '.join(sorted(own)) or 'no function'}"
     return f"{where} has no {name}; {hint}"

@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from in_process import run
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import SERVICES, again, service
@@ -296,6 +297,24 @@ def test_a_launcher_without_jobs_is_refused(accel):
     done = accel("jobs", "list", "--launcher", "single")
     assert done.returncode == 2
     assert "--launcher takes slurm or sagemaker, whose scripts run as jobs; it got 'single'" in done.stderr
+
+
+def test_without_slurm_and_without_a_profile_the_other_services_are_named(says, cwd, capfd):
+    says("scontrol", err="no route\nscontrol: fatal: no configuration", code=1)
+    for typed in (("list",), ("status", "12"), ("logs", "12", "-f"), ("stop", "12"), ("download", "12")):
+        done = run(capfd, "jobs", *typed)
+        assert (done.returncode, done.stderr.count("\n")) == (2 if typed[0] == "download" else 1, 1)
+        assert "so slurm was looked at; use --launcher sagemaker for other jobs" in done.stderr
+    assert "sagemaker" not in run(capfd, "jobs", "list", "--launcher", "slurm").stderr
+    (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
+    assert "sagemaker" not in run(capfd, "jobs", "list").stderr
+
+
+def test_an_id_that_slurm_cannot_have_names_the_other_services(cwd, capfd):
+    done = run(capfd, "jobs", "status", "train-20260102-030405")
+    assert done.returncode == 2
+    assert "it got 'train-20260102-030405'. No profile says" in done.stderr
+    assert "--launcher sagemaker" in done.stderr
 
 
 def test_what_finds_a_job_again_is_what_was_typed_to_find_it():

@@ -122,3 +122,15 @@ def test_a_log_that_is_a_named_pipe_is_not_waited_for(tmp_path):
 
 def test_the_name_of_a_run_is_short_enough_for_a_folder(tmp_path):
     assert len(RunFolder.create(tmp_path, "a" * 255, {}).path.name) < 255
+
+
+def test_the_last_run_is_the_last_that_started_processes_or_may_still_do_so(tmp_path):
+    trained = RunFolder.create(tmp_path / "runs", "train.py", {"exit_code": 0})
+    trained.rank(0, 0).path.mkdir(parents=True)
+    alone = RunFolder.create(tmp_path / "runs", "never-met.py", {"exit_code": 1})
+    assert named(tmp_path / "runs") == trained
+    assert named(tmp_path / "runs", alone.path.name) == alone
+    waiting = RunFolder.create(tmp_path / "runs", "waits.py", {})
+    assert named(tmp_path / "runs") == waiting
+    only = RunFolder.create(tmp_path / "other", "never-met.py", {"exit_code": 1})
+    assert named(tmp_path / "other") == only

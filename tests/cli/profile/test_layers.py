@@ -170,6 +170,20 @@ def test_all_unknown_keys_of_assignments_are_named_at_once():
     assert [problem.key for problem in caught.value.problems] == ["devise", "launcher.nprocs"]
 
 
+@pytest.mark.parametrize("version", ["", "schema_version: '1'\n"])
+def test_a_missing_version_does_not_hide_other_mistakes(store, cwd, version):
+    path = cwd / "accel.yaml"
+    path.write_text(f"{version}devise: cpu\nmixed_precision: half\n")
+    with pytest.raises(ProfileError) as caught:
+        resolve(stack(store, {}, None))
+    keys = [problem.key for problem in caught.value.problems]
+    assert (keys[0], sorted(keys)) == ("schema_version", ["devise", "mixed_precision", "schema_version"])
+    path.write_text(f"{version}device: cpu\n")
+    with pytest.raises(ProfileError) as caught:
+        resolve(stack(store, {}, None))
+    assert [problem.key for problem in caught.value.problems] == ["schema_version"]
+
+
 def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     put(cwd / "accel.yaml", "device: gpu\n")
     with pytest.raises(ProfileError) as caught:

@@ -63,7 +63,7 @@ def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
     [
         (b"\xff\xfe", "is not text in UTF-8"),
         (b"a: [", "this is not YAML"),
-        (b"device: cpu\n", "schema_version"),
+        (b"schema_version: 99\n", "schema_version"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, content, said):

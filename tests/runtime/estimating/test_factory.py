@@ -144,6 +144,36 @@ def test_what_is_wrong_is_one_message(module, target, words):
     assert words in said(target)
 
 
+@pytest.mark.parametrize("target", ["script.py:mdoel", "script:mdoel", "script.py:mdoel.large"])
+def test_a_name_that_is_not_in_the_source_is_refused_before_the_source_runs(cwd, monkeypatch, target):
+    monkeypatch.syspath_prepend(cwd)
+    (cwd / "script.py").write_text("import os\ndef model(): pass\nopen('ran', 'w')\n")
+    assert said(target) == f"{target.partition(':')[0]} has no mdoel; did you mean model?"
+    assert "it has model" in said(target.replace("mdoel", "xyzzy"))
+    assert not (cwd / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if True:\n    def make(): return {}",
+        "make = lambda: {}",
+        "try:\n    from other import make\nexcept ImportError:\n    class make: pass",
+        "globals()['make'] = lambda: {}",
+        "def define():\n    global make\n    make = lambda: {}\ndefine()",
+        "def __getattr__(name):\n    return lambda: {}",
+        "for make in (lambda: {},): pass",
+        "(make := lambda: {})",
+        "from other import *",
+    ],
+)
+def test_a_name_that_is_defined_in_whatever_way_is_found(cwd, monkeypatch, source):
+    monkeypatch.delitem(sys.modules, "other", raising=False)
+    (cwd / "other.py").write_text("make = lambda: {}")
+    (cwd / "script.py").write_text(source)
+    assert "returned dict without one" in said("script.py:make")
+
+
 def test_what_a_factory_raises_is_said_with_its_line(module):
     assert (
         said("models:raises")
@@ -156,7 +186,7 @@ def test_what_a_factory_raises_is_said_with_its_line(module):
 
 
 def test_what_an_import_raises_is_said_with_its_line(module, cwd):
-    (cwd / "broken.py").write_text("import torch\nimport nowhere\n")
+    (cwd / "broken.py").write_text("import torch\nimport nowhere\nf = torch.nn.Linear\n")
     assert (
         said("broken:f")
         == f"broken cannot be imported: {cwd}/broken.py:2: ModuleNotFoundError: No module named 'nowhere'"
