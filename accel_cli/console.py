@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "coloured",
+    "confirm",
     "error",
     "failure",
     "moving",
@@ -21,6 +22,7 @@ __all__ = [
     "short",
     "show",
     "size",
+    "spinner",
     "table",
 ]
 
@@ -63,6 +65,16 @@ def failure(where: str, body: Sequence[str], cause: str) -> None:
 def coloured() -> bool:
     """Whether there may be colours on a terminal."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def confirm(question: str) -> bool:
+    """Ask on a terminal if something shall be done; anything but a yes is a no."""
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:
+        _write("\n")
+        return False
+    return answer.strip().lower() in {"y", "yes"}
 
 
 def plain(text: str) -> None:
@@ -154,6 +166,30 @@ def moving(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with _progress(TransferSpeedColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda more: bar.advance(task, more)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """Show that something is under way; keys that are pressed meanwhile are dropped.
+
+    Shown, the end of a line would move the spinner's line up, where nothing takes it away; and kept, they would answer a
+    question that was not read.
+    """
+    import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
+
+    from rich.console import Console  # noqa: PLC0415 - as above
+
+    terminal = sys.stdin.fileno() if sys.stdin.isatty() else None
+    before = termios.tcgetattr(terminal) if terminal is not None else []
+    if terminal is not None:
+        local = before[3] & ~(termios.ECHO | termios.ECHONL)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, [*before[:3], local, *before[4:]])
+    try:
+        with Console().status(text):
+            yield
+    finally:
+        if terminal is not None:
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
 
 
 def _progress(*more: Any) -> Any:

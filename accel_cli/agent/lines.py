@@ -7,22 +7,32 @@ import time
 __all__ = ["Lines"]
 
 _PATIENCE_S = 1.0
-"""How long the beginning of a line waits for its rest, and how far apart two states of a progress bar are shown."""
+"""How long the beginning of a line waits for its rest, and how far apart the first states of a progress bar are shown."""
+_LONGEST_PAUSE_S = 60.0
+"""How far apart they are shown in the end: the time between two of them doubles."""
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LONGEST = 65536
 
 
 class Lines:
-    """Takes the bytes of a rank as they come, and gives lines that begin with the rank."""
+    """Takes the bytes of a rank as they come, and gives lines that begin with the rank.
 
-    def __init__(self, rank: int, *, coloured: bool) -> None:
+    Args:
+        rank: The rank.
+        coloured: If its number is coloured.
+        bars: If a progress bar is shown while it moves; only its last state is shown otherwise.
+    """
+
+    def __init__(self, rank: int, *, coloured: bool, bars: bool = True) -> None:
         name = f"[{rank}]"
         self._prefix = (
             f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{name}\x1b[0m " if coloured else f"{name} "
         ).encode()
         self._begun = b""
         self._since = 0.0
-        self._bar = 0.0
+        self._bars = bars
+        self._next_bar = 0.0
+        self._pause = _PATIENCE_S
 
     @property
     def waiting(self) -> bool:
@@ -54,11 +64,13 @@ class Lines:
         *states, newest = self._begun.split(b"\r")
         now = time.monotonic()
         state = next((state for state in reversed(states) if state.strip()), b"")
-        if not state or now - self._bar < _PATIENCE_S:
+        if not state or not self._bars or now < self._next_bar:
             # What a bar drew over is never shown: only its newest states are kept.
             self._begun = b"\r".join([state, newest])
             return b""
-        self._bar, self._begun = now, newest
+        # Still a bar's: without its carriage return it would be the beginning of a line that waits for its rest.
+        self._next_bar, self._begun = now + self._pause, b"\r" + newest
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
         return self._line(state)
 
     def _line(self, line: bytes) -> bytes:

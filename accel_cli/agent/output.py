@@ -49,8 +49,8 @@ class Output:
     """The output of one attempt: some ranks on the screen, all in their logs.
 
     One rank alone is shown byte for byte, through a pseudo-terminal if the screen is one, so that the script
-    sees what it would see without a launcher. Of several, whole lines are shown, each behind its rank. A rank
-    that is not shown writes straight into its log.
+    sees what it would see without a launcher. Of several, whole lines are shown, each behind its rank, and progress bars
+    that move of the first of them only. A rank that is not shown writes straight into its log.
     """
 
     def __init__(self, warning: LogWarning, *, prefixed: bool, coloured: bool) -> None:
@@ -58,6 +58,8 @@ class Output:
         """Whether lines stand behind their rank."""
         self._warning = warning
         self._coloured = coloured
+        self._first: int | None = None
+        """The lowest rank on the screen."""
         self._hidden: list[Path] = []
         self._channels: list[Channel] = []
         self._folders: list[RankFolder] = []
@@ -83,12 +85,16 @@ class Output:
                 # Together on the screen they are one channel, so that their order stays.
                 name.symlink_to(first)
             else:
-                lines = Lines(rank, coloured=self._coloured and os.isatty(screen)) if self.prefixed else None
+                lines = self._lines(rank, screen) if self.prefixed else None
                 self._channels.append(Channel.open(name, folder.output, screen, lines, self._warning.give))
         if self._reader:
             os.write(self._ended, b"+")
         elif self._started:
             self.start()
+
+    def _lines(self, rank: int, screen: int) -> Lines:
+        self._first = rank if self._first is None else min(self._first, rank)
+        return Lines(rank, coloured=self._coloured and os.isatty(screen), bars=rank == self._first)
 
     def start(self) -> None:
         """Begin to pass on, in a thread of its own."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["assignments", "checkpoints", "profile_names"]
+__all__ = ["assignments", "checkpoints", "keys", "profile_names"]
 
 
 def profile_names(incomplete: str) -> list[str]:
@@ -20,6 +20,13 @@ def assignments(incomplete: str) -> list[tuple[str, str]]:
     from accel_cli.profile.schema import known_keys
 
     return [(f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)]
+
+
+def keys(incomplete: str) -> list[tuple[str, str]]:
+    """The keys of a profile."""
+    from accel_cli.profile.schema import known_keys
+
+    return [(key, text) for key, text in known_keys().items() if key.startswith(incomplete)]
 
 
 def checkpoints(incomplete: str) -> list[str]:

@@ -11,6 +11,8 @@ from accel_cli.commands import completion
 from accel_cli.commands.foreign_options import ForeignGroup
 
 if TYPE_CHECKING:
+    from accel_cli.machine import Machine
+    from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
 
 __all__ = ["app"]
@@ -66,20 +68,44 @@ def config(
 @app.command(rich_help_panel=_LOOK, epilog="Example: accel config show --profile gpu")
 def show(profile: Name = None) -> None:
     """Print every value in force, with the layer it came from."""
-    import os
+    import sys
 
-    from accel_cli import console, planning
+    from accel_cli import console
     from accel_cli.masking import masked
-    from accel_cli.profile.layers import flat
 
-    found = planning.look(os.environ, cpu=False)
-    resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
-    values = flat(resolved.profile.model_dump())
-    del values["schema_version"]  # of a file, not of a run
-    rows = [
-        (key, masked(key, _text(value)), console.short(resolved.source(key))) for key, value in values.items()
-    ]
+    resolved, values = _in_force(profile)
+    # On a terminal, a row is a line: the files are named once, below.
+    files = {
+        layer.name: layer.where[""] for layer in resolved.layers if layer.where.get("", "").endswith(".yaml")
+    }
+    files = files if sys.stdout.isatty() else {}
+    rows = []
+    for key, value in values.items():
+        source = resolved.source(key)
+        for name, path in files.items():
+            source = source.replace(f"{name}: {path}:", f"{name}:")
+        rows.append((key, masked(key, _text(value)), console.short(source)))
     console.table(("KEY", "VALUE", "FROM"), rows)
+    for name, path in files.items():
+        console.plain(f"{name}: {console.short(path)}")
+
+
+@app.command(rich_help_panel=_LOOK, epilog="Example: accel config get launcher.nproc_per_node")
+def get(
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="The key, as in config show.", autocompletion=completion.keys)
+    ],
+    profile: Name = None,
+) -> None:
+    """Print one value in force, for scripts; nothing if it is unset."""
+    from accel_cli import console
+    from accel_cli.errors import ProfileError
+    from accel_cli.profile.problems import unknown_key
+
+    _, values = _in_force(profile)
+    if key not in values and not key.startswith("env."):
+        raise ProfileError([unknown_key(key, "get", values["launcher.kind"])])
+    console.plain(_text(values.get(key)))
 
 
 @app.command("list", rich_help_panel=_LOOK, epilog="Example: accel config list")
@@ -163,6 +189,40 @@ def set_(
     console.note(f"{target} now says {', '.join(assignments)}")
 
 
+@app.command(
+    rich_help_panel=_CHANGE, epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG"
+)
+def unset(
+    keys: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY",
+            help="Keys to take out, or a section such as fully_shard.",
+            autocompletion=completion.keys,
+        ),
+    ],
+    profile: Name = None,
+    project: Project = False,
+) -> None:
+    """Take values out of a profile, so that what holds without it holds again; comments stay."""
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+    from accel_cli.profile import layers
+    from accel_cli.profile.updating import update
+
+    target = _existing(_target(profile, project=project))
+    there = layers.file(target, "file").values
+    gone = {key: [name for name in there if name == key or name.startswith(f"{key}.")] for key in keys}
+    if missing := [key for key, names in gone.items() if not names]:
+        raise UsageError(
+            f"{target} does not say {', '.join(missing)}. Use one of: {', '.join(there) or 'none, it says nothing'}."
+        )
+    update(
+        _store(), target, dict.fromkeys((name for names in gone.values() for name in names), None), "unset"
+    )
+    console.note(f"{target} no longer says {', '.join(keys)}")
+
+
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
 def default(profile: Name = None, project: Project = False, force: Force = False) -> None:
     """Write what suits this machine, without questions."""
@@ -206,20 +266,23 @@ def import_(
     """
     from accel_cli import console
     from accel_cli.profile import accelerate, document, layers, store
+    from accel_cli.profile.schema import describe
     from accel_cli.profile.updating import layer
 
     target = _target(profile, project=project)
-    _free(target, force=force)
     text = store.read_text(file)
     found = document.parse(text, str(file))
     if not accelerate.is_accelerate(found.data):
         _check([layers.file(file, "file")])
+        _ask_to_replace(target, text, force=force)
         store.write(target, text)
         console.note(f"{target} is written")
         return
     imported = accelerate.convert(found.data, str(file), accelerate.named(found.data, file.parent))
     _check([layer(imported.data, target)])
-    store.write(target, store.render(imported.data))
+    rendered = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
+    _ask_to_replace(target, rendered, force=force)
+    store.write(target, rendered)
     console.table(("IN THE FILE", "IN ACCEL"), imported.mapped)
     if imported.left:
         console.note(f"{len(imported.left)} value(s) of {file} have no place in this profile:")
@@ -232,12 +295,20 @@ def delete(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The profile.", autocompletion=completion.profile_names)
     ],
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete a profile."""
+    """Delete a profile, after a question."""
     from accel_cli import console
     from accel_cli.errors import UsageError
 
     target = _existing(_store().path(name))
+    if not yes and not _has_terminal():
+        raise UsageError(
+            f"{target} is not deleted: the question needs a terminal. Give --yes to delete it without one."
+        )
+    if not yes and not console.confirm(f"Delete {target}?"):
+        console.note(f"{target} was left as it is")
+        return
     try:
         target.unlink()
     except OSError as error:
@@ -275,11 +346,73 @@ def _existing(target: Path) -> Path:
     return target
 
 
+def _in_force(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
+    """Return the profile in force, and its values by dotted key."""
+    import os
+
+    from accel_cli import planning
+    from accel_cli.profile.layers import flat
+
+    found = planning.look(os.environ, cpu=False)
+    resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
+    values = flat(resolved.profile.model_dump())
+    del values["schema_version"]  # of a file, not of a run
+    return resolved, values
+
+
+def _has_terminal() -> bool:
+    import sys
+
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def _free(target: Path, *, force: bool) -> None:
     from accel_cli.errors import UsageError
 
     if target.exists() and not force:
         raise UsageError(f"{target} exists already; --force replaces it")
+
+
+def _ask_to_replace(target: Path, text: str, *, force: bool) -> None:
+    """Ask on a terminal before a profile is replaced, unless nothing is lost by it.
+
+    Raises:
+        UsageError: There is no terminal.
+        typer.Exit: The answer was no.
+    """
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+
+    if force or not target.exists() or _says_nothing_of_its_own(target, text):
+        return
+    if not _has_terminal():
+        raise UsageError(
+            f"{target} exists already. Give --force to replace it, or --profile NAME to write another profile."
+        )
+    if not console.confirm(f"Replace {target}?"):
+        console.note(f"{target} was left as it is")
+        raise typer.Exit
+
+
+def _says_nothing_of_its_own(target: Path, text: str) -> bool:
+    """Return True if a file is the new text, or what `accel config default` writes on this machine."""
+    import os
+
+    from accel_cli import machine
+    from accel_cli.profile import store
+
+    there = store.read_text(target)
+    return there == text or there == _render_default(machine.detect(os.environ))
+
+
+def _render_default(found: Machine) -> str:
+    """Return the text of the profile that suits a machine."""
+    from accel_cli.profile import layers, store
+    from accel_cli.profile.schema import describe
+    from accel_cli.wizard.steps import suggested_values
+
+    values = suggested_values(found)
+    return store.render(layers.to_data(values), describe(values["launcher.kind"]))
 
 
 def _below(target: Path) -> list[Any]:
@@ -311,23 +444,20 @@ def _write_default(target: Path, *, force: bool) -> None:
 
     from accel_cli import console, machine
     from accel_cli.profile import store
-    from accel_cli.wizard.steps import suggested
 
     _free(target, force=force)
     found = machine.detect(os.environ)
     for problem in found.problems:
         console.note(problem)
-    store.write(target, store.render(suggested(found).data()))
+    store.write(target, _render_default(found))
     console.note(f"{target} is written for {found.summary}")
 
 
 def _ask(target: Path) -> None:
     """The wizard, which needs a terminal."""
-    import sys
-
     from accel_cli.errors import UsageError
 
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _has_terminal():
         raise UsageError(
             "the questions need a terminal. Without one: `accel config --default` writes what suits this machine, "
             "and `accel config set KEY=VALUE` changes single values."
@@ -338,4 +468,7 @@ def _ask(target: Path) -> None:
 
 
 def _text(value: object) -> str:
-    return "" if value is None else str(value)
+    """Return a value as it would be typed behind its key."""
+    from accel_cli.profile import document
+
+    return value if isinstance(value, str) else "" if value is None else document.inline(value)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +18,11 @@ import yaml
 
 from accel_cli.errors import Problem, ProfileError
 
-__all__ = ["Document", "dump", "inline", "parse", "scalar"]
+__all__ = ["Document", "comment_lines", "dump", "inline", "parse", "scalar"]
 
 Path = tuple[str | int, ...]
 _MAX_DEPTH = 30
+_WIDTH = 80
 
 
 class _Loader(yaml.SafeLoader):
@@ -112,11 +114,37 @@ def scalar(text: str, where: str) -> Any:
     return parse(f"value: {text}", where).data["value"]
 
 
-def dump(data: Mapping[str, Any]) -> str:
-    """The YAML of plain data, in the order of its keys; `parse(dump(data)).data == data`."""
-    return yaml.dump(
+def dump(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The YAML of plain data, in the order of its keys; `parse(dump(data)).data == data`.
+
+    Args:
+        data: The data.
+        comments: What stands above a key of the first two levels, by dotted key.
+    """
+    text = yaml.dump(
         dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
+    if not comments:
+        return text
+    commented = "".join(_with_comments(data, comments, ""))
+    return commented if parse(commented, "").data == data else text
+
+
+def _with_comments(data: Mapping[str, Any], comments: Mapping[str, str], section: str) -> Iterator[str]:
+    """Give the lines of keys and values, each below its comment."""
+    indent = "  " if section else ""
+    for key, value in data.items():
+        yield from (f"{line}\n" for line in comment_lines(comments.get(section + key, ""), indent))
+        if isinstance(value, Mapping) and value and not section:
+            yield f"{key}:\n"
+            yield from _with_comments(value, comments, f"{key}.")
+        else:
+            yield textwrap.indent(dump({key: value}), indent)
+
+
+def comment_lines(text: str, indent: str = "") -> list[str]:
+    """The lines of a comment; none of an empty one."""
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 def inline(value: Any) -> str:

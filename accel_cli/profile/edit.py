@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from accel_cli.errors import ProfileError
@@ -37,15 +38,28 @@ def changed(data: Mapping[str, Any], updates: Mapping[str, Any]) -> tuple[dict[s
     return nested(kept), lost
 
 
-def edited(text: str, found: Document, data: Mapping[str, Any]) -> str:
+def edited(
+    text: str, found: Document, data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The text of a file, made to say `data`.
 
     Single lines are replaced, taken out or added, and the result is read back; what cannot be done line by
     line is written anew.
+
+    Args:
+        text: What the file says.
+        found: The same, read.
+        data: What it is to say.
+        comments: What stands above a key that is added, by dotted key.
     """
     before, after = flat(found.data), flat(data)
     lines = text.splitlines()
     gone = [key for key in before if key not in after]
+    # The line of a section goes with the last of its keys.
+    sections = {key.partition(".")[0] for key in gone if "." in key} - {
+        key.partition(".")[0] for key in after
+    }
+    gone += [section for section in sections if (section,) in found.lines]
     for key in sorted(gone, key=lambda key: -_line(found, key)):
         del lines[_line(found, key)]
     for key, value in after.items():
@@ -53,13 +67,13 @@ def edited(text: str, found: Document, data: Mapping[str, Any]) -> str:
             index = _line(found, key) - sum(_line(found, other) < _line(found, key) for other in gone)
             lines[index] = _replaced(lines[index], key, value)
     for key in (key for key in after if key not in before):
-        _insert(lines, key, after[key])
+        _insert(lines, key, after[key], comments.get(key, ""))
     result = "\n".join(lines) + "\n"
     try:
         faithful = document.parse(result, "result").data == data
     except ProfileError:
         faithful = False
-    return result if faithful else render(data)
+    return result if faithful else render(data, comments)
 
 
 def _line(found: Document, key: str) -> int:
@@ -74,17 +88,18 @@ def _replaced(line: str, key: str, value: Any) -> str:
     return re.sub(rf"^(\s*{name}\s*:)\s*.*?(\s+#.*)?$", lambda m: f"{m[1]} {value_text}{m[2] or ''}", line)
 
 
-def _insert(lines: list[str], key: str, value: Any) -> None:
-    """Add a line: at the end of its section, or of the file."""
+def _insert(lines: list[str], key: str, value: Any, comment: str) -> None:
+    """Add a line, below its comment: at the end of its section, or of the file."""
     section, dot, name = key.partition(".")
     if not dot:
-        lines.append(f"{key}: {document.inline(value)}")
+        lines += [*document.comment_lines(comment), f"{key}: {document.inline(value)}"]
         return
+    added = [*document.comment_lines(comment, "  "), f"  {name}: {document.inline(value)}"]
     heads = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
     if heads:
         end = next(
             (i for i, line in enumerate(lines[heads[0] + 1 :], heads[0] + 1) if line[:1] != " "), len(lines)
         )
-        lines.insert(end, f"  {name}: {document.inline(value)}")
+        lines[end:end] = added
     else:
-        lines += [f"{section}:", f"  {name}: {document.inline(value)}"]
+        lines += [f"{section}:", *added]

@@ -13,12 +13,12 @@ from accel_cli import console
 from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import document, store
 from accel_cli.profile.problems import explain, unknown_key
-from accel_cli.profile.schema import SECTIONS, Profile, known_keys
+from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
 from accel_runtime import env
 from accel_runtime.env import Settings, SettingsError, variable
 
-__all__ = ["Layer", "Resolved", "assigned", "environment", "file", "flat", "resolve", "stack"]
+__all__ = ["Layer", "Resolved", "assigned", "environment", "file", "flat", "resolve", "stack", "to_data"]
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             data[key] = value
     return data
+
+
+def to_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file has that says values by dotted key: its version first."""
+    return {"schema_version": SCHEMA_VERSION, **nested(values)}
 
 
 def _named(where: Store, name: str, by: str) -> Layer:

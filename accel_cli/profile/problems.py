@@ -87,23 +87,22 @@ def one_of(words: Iterable[str]) -> str:
 
 
 def _guess_key(key: str, kind: object) -> str | None:
-    """Return the key that was probably meant: of its section first, and there of the active launcher first."""
+    """Return the key that was probably meant: of its section first, which is the active launcher's own for `launcher`."""
     section, _, name = key.rpartition(".")
     known = list(known_keys())
     active = LAUNCHERS.get(kind) if isinstance(kind, str) else None
-    sections = [*([active] if active else []), *LAUNCHERS.values()]
-    of_launchers = [[f"launcher.{field}" for field in each.model_fields] for each in sections]
-    siblings = [full for full in known if full.rpartition(".")[0] == section]
-    groups = [*of_launchers, known] if section == "launcher" else [siblings, *of_launchers[:1], known]
-    by_name = [{full.rpartition(".")[2]: full for full in group} for group in groups]
-    guesses = (
-        found[name]
-        if name in found
-        else found.get(_match_prefix(name, found) or nearest(name, list(found)) or "")
-        for found in (*(each for each in by_name if name in each), *by_name)
-    )
-    # With a known section in front, any short name looks like any other.
-    return next(filter(None, guesses), None) or (None if section in SECTIONS else nearest(key, known))
+    near = [f"launcher.{field}" for field in active.model_fields] if active else []
+    if section != "launcher":
+        near = [*(full for full in known if full.rpartition(".")[0] == section), *near]
+    groups = [{full.rpartition(".")[2]: full for full in reversed(group)} for group in (near, known) if group]
+    for group in groups:
+        if name in group:
+            return group[name]
+    for group in groups:
+        if meant := _match_prefix(name, reversed(group)) or nearest(name, list(group)):
+            return group[meant]
+    # Behind a known section, any short name looks like any other.
+    return nearest(key, known) if section and section not in SECTIONS else None
 
 
 def _match_prefix(name: str, known: Iterable[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union
@@ -16,9 +17,20 @@ from accel_cli.machine import Machine
 from accel_cli.profile.parallel import FullyShardSection, ParallelSection
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
-__all__ = ["DIVIDING", "SCHEMA_VERSION", "SECTIONS", "Profile", "json_schema", "known_keys", "section_of"]
+__all__ = [
+    "DIVIDING",
+    "SCHEMA_VERSION",
+    "SECTIONS",
+    "Profile",
+    "describe",
+    "json_schema",
+    "known_keys",
+    "section_of",
+]
 
 SCHEMA_VERSION = 1
+_FIRST_WORDS = re.compile(r"(?<=[a-z)]{2})[.;](?=\s|$)")
+"""Where the first sentence of a description ends, or its first half."""
 DIVIDING: Mapping[str, type[Section]] = MappingProxyType(
     {"parallel": ParallelSection, "fully_shard": FullyShardSection}
 )
@@ -167,6 +179,20 @@ def known_keys() -> dict[str, str]:
         elif name not in {"launcher", "schema_version"}:
             keys[name] = field.description or ""
     return keys
+
+
+def describe(kind: str) -> dict[str, str]:
+    """What each key of a profile means, in a few words, by dotted key.
+
+    Args:
+        kind: The launcher's.
+    """
+    own = {
+        f"launcher.{name}": field.description or "" for name, field in LAUNCHERS[kind].model_fields.items()
+    }
+    return {
+        key: _FIRST_WORDS.split(text)[0].replace("`", "") for key, text in {**known_keys(), **own}.items()
+    }
 
 
 def section_of(key: str) -> type[Section]:

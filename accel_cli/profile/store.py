@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import platformdirs
@@ -137,9 +138,14 @@ def read(path: Path) -> Document:
         return replace(found, problems=tuple(error.problems))
 
 
-def render(data: Mapping[str, Any]) -> str:
-    """The text of a profile file, with the comment that lets editors check and complete it."""
-    return _HEADER + document.dump(data)
+def render(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of a profile file, with the comment that lets editors check and complete it.
+
+    Args:
+        data: What it says.
+        comments: What stands above a key, by dotted key.
+    """
+    return _HEADER + document.dump(data, comments)
 
 
 @contextmanager

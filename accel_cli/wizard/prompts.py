@@ -10,14 +10,12 @@ import questionary
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 from questionary import Choice, Style
-from rich.console import Console
 
 from accel_cli import console, fields
 from accel_cli.errors import AccelError
 from accel_cli.machine import Machine
-from accel_cli.profile.schema import Profile
 from accel_cli.wizard import typed
-from accel_cli.wizard.steps import Step, next_step, profile_from, told
+from accel_cli.wizard.steps import Step, next_step, told, values_from
 
 __all__ = ["BACK", "agree", "ask_all", "confirm"]
 
@@ -64,17 +62,22 @@ class _Turn:
 
 
 def ask_all(
-    machine: Machine, before: Mapping[str, Any], show: Callable[[Profile], bool | None]
-) -> Profile | None:
+    machine: Machine,
+    before: Mapping[str, Any],
+    written: Mapping[str, Any],
+    show: Callable[[dict[str, Any]], bool | None],
+) -> dict[str, Any] | None:
     """Ask until the person agrees to what will be written.
 
     Args:
         machine: What was found; it makes the suggestions.
-        before: What the profile said until now, by dotted key.
+        before: What held until now, by dotted key; it is suggested.
+        written: Those of these values that stand in the file; what is not asked for again stays.
         show: Shows the result and asks; True writes it, False drops it, None goes back.
 
     Returns:
-        The profile, or None if the person wants none.
+        The values of the profile by dotted key, or None if the person wants none: those that were answered, and those of
+        `written` that stay.
 
     Raises:
         KeyboardInterrupt: The person pressed Ctrl-C.
@@ -83,10 +86,10 @@ def ask_all(
     while True:
         step = next_step(asked.answers)
         if step is None:
-            profile = _profile(asked.answers, before)
-            agreed = show(profile) if profile else None
+            values = _values(asked.answers, written)
+            agreed = show(values) if values else None
             if agreed is not None:
-                return profile if agreed else None
+                return values if agreed else None
             asked = asked.back()
             continue
         answer = _ask(_turn(step, machine, asked, before, said))
@@ -106,10 +109,10 @@ def agree(text: str, question: str) -> bool:
     return _select(question, ("Yes", "No"), back=1) == 0
 
 
-def _profile(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profile | None:
-    """The profile, or None once it was said what does not fit together."""
+def _values(answers: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The values, or None once it was said what does not fit together."""
     try:
-        return profile_from(answers, before)
+        return values_from(answers, written)
     except AccelError as error:
         console.note(f"this does not fit together, so the last question comes again: {error}")
         return None
@@ -121,7 +124,7 @@ def _turn(step: Step, machine: Machine, asked: _Asked, before: Mapping[str, Any]
     if not step.question.offers:
         return _Turn(step, answers, suggestion, step.choices(machine, answers))
     known = told(answers, before)
-    with Console().status("Looking for what there is"):
+    with console.spinner("Looking for what there is"):
         offers = step.offers(machine, known)
     if offers.note and offers.note not in said:
         said.add(offers.note)

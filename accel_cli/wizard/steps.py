@@ -19,7 +19,7 @@ from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import DIVIDING, Profile
 from accel_cli.wizard import typed
 
-__all__ = ["Step", "next_step", "profile_from", "suggested", "told"]
+__all__ = ["Step", "next_step", "profile_from", "suggested", "suggested_values", "told", "values_from"]
 
 _KIND = "launcher.kind"
 _MORE = "more"
@@ -115,14 +115,24 @@ def told(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Answers:
 
 def suggested(machine: Machine, before: Mapping[str, Any] | None = None) -> Profile:
     """The profile that Enter on every question gives, where nobody else is asked what there is."""
+    return Profile.model_validate(_profile(suggested_values(machine, before)))
+
+
+def suggested_values(machine: Machine, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The values that Enter on every question gives, by dotted key, where nobody else is asked what there is."""
     answers: dict[str, Any] = {}
     while step := next_step(answers):
         answers[step.key] = step.suggestion(machine, answers, before or {})
-    return profile_from(answers, before or {})
+    return values_from(answers, before or {})
 
 
 def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profile:
-    """The profile of these answers; what was never asked stays as it was.
+    """The profile of these answers, as `values_from` has it."""
+    return Profile.model_validate(_profile(values_from(answers, before)))
+
+
+def values_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What a profile says with these answers, by dotted key; what was never asked stays as it was.
 
     Args:
         answers: The answers, by dotted key.
@@ -141,12 +151,12 @@ def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profi
     values = {**{key: value for key, value in kept.items() if key not in open_}, **answers}
     try:
         profile = Profile.model_validate(_profile(values))
-        idle = profile.fully_shard.settings.idle(profile.parallel.settings)
-        for key in idle:
+        for key in profile.fully_shard.settings.idle(profile.parallel.settings):
             del values[f"fully_shard.{key}"]
-        return Profile.model_validate(_profile(values)) if idle else profile
+        Profile.model_validate(_profile(values))
     except ValidationError as error:
         raise ProfileError(explain(error, {"": "these answers"})) from None
+    return {key: value for key, value in values.items() if key != _MORE and value not in (None, {}, [])}
 
 
 def _profile(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,9 +103,105 @@ def test_a_profile_is_made_changed_shown_listed_and_deleted(typed, home):
         in typed("config", "show", "--profile", "gpu").stdout
     )
     assert typed("config", "validate", "--profile", "gpu").returncode == 0
-    assert typed("config", "delete", "gpu").returncode == 0
+    assert typed("config", "delete", "gpu", "--yes").returncode == 0
     assert typed("config", "list").stdout == ""
-    assert typed("config", "delete", "gpu").returncode == 2
+    assert typed("config", "delete", "gpu", "--yes").returncode == 2
+
+
+def test_a_value_in_force_is_printed_as_it_would_be_typed(typed, cwd):
+    typed("config", "set", "launcher.kind=torchrun", "launcher.ranks=0,2", "env.A=1", "resume=true")
+    wanted = {
+        "launcher.ranks": "0,2",
+        "resume": "true",
+        "device": "auto",
+        "env.A": "1",
+        "launcher.log_dir": "",
+    }
+    for key, value in wanted.items():
+        done = typed("config", "get", key)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{value}\n", "")
+    assert typed("config", "get", "env.B").stdout == "\n"
+    for key, said in {
+        "launcher.nprocs": "mean launcher.nproc_per_node?",
+        "launcher.qos": "belongs to launcher.kind: slurm",
+    }.items():
+        done = typed("config", "get", key)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+
+
+def test_values_and_sections_are_taken_out_of_a_profile(typed, home):
+    typed(
+        "config", "set", "launcher.kind=torchrun", "launcher.ranks=all", "env.A=1", "env.B=2", "resume=true"
+    )
+    path = home / "profiles" / "default.yaml"
+    path.write_text(f"{path.read_text()}# mine\n")
+    done = typed("config", "unset", "env", "launcher.ranks", "resume")
+    assert (done.returncode, done.stderr.endswith("no longer says env, launcher.ranks, resume\n")) == (
+        0,
+        True,
+    )
+    assert path.read_text().splitlines()[1:] == [
+        "schema_version: 1",
+        "launcher:",
+        "  kind: torchrun",
+        "# mine",
+    ]
+    for keys, said in ((["resume", "launcher.kind"], "does not say resume. Use one of: launcher.kind"),):
+        done = typed("config", "unset", *keys)
+        assert (done.returncode, said in done.stderr) == (2, True)
+    assert "there is no profile at" in typed("config", "unset", "resume", "--profile", "gone").stderr
+
+
+def test_a_profile_is_deleted_after_a_yes_only(typed, home, terminal):
+    typed("config", "set", "--profile", "gpu", "resume=true")
+    path = home / "profiles" / "gpu.yaml"
+    done = typed("config", "delete", "gpu")
+    assert (done.returncode, path.exists()) == (2, True)
+    assert "the question needs a terminal. Give --yes to delete it without one.\n" in done.stderr
+    for answer, left in (("n\r", True), ("y\r", False)):
+        screen = terminal("delete", "gpu")
+        screen.answer("gpu.yaml? [y/N]", answer)
+        assert (screen.end(), path.exists()) == (0, left)
+
+
+ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: {}\n"
+
+
+def test_an_import_replaces_a_profile_that_says_nothing_of_its_own(typed, home, cwd, machine):
+    path = home / "profiles" / "default.yaml"
+    (cwd / "two.yaml").write_text(ACCELERATE.format(2))
+    (cwd / "three.yaml").write_text(ACCELERATE.format(3))
+    typed("config", "default")
+    for _ in range(2):  # the second finds what it would write
+        assert typed("config", "import", "two.yaml").returncode == 0
+        assert "nproc_per_node: 2" in path.read_text()
+    done = typed("config", "import", "three.yaml")
+    assert (done.returncode, "nproc_per_node: 2" in path.read_text()) == (2, True)
+    assert "Give --force to replace it, or --profile NAME to write another profile.\n" in done.stderr
+    assert typed("config", "import", "three.yaml", "--force").returncode == 0
+    assert "nproc_per_node: 3" in path.read_text()
+
+
+def test_an_import_asks_on_a_terminal_before_it_replaces_a_profile(typed, home, cwd, terminal):
+    typed("config", "set", "resume=true")
+    path = home / "profiles" / "default.yaml"
+    (cwd / "two.yaml").write_text(ACCELERATE.format(2))
+    for answer, kept in (("n\r", True), ("y\r", False)):
+        screen = terminal("import", "two.yaml")
+        screen.answer("default.yaml? [y/N]", answer)
+        assert (screen.end(), "resume" in path.read_text()) == (0, kept)
+
+
+def test_a_row_of_the_values_in_force_is_one_line_on_a_terminal_of_80_columns(typed, terminal, home):
+    typed("config", "set", "launcher.kind=torchrun", "mixed_precision=bf16")
+    screen = terminal("show", lines=60)
+    assert screen.end() == 0
+    rows = [line.split() for line in screen.text().split("\nuser: ")[0].splitlines()]
+    assert len(rows) == 1 + len(typed("config", "show").stdout.splitlines())
+    assert ["launcher.kind", "torchrun", "user:4"] in rows
+    assert ["fully_shard.activation_checkpointing", "false", "default"] in rows
+    assert str(home / "profiles" / "default.yaml") in screen.text().replace("\n", "")
 
 
 def test_a_value_is_taken_out_by_an_empty_one(typed, home):
@@ -127,8 +223,14 @@ def test_a_value_that_cannot_be_is_refused_and_the_file_stays(typed, home):
 @pytest.mark.parametrize("command", [("config", "default"), ("config", "--default")])
 def test_what_suits_the_machine_is_written_without_questions_once(typed, home, machine, command):
     assert typed(*command).returncode == 0
-    profile = resolve([file(home / "profiles" / "default.yaml", "file")]).profile
-    assert profile.launcher.kind == "single"
+    assert (home / "profiles" / "default.yaml").read_text().splitlines()[1:] == [
+        "schema_version: 1",
+        "launcher:",
+        "  # One process on this machine",
+        "  kind: single",
+        "# Number format of the forward pass: no keeps what the model has",
+        "mixed_precision: no",
+    ]
     again = typed(*command)
     assert again.returncode == 2
     assert "exists already; --force replaces it" in again.stderr

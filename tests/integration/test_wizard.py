@@ -18,9 +18,29 @@ def test_enter_on_every_question_writes_a_profile_that_launches(terminal, writte
         screen.answer(question, ENTER)
     assert screen.end() == 0
     assert "is written; next: accel launch train.py" in screen.text().replace("\n", "")
-    assert written().launcher.kind == "single"
+    assert written().model_dump(exclude_unset=True) == {
+        "launcher": {"kind": "single"},
+        "mixed_precision": "no",
+    }
     script("print('it ran')")
     assert accel("launch", "train.py").stdout == "it ran\n"
+
+
+LOOKS_LONG = [
+    "-c",
+    "import time; from accel_cli import machine, main; "  # noqa: ISC004 - one argument
+    "machine._asked = lambda _: time.sleep(1) or machine.Machine(machine.cpus()); main.main()",
+]
+
+
+def test_keys_that_are_pressed_before_a_question_comes_are_no_answer_and_leave_no_line_behind(terminal):
+    screen = terminal(start=LOOKS_LONG)
+    screen.answer("Looking at this machine", ENTER + DOWN + "x" + ENTER)
+    screen.see(KIND)
+    assert screen.text().startswith("This machine: ")
+    assert "» One process" in screen.text()
+    screen.answer(KIND, CTRL_C)
+    assert screen.end() == 130
 
 
 @pytest.mark.slow
@@ -127,7 +147,7 @@ def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written)
 
 
 @pytest.mark.slow
-def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
+def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel, home):
     accel(
         "config",
         "set",
@@ -139,8 +159,16 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel):
     screen = terminal()
     for question in (KIND, NNODES, NPROC, PRECISION, FITS):
         screen.answer(question, ENTER)
+    screen.see("Replace")
+    comment = home / "profiles" / "default.yaml"
+    comment.write_text(f"{comment.read_text()}# mine\n")
     screen.answer("Replace", ENTER)
     assert screen.end() == 0
+    assert "# mine\n" in comment.read_text()
+    assert (
+        "  # Number of machines, or a range MIN:MAX within which machines may come and go\n  nnodes: 1\n"
+        in comment.read_text()
+    )
     kept = written()
     assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
 

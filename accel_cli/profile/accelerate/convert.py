@@ -65,7 +65,7 @@ def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, An
     fates = [(_line(path, value), _fate(asked, path, value)) for path, value in _leaves(data)]
     fates += [(_line((FILE_KEY, *path), value), fate) for path, value, fate in asked.division.of_file()]
     return Imported(
-        data=_checked(asked, where).data(),
+        data=_keep_asked(_checked(asked, where).data(), asked.as_profile()),
         mapped=tuple((line, fate.text) for line, fate in fates if fate.taken),
         left=tuple((line, fate.text) for line, fate in fates if not fate.taken),
     )
@@ -146,6 +146,13 @@ def _checked(asked: Asked, where: str) -> Profile:
     except ValidationError as error:
         places = {key: f"{where}: {said}" for key, said in asked.places.items()}
         raise ProfileError(explain(error, {"": where, **places})) from None
+
+
+def _keep_asked(data: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a profile's data without the defaults that the file does not ask for."""
+    kept = {key: value for key, value in data.items() if key in {"schema_version", *asked}}
+    kept["launcher"] = {key: value for key, value in data["launcher"].items() if key in asked["launcher"]}
+    return kept
 
 
 def _fate(asked: Asked, path: Path, value: Any) -> Fate:

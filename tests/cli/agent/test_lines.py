@@ -27,6 +27,33 @@ def test_of_a_progress_bar_only_some_states_are_shown_and_the_last_one():
     assert 2 <= shown.count(b"\n") <= 4
 
 
+def test_a_progress_bar_that_moves_for_long_is_shown_less_and_less_often(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(lines.time, "monotonic", lambda: now[0])
+    rank = Lines(0, coloured=False)
+    shown = []
+    for second in range(3600):
+        now[0] = float(second)
+        if rank.feed(b"\r%d/3600" % second):
+            shown.append(second)
+    assert shown[:6] == [1, 2, 4, 8, 16, 32]
+    assert len(shown) < 70
+
+
+def test_what_follows_a_state_of_a_bar_that_was_shown_is_no_line_of_its_own(monkeypatch):
+    rank = Lines(0, coloured=False)
+    assert rank.feed(b"\r1/9\r2/9") == b"[0] 1/9\n"
+    monkeypatch.setattr(lines, "_PATIENCE_S", 0.0)
+    assert rank.rest() == b""
+    assert rank.rest(end=True) == b"[0] 2/9\n"
+
+
+def test_the_bar_of_a_rank_that_is_not_the_first_is_shown_when_it_is_done():
+    rank = Lines(1, coloured=False, bars=False)
+    assert not b"".join(rank.feed(b"\r%d/999" % n) for n in range(1000))
+    assert rank.feed(b"\n") == b"[1] 999/999\n"
+
+
 def test_windows_line_ends_are_line_ends():
     assert Lines(0, coloured=False).feed(b"a\r\nb\r\n") == b"[0] a\n[0] b\n"
 

@@ -306,6 +306,16 @@ def test_no_may_have_been_read_as_false(no):
     assert result.data["mixed_precision"] == "no"
 
 
+def test_a_profile_says_what_the_file_asks_for_and_no_defaults_beside_it():
+    result = imported("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    assert result.data == {
+        "schema_version": 1,
+        "launcher": {"kind": "torchrun", "nnodes": 1, "nproc_per_node": 2},
+        "device": "cpu",
+        "mixed_precision": "no",
+    }
+
+
 def test_chosen_devices_are_a_key_of_the_launcher():
     result = imported(ONE_GPU)
     assert result.data["launcher"]["gpu_ids"] == "0,1"
@@ -402,7 +412,8 @@ def test_one_process_is_one_core_of_a_tpu_and_any_other_number_is_all(line, repl
 def test_the_hosts_of_a_pod_are_left_to_the_pod():
     text = "distributed_type: XLA\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nnum_processes: 1\n"
     result = imported(text)
-    assert (result.data["launcher"]["nnodes"], result.data["launcher"]["replicas"]) == (1, "all")
+    launcher = Profile.model_validate(result.data).launcher
+    assert (launcher.nnodes, launcher.replicas) == (1, "all")
     assert keys(result.left) == ["num_machines", "machine_rank", "main_process_ip"]
     assert all("accel launch --tpu-pod" in reason for _, reason in result.left)
 
@@ -637,7 +648,8 @@ def test_every_key_is_told_exactly_once(data):
 @given(good_files())
 def test_a_profile_says_the_same_after_it_was_written(data):
     result = convert(data, "config.yaml")
-    assert Profile.model_validate(result.data).data() == result.data
+    profile = Profile.model_validate(result.data)
+    assert Profile.model_validate(profile.data()) == profile
     assert document.parse(document.dump(result.data), "accel.yaml").data == result.data
 
 

@@ -82,3 +82,15 @@ def test_every_key_knows_its_line():
 
 def test_an_empty_file_says_nothing():
     assert parse("# only a comment\n", "x").data == {}
+
+
+def test_comments_stand_above_their_keys_and_change_nothing():
+    data = {"a": {"b": 1, "c": ["x: y", "# z"], "d": {"e": "f"}}, "g": "no\nline", "h": {}}
+    text = dump(data, {"a.b": "First, in words that are more than a line of eighty columns can hold, so in two",
+                       "a.c": "second", "g": "third"})  # fmt: skip
+    assert parse(text, "").data == data
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert lines[:4] == ["a:", lines[1], lines[2], "  b: 1"]
+    assert lines[lines.index("  c:") - 1] == "  # second"
+    assert "# third" in lines

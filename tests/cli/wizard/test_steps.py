@@ -3,9 +3,12 @@ import pytest
 from accel_cli.errors import ProfileError
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
-from accel_cli.profile.layers import flat
+from accel_cli.profile.document import parse
+from accel_cli.profile.layers import flat, to_data
+from accel_cli.profile.schema import describe
+from accel_cli.profile.store import render
 from accel_cli.tpu import Packages, Tpu
-from accel_cli.wizard.steps import next_step, profile_from, suggested, told
+from accel_cli.wizard.steps import next_step, profile_from, suggested, suggested_values, told, values_from
 
 MACHINES = [
     Machine(1),
@@ -119,6 +122,26 @@ def test_what_the_profile_said_before_is_suggested_and_what_was_never_asked_stay
     }
     profile = suggested(MACHINES[1], before)
     assert (profile.launcher.nproc_per_node, profile.launcher.max_restarts, profile.env) == (3, 2, {"A": "1"})
+
+
+@pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker"])
+def test_only_what_was_answered_is_written(kind):
+    written = suggested_values(MACHINES[-1], {"launcher.kind": kind})
+    assert set(written) <= set(asked({"launcher.kind": kind}))
+    text = render(to_data(written), describe(kind))
+    assert parse(text, "").data == to_data(written)
+    lines = text.splitlines()[2:]
+    values = [
+        index for index, line in enumerate(lines) if not line.strip().startswith("#") and line[-1] != ":"
+    ]
+    assert all(lines[index - 1].strip().startswith("#") for index in values)
+
+
+def test_what_stands_in_the_file_stays_beside_the_answers():
+    written = values_from(
+        {"launcher.kind": "single", "mixed_precision": "no"}, {"env.A": "1", "resume": True}
+    )
+    assert written == {"env.A": "1", "resume": True, "launcher.kind": "single", "mixed_precision": "no"}
 
 
 def test_an_answer_no_longer_asked_for_is_not_kept():
