@@ -10,9 +10,20 @@ from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
 
-__all__ = ["Endpoint", "addresses", "interface", "is_loopback", "loopback_address", "named_wrongly"]
+__all__ = [
+    "Endpoint",
+    "addresses",
+    "interface",
+    "is_loopback",
+    "loopback_address",
+    "named_wrongly",
+    "own_address",
+]
 
 _SIOCGIFADDR = 0x8915
+_LOCAL_NAMES = frozenset(
+    {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback"}
+)
 _ANY_OTHER = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation: the route to them is the default route, and nothing is sent."""
 
@@ -36,7 +47,13 @@ class Endpoint:
     @property
     def loopback(self) -> bool:
         """Whether it was written as an address no other machine reaches."""
-        return self.host == "localhost" or is_loopback(self.host)
+        name = self.host.lower().rstrip(".")
+        return (
+            name in _LOCAL_NAMES
+            or name.endswith(".localhost")
+            or is_loopback(self.host)
+            or _is_any(self.host)
+        )
 
     def address(self) -> str:
         """Its address; of a name, the first one.
@@ -72,8 +89,14 @@ class Endpoint:
         found = _toward(self.address())
         if self.loopback or not is_loopback(found):
             return found
-        away = (_outward(address) for address in _ANY_OTHER)
-        return next((address for address in (*away, *addresses()) if address), found)
+        return own_address() or found
+
+
+def own_address() -> str | None:
+    """The address that others reach this machine by, if any: that of its default route, or else of its first interface."""
+    away = (_outward(address) for address in _ANY_OTHER)
+    found = next((address for address in away if address and not is_loopback(address)), None)
+    return found or next(iter(addresses()), None)
 
 
 def loopback_address() -> str:
@@ -97,6 +120,14 @@ def is_loopback(address: str) -> bool:
     """Whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_any(address: str) -> bool:
+    """Return True for 0.0.0.0 and ::, which stand for every address of the machine itself."""
+    try:
+        return ipaddress.ip_address(address).is_unspecified
     except ValueError:
         return False
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from accel_cli import elastic
+from accel_cli import elastic, network
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job, Launcher
 from accel_cli.ranks import checked
 
 __all__ = [
+    "AllowLoopback",
     "Elastic",
     "Endpoint",
     "LastCallTimeout",
@@ -71,6 +72,12 @@ Endpoint = Annotated[
         description="`host:port` where the machines meet; the host is one of them. Needed if nnodes is above 1."
     ),
 ]
+AllowLoopback = Annotated[
+    bool,
+    Field(
+        description="Whether `rdzv_endpoint` may be a loopback address with several machines, which then all run on this one."
+    ),
+]
 RunId = Annotated[
     str,
     Field(min_length=1, description="Name of the job; machines with the same name and endpoint meet."),
@@ -125,6 +132,7 @@ class Elastic(Launcher):
     if TYPE_CHECKING:
         nnodes: Nnodes
         rdzv_endpoint: Endpoint
+        allow_loopback: AllowLoopback
         rdzv_id: RunId
         max_restarts: MaxRestarts
         rdzv_timeout: RdzvTimeout
@@ -139,6 +147,17 @@ class Elastic(Launcher):
     def _machines_need_a_meeting_place(self) -> Self:
         if self.range[1] > 1 and self.rdzv_endpoint is None:
             raise ValueError("rdzv_endpoint (host:port) is needed if nnodes is above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _machines_reach_the_endpoint(self) -> Self:
+        if self.range[1] == 1 or self.rdzv_endpoint is None or self.allow_loopback:
+            return self
+        if network.Endpoint.parse(self.rdzv_endpoint).loopback:
+            raise ValueError(
+                f"rdzv_endpoint: no other machine reaches {self.rdzv_endpoint}, and nnodes is {self.nnodes}. Use an address of "
+                "one machine that all of them reach, or set launcher.allow_loopback: true to run all of them on this machine"
+            )
         return self
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from typing_extensions import override
 
+from accel_cli import network
 from accel_cli.elastic import runner
 from accel_cli.errors import UsageError
 from accel_cli.fields import Answers, Question
@@ -15,6 +17,7 @@ from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, device_of, environment
 from accel_cli.launchers.gpus import GpuIds, choose_gpus
 from accel_cli.machine import Machine
+from accel_cli.nodes import PORT
 from accel_cli.ranks import highest
 
 __all__ = ["Torchrun"]
@@ -28,6 +31,11 @@ def _positive(value: int | str) -> int | str:
 
 def _processes(machine: Machine, _: Answers) -> int | str:
     return "auto" if machine.devices else min(2, machine.cpus)
+
+
+def _endpoint(*_: object) -> str:
+    """Return a port on this machine, by the address that others reach it by, or else by its name."""
+    return str(network.Endpoint(network.own_address() or socket.gethostname(), PORT))
 
 
 class Torchrun(elastic.Elastic):
@@ -58,11 +66,12 @@ class Torchrun(elastic.Elastic):
         elastic.Endpoint,
         Question(
             "Where do they meet, as host:port?",
-            suggest=lambda *_: "localhost:29400",
+            suggest=_endpoint,
             when=lambda answers: answers.get("nnodes", 1) != 1,
             hint="an address every machine reaches",
         ),
     ] = None
+    allow_loopback: elastic.AllowLoopback = False
     rdzv_id: elastic.RunId = "accel"
     max_restarts: elastic.MaxRestarts = 0
     rdzv_timeout: elastic.RdzvTimeout = 600

@@ -86,6 +86,7 @@ class Xla(elastic.Elastic):
     )
     nnodes: elastic.Nnodes = 1
     rdzv_endpoint: elastic.Endpoint = None
+    allow_loopback: elastic.AllowLoopback = False
     rdzv_id: elastic.RunId = "accel"
     max_restarts: elastic.MaxRestarts = 0
     rdzv_timeout: elastic.RdzvTimeout = 600

@@ -46,6 +46,7 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
         section, key = _locate([str(part) for part in item["loc"]])
+        key = _find_field(item, key, section)
         if key in problems:
             continue
         if len(problems) < SHOWN:
@@ -125,6 +126,13 @@ def _locate(loc: list[str]) -> tuple[type[Section], str]:
     return section, ".".join(loc[: 2 if loc[0] in SECTIONS else 1])
 
 
+def _find_field(item: Mapping[str, Any], key: str, section: type[Section]) -> str:
+    """Return the key of the field that a finding about a whole section begins with, if it begins with one."""
+    name, colon, _ = str(item.get("ctx", {}).get("error", "")).partition(": ")
+    named = isinstance(item["input"], (dict, BaseModel)) and colon and name in section.model_fields
+    return f"{key}.{name}" if named and key else key
+
+
 def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: str) -> Problem:
     kind, came = item["type"], item["input"]
     if kind == "extra_forbidden":
@@ -137,7 +145,8 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
         return Problem(where, "launcher.kind", one_of(LAUNCHERS), came="nothing")
     if kind == "value_error":
         whole = isinstance(came, (dict, BaseModel))
-        return Problem(where, key, str(item["ctx"]["error"]), "" if whole else _shown(came))
+        text = str(item["ctx"]["error"]).removeprefix(f"{key.rpartition('.')[2]}: " if whole else "")
+        return Problem(where, key, text, "" if whole else _shown(came))
     literals = _literals(section, key.rpartition(".")[2])
     meant = (
         nearest(came, [word for word in literals if isinstance(word, str)]) if isinstance(came, str) else None

@@ -63,6 +63,7 @@ def _is_import(frame: FrameType | None) -> bool:
 def main() -> None:
     """Print `{call: [files, functions]}`."""
     library = importlib.import_module(sys.argv[1])
+    assert library.__file__
     entered = Entered(library.__file__)
     data = TensorDataset(torch.arange(11.0).unsqueeze(1), torch.ones(11, 1))
     model = torch.nn.Linear(1, 1)

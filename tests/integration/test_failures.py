@@ -234,7 +234,7 @@ def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_p
     )
     command = (
         "launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "2",
-        "--set", f"launcher.rdzv_endpoint=127.0.0.1:{port}", "train.py",
+        "--set", f"launcher.rdzv_endpoint=127.0.0.1:{port}", "--set", "launcher.allow_loopback=true", "train.py",
     )  # fmt: skip
     machines = [
         Accel(

@@ -308,7 +308,8 @@ def test_two_machines_meet_by_the_same_command(accel, script, tmp_path, port):
     )
     command = (
         "launch", "-q", "--cpu", "--nnodes", "2", "--nproc-per-node", "1",
-        "--ranks", "all", "--set", f"launcher.rdzv_endpoint=localhost:{port}", "train.py",
+        "--ranks", "all", "--set", f"launcher.rdzv_endpoint=localhost:{port}",
+        "--set", "launcher.allow_loopback=true", "train.py",
     )  # fmt: skip
     machines = [Accel(*command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:

@@ -318,7 +318,8 @@ def test_exit_codes_are_kept_where_the_parent_ignores_the_end_of_children(script
 @pytest.mark.slow
 def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
     script("")
-    launched = launch("--nnodes", "2", "--set", "launcher.rdzv_endpoint=127.0.0.1:1")
+    endpoint = ("--set", "launcher.rdzv_endpoint=127.0.0.1:1", "--set", "launcher.allow_loopback=true")
+    launched = launch("--nnodes", "2", *endpoint)
     wait_for(launched.left)  # its guard is there, and it waits for the other machine
     assert launched.send(signal.SIGINT).ended() == 130
     assert "Traceback" not in "\n".join(launched.said)

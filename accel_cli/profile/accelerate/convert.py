@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from accel_cli.errors import Problem, ProfileError
+from accel_cli.network import Endpoint
 from accel_cli.profile.accelerate.asked import LOCAL, SAGEMAKER, Asked
 from accel_cli.profile.accelerate.deepspeed import FILE_KEY
 from accel_cli.profile.accelerate.fates import NOT_SET, Fate
@@ -122,6 +123,9 @@ def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str
     if asked.main_process_ip is None:
         reason = f"{asked.num_machines} machines (num_machines) need the address of one of them"
         yield "main_process_ip", reason, "nothing"
+    elif Endpoint.parse(asked.endpoint).loopback:
+        reason = f"expected an address that all of {asked.num_machines} machines (num_machines) reach"
+        yield "main_process_ip", reason, asked.main_process_ip
     if asked.main_process_port == 0:
         yield "main_process_port", "several machines need one port that all of them know", "0"
     if asked.num_processes != -1 and asked.num_processes % asked.num_machines:

@@ -31,7 +31,7 @@ def environment(monkeypatch):
 
 def said(**fields):
     """What a plan tells the agent."""
-    launcher = Torchrun(**fields)
+    launcher = Torchrun(allow_loopback=True, **fields)
     job = SimpleNamespace(
         nodes=SimpleNamespace(node_rank=None, static=False),
         settings=SimpleNamespace(process_group_timeout=1800),

@@ -66,6 +66,32 @@ def test_several_machines_meet_at_the_endpoint():
     assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["local_addr"]) == (3, "node0:29400", None)
 
 
+LOCAL = ["localhost:1", "LOCALHOST.:1", "localhost.localdomain:1", "a.localhost:1", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1",
+         "0.0.0.0:1", "[::]:1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("endpoint", LOCAL)
+@pytest.mark.parametrize("nnodes", [2, "1:3"])
+def test_several_machines_do_not_meet_where_only_one_of_them_can_be(endpoint, nnodes):
+    with pytest.raises(
+        ValidationError, match=r"no other machine reaches .* set launcher.allow_loopback: true"
+    ):
+        Torchrun(nnodes=nnodes, rdzv_endpoint=endpoint)
+    here = Torchrun(nnodes=nnodes, rdzv_endpoint=endpoint, allow_loopback=True).plan(job())
+    assert here.agent["rdzv_endpoint"] == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["10.0.0.7:1", "localhosts:1", "[fd00::1]:1", "node0:1", "1.localhost.example:1"]
+)
+def test_an_endpoint_that_others_reach_is_taken(endpoint):
+    assert Torchrun(nnodes=2, rdzv_endpoint=endpoint).rdzv_endpoint == endpoint
+
+
+def test_one_machine_may_name_itself():
+    assert Torchrun(rdzv_endpoint="localhost:1").plan(job()).agent["rdzv_endpoint"] == "127.0.0.1:0"
+
+
 def test_collectives_of_several_machines_choose_their_interface_themselves():
     plan = Torchrun(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0:29400").plan(job())
     assert LOOPBACK.keys().isdisjoint(plan.env)

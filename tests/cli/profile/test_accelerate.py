@@ -88,7 +88,7 @@ downcast_bf16: 'no'
 ipex_config:
   ipex: true
 machine_rank: 0
-main_process_ip: 127.0.0.1
+main_process_ip: 10.0.0.7
 main_process_port: 29500
 mixed_precision: no
 mpirun_config:
@@ -280,7 +280,7 @@ def test_several_cpu_processes_run_without_mpirun():
     assert result.data["device"] == "cpu"
     assert result.data["launcher"]["nproc_per_node"] == 4
     assert result.data["launcher"]["nnodes"] == 4
-    assert result.data["launcher"]["rdzv_endpoint"] == "127.0.0.1:29500"
+    assert result.data["launcher"]["rdzv_endpoint"] == "10.0.0.7:29500"
     assert "without mpirun" in reasons(result.left)["mpirun_config.mpirun_hostfile"]
     assert "ipex_config.ipex" in keys(result.left)
 
@@ -488,6 +488,8 @@ def test_all_mistakes_are_said_at_once():
         ("main_process_port: 0", "main_process_port"),
         ("main_process_port: 65536", "main_process_port"),
         ("main_process_ip: 10.0.0.7:29500", "main_process_ip"),
+        ("main_process_ip: 127.0.0.1", "main_process_ip"),
+        ("main_process_ip: localhost", "main_process_ip"),
         ("main_process_ip: beef:29500", "main_process_ip"),
         ("num_processes: 0", "num_processes"),
         ("num_processes: -2", "num_processes"),

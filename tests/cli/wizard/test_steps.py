@@ -1,5 +1,8 @@
+import socket
+
 import pytest
 
+from accel_cli import network
 from accel_cli.errors import ProfileError
 from accel_cli.launchers.base import Job
 from accel_cli.machine import Machine
@@ -45,6 +48,22 @@ def test_the_common_path_is_five_questions_and_a_yes():
 
 def test_where_machines_meet_is_asked_only_of_several():
     assert "launcher.rdzv_endpoint" in asked({"launcher.nnodes": 2})
+
+
+def test_where_machines_meet_is_suggested_by_an_address_that_others_reach(monkeypatch):
+    answers = {"launcher.kind": "torchrun", "launcher.nnodes": 3, "launcher.nproc_per_node": 1}
+    step = next_step(answers)
+    assert step.key == "launcher.rdzv_endpoint"
+    for address, suggested_ in (("10.0.0.7", "10.0.0.7:29400"), ("fd00::7", "[fd00::7]:29400")):
+        monkeypatch.setattr(network, "own_address", lambda address=address: address)
+        assert step.suggestion(MACHINES[0], answers, {}) == suggested_
+    monkeypatch.setattr(network, "own_address", lambda: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+    assert step.suggestion(MACHINES[0], answers, {}) == "node0:29400"
+    assert step.problem("node0:29400", answers) is None
+    assert step.problem("localhost:29400", answers).startswith("no other machine reaches localhost:29400")
+    before = {"launcher.rdzv_endpoint": "localhost:29400"}
+    assert step.suggestion(MACHINES[0], answers, before) == "node0:29400"
 
 
 def test_a_cluster_is_asked_for_nodes_gpus_and_what_is_charged():
