@@ -34,8 +34,12 @@ class MultiProcessAdapter(_Adapter):
 
     @override
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the rank to the message, and this file to what is skipped in search of the caller."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        """Add the rank to the message, and count the frame of `log`.
+
+        As in Accelerate, that frame is part of a `stacklevel` that a script gives: 2, the default, is the line of the call,
+        3 the line that called its function.
+        """
+        kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2)
         return f"[RANK {Topology.standing().rank}] {msg}", kwargs
 
     @override
@@ -68,7 +72,7 @@ class MultiProcessAdapter(_Adapter):
         # Replicas that are threads of one process share this logger, and each of them has to say it once.
         if (said := f"{Topology.standing().rank} {msg!r} {args!r}") not in self._said:
             self._said.add(said)
-            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + 1
             self.warning(msg, *args, **kwargs)
 
 

@@ -49,15 +49,22 @@ def leaves(tree: Any) -> list[Any]:
 def send(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """`tree` with its tensors on `device`; tensors already there are not copied.
 
-    Objects that are no tensor but can move themselves (`.to(device)`) do.
+    Objects that are no tensor but can move themselves (`.to(device)`) do, containers among them: a `TensorDict`, a
+    `PackedSequence` and a `BatchEncoding` hold more than their items.
     """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+        if callable(getattr(leaf, "to", None)):
+            return leaf.to(device)
+        if isinstance(leaf, (list, tuple)):
+            return rebuilt(leaf, [move(item) for item in leaf])
+        if isinstance(leaf, Mapping):
+            return rebuilt(leaf, {key: move(value) for key, value in leaf.items()})
+        return leaf
 
-    return map_leaves(move, tree)
+    return move(tree)
 
 
 def presence(device: torch.device) -> Callable[[Any], bool]:
@@ -84,4 +91,9 @@ def rebuilt(original: Any, items: Any) -> Any:
         return type(original)(*items)
     if isinstance(original, defaultdict):
         return type(original)(original.default_factory, items)
-    return items if type(original) is type(items) else type(original)(items)
+    if type(original) is type(items):
+        return items
+    made = type(original)(items)
+    if hasattr(made, "auto_batch_size_"):  # a TensorDict is made without batch dimensions
+        made.auto_batch_size_(batch_dims=original.batch_dims)
+    return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from accel_runtime.data.source import Loop
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.exchange.agreement import Agreement, Wire, here
+from accel_runtime.exchange.callsite import call_site
 from accel_runtime.exchange.objects import share_objects
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import DataPlace, Topology
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "Reduction"]
 
 Reduction = Literal["sum", "mean", "max", "min"]
+
+_LOG = logging.getLogger("accel_runtime.backends")
 
 
 class Backend(ABC):
@@ -39,6 +44,7 @@ class Backend(ABC):
         """Which part of every global batch this process has."""
         self.agreement = Agreement(wire, topology.rank, topology.world_size)
         """How the ranks see to it that they do the same."""
+        self._warned_of_joining = False
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -281,14 +287,17 @@ class Backend(ABC):
     def joined(self, models: list[Any]) -> AbstractContextManager[Any]:  # noqa: ARG002
         """Inside, the averaging of gradients does not wait for ranks that have no batches any more.
 
-        Raises:
-            RuntimeError: Here it always does.
+        A backend whose ranks all take part in each other's passes cannot do this, and warns once.
         """
-        raise RuntimeError(
-            "join_uneven_inputs() lets some ranks compute while others have nothing left, and here all run one "
-            "program together. Leave it out where loaders are prepared: those give every rank as many batches. Else "
-            "give every rank as many yourself."
-        )
+        if not self._warned_of_joining:
+            self._warned_of_joining = True
+            _LOG.warning(
+                "join_uneven_inputs() has no effect, at %s: every rank takes part in the forward and backward passes of the "
+                "others here, so a rank without a batch would stop them. Give every rank as many batches, as prepared "
+                "DataLoaders do.",
+                call_site(contextlib.__file__),
+            )
+        return nullcontext()
 
     def replica(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - what several have
         """What a replicated model remembers from step to step beside its state; all ranks ask together."""

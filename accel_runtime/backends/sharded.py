@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from accel_runtime.backends.averaging import Averaging, in_parts
+from accel_runtime.backends.base import Backend
 from accel_runtime.backends.distributed import Distributed
 from accel_runtime.description import GroupFacts
 from accel_runtime.env import MixedPrecision, Settings
@@ -22,7 +23,7 @@ from accel_runtime.parallel import undivided
 from accel_runtime.parallel.boxes import local
 from accel_runtime.parallel.buffers import FirstRanks, Untraced
 from accel_runtime.parallel.dividing import Dividing
-from accel_runtime.parallel.gathering import at_rest
+from accel_runtime.parallel.gathering import at_rest, refuse_sharded_saves
 from accel_runtime.parallel.mesh import Mesh, Sizes
 from accel_runtime.parallel.report import groups_of
 from accel_runtime.parallel.starting import take_over
@@ -88,6 +89,7 @@ class Sharded(Distributed):
         take_over(model, self)
         divided = self._dividing.apply(model)
         whole = Averaging(divided.whole, self._average, self.agreement)
+        refuse_sharded_saves(model)
         self._divided[model] = syncing = Syncing(divided.gathered, whole)
         if any(True for _ in model.buffers()):
             shared = FirstRanks(model, self.broadcast)
@@ -144,11 +146,8 @@ class Sharded(Distributed):
         return None
 
     @override
-    def joined(self, models: list[Any]) -> NoReturn:
-        raise RuntimeError(
-            "join_uneven_inputs() lets some ranks compute while others have nothing left, and here every rank has a part of "
-            "the model that all need. Leave it out where loaders are prepared: those give every rank as many batches."
-        )
+    def joined(self, models: list[Any]) -> AbstractContextManager[Any]:
+        return Backend.joined(self, models)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

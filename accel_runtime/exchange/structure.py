@@ -70,7 +70,8 @@ def _walk(data: Any, found: list[Any], tensors: list[torch.Tensor], strangers: l
         for item in data:
             _walk(item, found, tensors, strangers)
     elif isinstance(data, Mapping):
-        found.append(Box(type(data).__name__, tuple(data)))
+        # Its keys by name: a mapping may iterate over something else, as a TensorDict does over rows.
+        found.append(Box(type(data).__name__, tuple(data.keys())))
         for value in data.values():
             _walk(value, found, tensors, strangers)
     else:

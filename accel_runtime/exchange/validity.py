@@ -102,8 +102,9 @@ def merged(everyone: list[Any], steps: Steps) -> Any:
         return _rows(everyone, steps)
     if isinstance(first, Mapping):
         if any(own.keys() != first.keys() for own in everyone):
-            raise MismatchError(_differ("keys", [list(own) for own in everyone]))
-        return tree.rebuilt(first, {key: merged([own[key] for own in everyone], steps) for key in first})
+            raise MismatchError(_differ("keys", [list(own.keys()) for own in everyone]))
+        keys = first.keys()  # a TensorDict itself iterates over rows
+        return tree.rebuilt(first, {key: merged([own[key] for own in everyone], steps) for key in keys})
     if not isinstance(first, (list, tuple)):
         return everyone
     if any(_holds_columns(own) for own in everyone):

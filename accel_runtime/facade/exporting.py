@@ -46,6 +46,8 @@ class Exporting(Processes):
     ) -> nn.Module:
         """The script's own module, whose parameter names are those it had.
 
+        It is also taken out of `DataParallel` and `DistributedDataParallel` that the script has put it into.
+
         Args:
             model: A prepared model, or any module.
             keep_fp32_wrapper: False also takes autocast off its forward pass.

@@ -29,7 +29,8 @@ class UnevenInputs(Processes):
         """Inside, a process may have fewer batches than others: the gradient averaging does not wait for it.
 
         It works over DDP on every device, the CPU too. Other collectives in the loop still have to be
-        made by all.
+        made by all. Sharded models and replicas of torch_xla cannot be joined: there it warns once, and has no effect but
+        for `even_batches`.
 
         Args:
             joinables: Prepared models.
@@ -38,7 +39,6 @@ class UnevenInputs(Processes):
 
         Raises:
             TypeError: Something in `joinables` that torch cannot join.
-            RuntimeError: All processes run one program together, as replicas of torch_xla do.
             ValueError: A prepared loader cannot leave its last global batch as it is.
         """
         with ExitStack() as stack:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from accel_runtime.backends.averaging import Buffers
 
-__all__ = ["at_rest", "gathered", "is_divided", "units", "whole", "whole_state"]
+__all__ = ["at_rest", "gathered", "is_divided", "refuse_sharded_saves", "units", "whole", "whole_state"]
 
 _GATHERED = "_accel_gathered"
 """What a model has as long as it is gathered."""
@@ -88,6 +90,28 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     found = whole(value)
     # Of a mesh of one, `full_tensor` is the live memory itself.
     return found.cpu() if found.device.type != "cpu" else found.clone()
+
+
+def refuse_sharded_saves(model: nn.Module) -> None:
+    """Make `save_pretrained` of a sharded model, and of modules inside it, raise unless it is given whole tensors."""
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            # A bound method, so that a deep copy of the model saves the copy.
+            vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
+
+
+def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
+    save = type(module).save_pretrained
+    arguments = inspect.signature(save).bind_partial(module, *args, **kwargs).arguments
+    given = arguments.get("state_dict", kwargs.get("state_dict"))
+    if given is None and is_divided(module) and _GATHERED not in vars(module):
+        raise RuntimeError(
+            "save_pretrained() of a sharded model: each rank has only its shards of the weights. Collect them on all ranks, "
+            "and give them to it: accelerator.unwrap_model(model).save_pretrained(directory, "
+            "is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)). For a class whose "
+            "save_pretrained() takes no state_dict, accelerator.save_model(model, directory) writes the weights."
+        )
+    return save(module, *args, **kwargs)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ The file, and with it the tracker's package, is imported when the tracker is cho
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Mapping
@@ -110,9 +111,23 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(f"{tracker_class.name!r} is the name of another tracker; choose a name of its own")
 
 
+@functools.cache
+def _without_package(known: Known) -> type[GeneralTracker]:
+    """Return a class that can be imported and subclassed, and raises ImportError when it is constructed."""
+
+    def init(self: GeneralTracker, *_: Any, **__: Any) -> None:
+        raise ImportError(
+            f"{type(self).__name__} cannot be made: the package {known.package} is not installed. "
+            f"Install it: pip install {known.package}."
+        )
+
+    module = f"{__name__}.{known.module}"
+    return type(known.class_name, (GeneralTracker,), {"__init__": init, "__module__": module})
+
+
 def __getattr__(name: str) -> Any:
     """The class of a tracker, under its name in Accelerate."""
     for known in TRACKERS.values():
         if known.class_name == name:
-            return known.load()
+            return known.load() if known.installed else _without_package(known)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

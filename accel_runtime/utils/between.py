@@ -12,7 +12,7 @@ from torch import nn
 from accel_runtime import collectives, rng, splitting
 from accel_runtime.backends.base import Reduction
 from accel_runtime.current import current_backend
-from accel_runtime.unwrapping import unwrapped
+from accel_runtime.unwrapping import unwrap_parts, unwrapped
 
 __all__ = [
     "broadcast",
@@ -113,13 +113,10 @@ def extract_model_from_parallel(
         model: A prepared model, or any module.
         keep_fp32_wrapper: False also takes autocast off its forward pass.
         keep_torch_compile: False also gives the module a compiled one was made from.
-        recursive: True is refused: modules inside the model are never wrapped here.
-
-    Raises:
-        ValueError: `recursive` was asked for.
+        recursive: True also replaces modules inside the model that the script has put into `DataParallel` or
+            `DistributedDataParallel` by the modules in them.
     """
-    if recursive:
-        raise ValueError("recursive=True has nothing to do: prepare() wraps whole models, never their parts")
-    return unwrapped(
+    original = unwrapped(
         model, current_backend(), keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
     )
+    return unwrap_parts(original) if recursive else original

@@ -70,7 +70,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         raise ValueError("there is nothing to concatenate")
     first = data[0]
     if isinstance(first, Mapping):
-        return tree.rebuilt(first, {k: concatenate([batch[k] for batch in data], dim) for k in first})
+        keys = first.keys()  # a TensorDict itself iterates over rows
+        return tree.rebuilt(first, {k: concatenate([batch[k] for batch in data], dim) for k in keys})
     if isinstance(first, (list, tuple)):
         return tree.rebuilt(first, [concatenate(items, dim) for items in zip(*data, strict=True)])
     if not isinstance(first, torch.Tensor):

@@ -130,6 +130,20 @@ def test_a_record_names_the_line_that_asked_for_it(caplog):
     assert len(caplog.records) == 4
 
 
+def test_a_stacklevel_counts_as_in_accelerate(caplog):
+    logger = get_logger("a test", "info")
+
+    def helper():
+        for level in (1, 2, 3):
+            logger.info("plain", stacklevel=level)
+            logger.warning_once("once %d", level, stacklevel=level)
+        logger.info("in turn", in_order=True, stacklevel=3)
+
+    helper()
+    name = "test_a_stacklevel_counts_as_in_accelerate"
+    assert [record.funcName for record in caplog.records] == ["helper"] * 4 + [name] * 3
+
+
 def test_a_message_below_the_level_costs_nothing(caplog):
     class Costly:
         def __str__(self):

@@ -73,3 +73,31 @@ def test_send_moves_tensors_and_what_can_move_itself():
 def test_send_does_not_copy_what_is_there_already():
     tensor = torch.ones(2)
     assert tree.send({"x": tensor}, torch.device("cpu"))["x"] is tensor
+
+
+def test_a_container_that_can_move_itself_keeps_what_is_not_among_its_items():
+    class Encoding(UserDict):
+        def to(self, device):
+            self.data = {key: value.to(device) for key, value in self.data.items()}
+            return self
+
+    meta = torch.device("meta")
+    encoding = Encoding(x=torch.ones(2))
+    encoding.lengths = [2]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    (sent, moved), _ = tree.send([(encoding, packed), None], meta)
+    assert sent["x"].device == moved.data.device == meta
+    assert sent.lengths == [2]
+    assert moved.batch_sizes.device.type == "cpu"  # where torch needs it
+
+
+def test_a_mapping_with_batch_dimensions_keeps_their_number():
+    class Batch(UserDict):
+        batch_dims = 0
+
+        def auto_batch_size_(self, batch_dims):
+            self.batch_dims = batch_dims
+
+    batch = Batch(x=torch.ones(2, 3))
+    batch.batch_dims = 2
+    assert tree.map_tensors(torch.neg, batch).batch_dims == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -113,17 +114,20 @@ def test_sharding_on_xla_is_refused(alone, monkeypatch):
         sharded()
 
 
-def test_uneven_inputs_are_refused(pair):
+def test_uneven_inputs_are_not_joined_which_one_warning_with_the_line_tells(pair):
     def joined():
         accelerator = sharded()
         model = accelerator.prepare(Model())
-        try:
-            with accelerator.join_uneven_inputs([model]):
-                return ""
-        except RuntimeError as error:
-            return str(error)
+        with collect_messages("accel_runtime.backends") as messages:
+            for _ in range(2):
+                with accelerator.join_uneven_inputs([model]):
+                    model(torch.ones(1, 4)).sum().backward()
+        return messages
 
-    assert all("every rank has a part" in said for said in pair.run(joined))
+    for messages in pair.run(joined):
+        (message,) = messages
+        assert "join_uneven_inputs() has no effect, at test_sharded.py:" in message
+        assert "(joined)" in message
 
 
 def test_gradients_stay_here_in_no_sync_and_come_together_with_the_next_pass(pair):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divided import accelerator, net, state_of, warm
+from divided import Net, accelerator, net, state_of, warm
 from torch import nn
 
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
@@ -193,3 +193,64 @@ def the_module():
 
 def test_the_scripts_own_module_is_the_sharded_one_with_the_names_it_had(pair):
     assert pair.run(the_module) == [(True, True)] * 2
+
+
+class Pretrained(Net):
+    """Saves itself as models of the transformers library do."""
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None):
+        weights = self.state_dict() if state_dict is None else state_dict
+        return sorted(weights) if is_main_process else save_directory
+
+
+def save_pretrained(sizes):
+    run = accelerator(sizes)
+    model = run.prepare(net(kind=Pretrained))
+    own, first = run.unwrap_model(model), run.is_main_process
+    try:
+        own.save_pretrained("here", is_main_process=first)
+        refusal = ""
+    except RuntimeError as error:
+        refusal = str(error)
+    with run.gathered(model):
+        inside = own.save_pretrained("here", is_main_process=first)
+    return refusal, inside, own.save_pretrained("here", first, run.get_state_dict(model))
+
+
+def test_save_pretrained_of_a_sharded_model_needs_the_gathered_state_dict(pair):
+    names = sorted(net().state_dict())
+    (refusal, *first), (same, *second) = pair.run(save_pretrained, {"dp_shard": 2})
+    assert refusal == same
+    assert "state_dict=accelerator.get_state_dict(model)" in refusal
+    assert (first, second) == ([names, names], ["here", "here"])
+
+
+def test_save_pretrained_of_a_replicated_model_is_left_alone(pair):
+    names = sorted(net().state_dict())
+    assert pair.run(save_pretrained, {})[0] == ("", names, names)
+
+
+def save_transformers_model(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    run = accelerator({"dp_shard": 2})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model = run.prepare(model)
+    run.unwrap_model(model).save_pretrained(
+        folder, is_main_process=run.is_main_process, state_dict=run.get_state_dict(model)
+    )
+    run.wait_for_everyone()
+    found = LlamaForCausalLM.from_pretrained(folder).state_dict()
+    return set(found) == set(want) and all(found[name].equal(want[name]) for name in want)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal(pair, tmp_path):
+    pytest.importorskip("transformers")
+    assert pair.run(save_transformers_model, str(tmp_path / "model")) == [True, True]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from accel_runtime import Accelerator, GeneralTracker, LoggerType
+from accel_runtime import Accelerator, GeneralTracker, LoggerType, tracking
 from accel_runtime.topology import Topology
 from accel_runtime.tracking import TRACKERS, get_available_trackers, register_tracker_class
 from accel_runtime.tracking.base import BlankTracker
@@ -352,3 +352,16 @@ def test_a_method_of_a_tracker_of_ours_does_nothing_on_other_processes(pair, tmp
         return tracker.path.exists()
 
     assert pair.run(direct, str(tmp_path)) == [True, False]
+
+
+def test_a_tracker_class_can_be_imported_without_its_package_and_not_made(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for known in TRACKERS.values():
+        if known.package is None:
+            continue
+        tracker_class = getattr(tracking, known.class_name)
+        assert issubclass(tracker_class, GeneralTracker)
+        assert tracker_class is getattr(tracking, known.class_name)
+        own = type("Own", (tracker_class,), {"name": "own"})
+        with pytest.raises(ImportError, match=f"Own cannot be made: .* pip install {known.package}"):
+            own("project", logging_dir=".")

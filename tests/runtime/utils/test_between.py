@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -106,8 +108,7 @@ def test_the_script_gets_its_own_module_back(ranks):
         assert utils.extract_model_from_parallel(prepared) is model
         wrapped = "forward" in vars(model)
         utils.extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
-        with pytest.raises(ValueError, match="recursive"):
-            utils.extract_model_from_parallel(prepared, recursive=True)
+        assert utils.extract_model_from_parallel(prepared, recursive=True) is model
         exact = nn.functional.linear(torch.ones(1, 2), model.weight, model.bias)
         return wrapped, torch.equal(model(torch.ones(1, 2)), exact)
 
@@ -119,3 +120,65 @@ def test_a_compiled_module_gives_the_one_it_was_made_from():
     compiled = torch.compile(model, backend="eager")
     assert utils.extract_model_from_parallel(compiled) is compiled
     assert utils.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
+
+
+def test_a_module_is_taken_out_of_the_wrappers_of_a_script():
+    model, accelerator = nn.Linear(2, 2), Accelerator()
+    wrapped = nn.DataParallel(model)
+    for given in (wrapped, nn.DataParallel(wrapped), torch.compile(wrapped, backend="eager")):
+        assert accelerator.unwrap_model(given) is model
+        assert utils.extract_model_from_parallel(given) is model
+    assert list(accelerator.get_state_dict(wrapped)) == ["weight", "bias"]
+
+
+def test_modules_inside_a_model_are_taken_out_of_wrappers_if_the_script_wants_it():
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(nn.DataParallel(inner)), nn.Tanh())
+    assert utils.extract_model_from_parallel(model)[0][0] is not inner
+    assert utils.extract_model_from_parallel(model, recursive=True) is model
+    assert model[0][0] is inner
+
+
+class Rows(Mapping):
+    """Tensors by name that iterates over rows, as a `TensorDict` does."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def __getitem__(self, key):
+        return self.tensors[key]
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __len__(self):
+        return len(next(iter(self.tensors.values())))
+
+    def keys(self):
+        return self.tensors.keys()
+
+    def items(self):
+        return self.tensors.items()
+
+    def values(self):
+        return self.tensors.values()
+
+
+def test_a_mapping_that_iterates_over_rows_is_gathered_by_its_keys(ranks):
+    def run():
+        accelerator = Accelerator()
+        x = torch.full((2, 1), float(accelerator.process_index))
+        batch = Rows({"x": x, "inner": Rows({"y": x + 1})})
+        everyones = [
+            utils.gather(batch),
+            accelerator.gather_for_metrics(batch),
+            utils.concatenate([utils.reduce(batch, "max")]),
+        ]
+        return [(type(one), one["x"].tolist(), one["inner"]["y"].flatten().tolist()) for one in everyones]
+
+    x = [[float(rank)] for rank in range(ranks.size) for _ in range(2)]
+    y = [row[0] + 1 for row in x]
+    last = (Rows, [[ranks.size - 1.0]] * 2, [float(ranks.size)] * 2)
+    for got in ranks.run(run):
+        named = [(kind.__name__, *rest) for kind, *rest in got]
+        assert named == [("Rows", x, y), ("Rows", x, y), ("Rows", *last[1:])]
