@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from accel_runtime.state import PartialState
     from accel_runtime.topology import Topology
     from accel_runtime.tracking import GeneralTracker, LoggerType
-    from accel_runtime.utils.available import is_rich_available
     from accel_runtime.utils.between import (
         broadcast,
         broadcast_object_list,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
         split_between_processes,
         synchronize_rng_states,
     )
+    from accel_runtime.utils.imports import is_rich_available
     from accel_runtime.utils.nested import send_to_device
 
 __all__ = [
@@ -118,7 +118,7 @@ _HOMES = {
     "StallError": "accel_runtime.exchange.agreement",
     "RankLostError": "accel_runtime.exchange.agreement",
     "Description": "accel_runtime.description",
-    "is_rich_available": "accel_runtime.utils.available",
+    "is_rich_available": "accel_runtime.utils.imports",
     "Accelerator": "accel_runtime.accelerator",
     "AutocastKwargs": "accel_runtime.options",
     "DDPCommunicationHookType": "accel_runtime.options",

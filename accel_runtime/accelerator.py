@@ -155,6 +155,7 @@ class Accelerator(
         self._device_placement, self._rng_types = device_placement, _rng_types(rng_types)
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = Loops(self._backend.data.rank, repeats=self._backend.repeats)
+        self._backend.loops = self._loops
         self._replaced = Replaced()
         self._compared: WeakSet[Any] = WeakSet()
         self._models: list[nn.Module] = []

@@ -38,6 +38,9 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/backends/xla.py",
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
     "accel_runtime/backends/sockets.py",
+    # They change the environment, as the functions of Accelerate do whose names they have.
+    "accel_runtime/utils/environment.py",
+    "accel_runtime/utils/launch.py",
     "accel_runtime/current.py",
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",

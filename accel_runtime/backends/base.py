@@ -22,6 +22,7 @@ from accel_runtime.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
     from accel_runtime.backends.attendance import Absence
+    from accel_runtime.data.loops import Loops
     from accel_runtime.description import GroupFacts
     from accel_runtime.parallel.mesh import Mesh
 
@@ -185,6 +186,9 @@ class Backend(ABC):
 
     one_program = False
     """Whether all ranks have to record the same program, so that a number that differs between them has to be data."""
+
+    loops: Loops | None = None
+    """The loops over loaders of the Accelerator that uses this backend, for loaders that are prepared without it."""
 
     mesh: Mesh | None = None
     """The processes as a mesh, where models are divided among them."""

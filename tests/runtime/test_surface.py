@@ -1,4 +1,4 @@
-"""The names scripts know from Accelerate 1.15: here under the same signature, or told to be absent, with the reason."""
+"""The names scripts know from Accelerate 1.15 are here under the same signature; `test_differences.py` has the others."""
 
 from __future__ import annotations
 
@@ -16,17 +16,6 @@ from accel_runtime import Accelerator, utils
 from accel_runtime.data_loader import DataLoaderShard
 from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
-
-CHECKPOINTS = "saving and loading weights comes in a later version"
-SHARDING = "models are divided by torch's own means only: no first version of FSDP, no DeepSpeed, no Megatron-LM, no pipelines"
-EIGHT_BITS = "number formats are fp32, bf16 and fp16"
-BIG_MODELS = "big-model inference is no part of training"
-LAUNCHER = "the command line does it, and keeps its own settings"
-HARDWARE = "hardware or packages that accel does not use"
-INSIDE = "an inside of Accelerate, which scripts have no use for"
-TEXT = "text does: every option takes it"
-ENVIRONMENT = "a script changes its own environment with the standard library"
-STANDARD = "a line of torch or of the standard library"
 
 # The facade ------------------------------------------------------------------------------
 
@@ -143,12 +132,6 @@ METHODS = {
     "unwrap_model": "model, keep_fp32_wrapper=True, keep_torch_compile=True",
     "wait_for_everyone": "",
 }
-ABSENT = {
-    SHARDING: "deepspeed_ulysses_dl_adapter pipeline_parallel_rank",
-    EIGHT_BITS: "fp8_backend",
-    "LOMO keeps no gradients, which nothing else here can do without": "lomo_backward",
-    BIG_MODELS: "verify_device_map",
-}
 CONSTRUCTOR = (
     "device_placement=True, split_batches=False, mixed_precision=None, gradient_accumulation_steps=1, cpu=False, "
     "dataloader_config=None, rng_types=None, log_with=None, project_dir=None, project_config=None, "
@@ -184,34 +167,83 @@ FUNCTIONS = {
     "honor_type": "obj, generator",
     "init_empty_weights": "include_buffers=None",
     "init_on_device": "device, include_buffers=None",
+    "is_4bit_bnb_available": "",
+    "is_8bit_bnb_available": "",
+    "is_aim_available": "",
+    "is_amdsmi_available": "",
     "is_bf16_available": "ignore_tpu=False",
+    "is_bitsandbytes_multi_backend_available": "",
     "is_bnb_available": "min_version=None",
+    "is_boto3_available": "",
+    "is_clearml_available": "",
+    "is_comet_ml_available": "",
     "is_cuda_available": "",
     "is_datasets_available": "",
     "is_deepspeed_available": "",
+    "is_dvclive_available": "",
+    "is_fp16_available": "",
+    "is_fp8_available": "",
+    "is_habana_gaudi1": "",
+    "is_hpu_available": "init_hccl=False",
+    "is_import_timer_available": "",
+    "is_lomo_available": "",
+    "is_matplotlib_available": "",
+    "is_megatron_lm_available": "",
+    "is_mlflow_available": "",
+    "is_mlu_available": "check_device=False",
     "is_mps_available": "min_version='1.12'",
+    "is_msamp_available": "",
+    "is_musa_available": "check_device=False",
+    "is_neuron_available": "check_device=False",
     "is_npu_available": "check_device=False",
+    "is_pandas_available": "",
     "is_peft_available": "",
+    "is_peft_model": "model",
+    "is_pippy_available": "",
+    "is_pynvml_available": "",
+    "is_pytest_available": "",
     "is_rich_available": "",
+    "is_rocm_available": "",
+    "is_sagemaker_available": "",
+    "is_schedulefree_available": "",
+    "is_sdaa_available": "check_device=False",
+    "is_swanlab_available": "",
     "is_tensorboard_available": "",
+    "is_timm_available": "",
     "is_torch_tensor": "tensor",
     "is_torch_xla_available": "check_is_tpu=False, check_is_gpu=False",
+    "is_torchao_available": "",
+    "is_torchdata_available": "",
+    "is_torchdata_stateful_dataloader_available": "",
     "is_torchvision_available": "",
+    "is_trackio_available": "",
+    "is_transformer_engine_available": "",
+    "is_transformer_engine_mxfp8_available": "",
     "is_transformers_available": "",
+    "is_triton_available": "",
     "is_wandb_available": "",
+    "is_weights_only_available": "",
+    "is_xccl_available": "",
     "is_xpu_available": "check_device=False",
     "listify": "data",
     "load": "f, map_location=None, **kwargs",
+    "load_fsdp_model": "fsdp_plugin, accelerator, model, input_dir, model_index=0, adapter_only=False, use_dcp=True",
+    "load_fsdp_optimizer": "fsdp_plugin, accelerator, optimizer, model, input_dir, optimizer_index=0, adapter_only=False, use_dcp=True",
     "LocalSGD": "accelerator, model, local_sgd_steps, enabled=True",
+    "merge_fsdp_weights": "checkpoint_dir, output_path, safe_serialization=True, remove_checkpoint_dir=False",
     "notebook_launcher": "function, args=(), num_processes=None, mixed_precision='no', use_port='29500', "
     "master_addr='127.0.0.1', node_rank=0, num_nodes=1, rdzv_backend='static', rdzv_endpoint='', rdzv_conf=None, "
     "rdzv_id='none', max_restarts=0, monitor_interval=0.1, log_line_prefix_template=None",
     "pad_across_processes": "tensor, dim=0, pad_index=0, pad_first=False",
     "PartialState": "cpu=False, **kwargs",
+    "patch_environment": "**kwargs",
+    "PrepareForLaunch": "launcher, distributed_type='NO', debug=False",
     "recursively_apply": "func, data, *args, test_type=utils.is_torch_tensor, error_on_other_type=False, **kwargs",
     "reduce": "tensor, reduction='mean', scale=1.0",
     "release_memory": "*objects",
     "save": "obj, f, save_on_each_node=False, safe_serialization=False",
+    "save_fsdp_model": "fsdp_plugin, accelerator, model, output_dir, model_index=0, adapter_only=False, use_dcp=True",
+    "save_fsdp_optimizer": "fsdp_plugin, accelerator, optimizer, model, output_dir, optimizer_index=0, use_dcp=True",
     "send_to_device": "tensor, device, non_blocking=False, skip_keys=None",
     "set_seed": "seed, device_specific=False, deterministic=False",
     "skip_first_batches": "dataloader, num_batches=0",
@@ -219,58 +251,11 @@ FUNCTIONS = {
     "synchronize_rng_states": "rng_types, generator=None",
     "tqdm": "*args, main_process_only=True, **kwargs",
     "wait_for_everyone": "",
-}
-ABSENT_FUNCTIONS = {
-    BIG_MODELS: "OffloadedWeightsLoader PrefixedDataset align_module_device calculate_maximum_sizes check_device_map"
-    " check_tied_parameters_in_config check_tied_parameters_on_same_device compute_module_sizes cpu_offload"
-    " cpu_offload_with_hook disk_offload dispatch_model dtype_byte_size extract_submodules_state_dict"
-    " find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory has_offloaded_params"
-    " infer_auto_device_map load_checkpoint_and_dispatch load_checkpoint_in_model load_offloaded_weight"
-    " load_offloaded_weights load_state_dict named_module_tensors offload_state_dict offload_weight prepare_pippy"
-    " retie_parameters save_offload_index set_module_tensor_to_device",
-    SHARDING: "AbstractTrainStep BertTrainStep DeepSpeedPlugin DeepSpeedSequenceParallelConfig"
-    " GPTTrainStep GatheredParameters MegatronLMDummyDataLoader"
-    " MegatronLMPlugin T5TrainStep TorchTensorParallelPlugin add_model_config_to_megatron_parser"
-    " avg_losses_across_data_parallel_group compile_regions_deepspeed compile_regions_fsdp2 deepspeed_required"
-    " disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac"
-    " fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters"
-    " get_fsdp2_grad_scaler get_model_tp_size is_megatron_lm_available is_pippy_available load_fsdp_model"
-    " load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer",
-    EIGHT_BITS: "AORecipeKwargs BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs"
-    " apply_fp8_autowrap check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao"
-    " filter_first_and_last_linear_layers has_4bit_bnb_layers has_ao_layers has_transformer_engine_layers"
-    " is_4bit_bnb_available is_8bit_bnb_available is_fp8_available is_msamp_available is_torchao_available"
-    " is_transformer_engine_available is_transformer_engine_mxfp8_available load_and_quantize_model torchao_required",
-    CHECKPOINTS: "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME"
-    " SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME"
-    " WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME clean_state_dict_for_safetensors id_tensor_storage"
-    " convert_file_size_to_int convert_bytes",
-    LAUNCHER: "ComputeEnvironment PrepareForLaunch SageMakerDistributedType TORCH_LAUNCH_PARAMS"
-    " are_libraries_initialized check_cuda_p2p_ib_support check_os_kernel convert_dict_to_env_variables"
-    " get_cpu_distributed_information get_gpu_info get_int_from_env install_xla is_port_in_use"
-    " is_sagemaker_available prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs"
-    " prepare_simple_launcher_cmd_env prepare_tpu set_numa_affinity write_basic_config",
-    HARDWARE: "is_aim_available is_amdsmi_available is_bitsandbytes_multi_backend_available is_boto3_available"
-    " is_clearml_available is_comet_ml_available is_dvclive_available is_fp16_available is_habana_gaudi1"
-    " is_hpu_available is_import_timer_available is_lomo_available is_matplotlib_available is_mlflow_available"
-    " is_mlu_available is_musa_available is_neuron_available is_pandas_available is_pynvml_available"
-    " is_pytest_available is_rocm_available is_schedulefree_available is_sdaa_available is_swanlab_available"
-    " is_timm_available is_torchdata_available is_torchdata_stateful_dataloader_available is_trackio_available"
-    " is_triton_available is_weights_only_available is_xccl_available",
-    INSIDE: "CannotPadNestedTensorWarning CustomDtype MITA_PROFILING_AVAILABLE_PYTORCH_VERSION"
-    " TORCH_DISTRIBUTED_OPERATION_TYPES TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION compile_regions"
-    " copy_tensor_to_devices find_device get_current_device_type get_data_structure get_grad_scaler"
-    " get_mixed_precision_context_manager get_module_children_bottom_up get_pretty_name has_compiled_regions"
-    " ignorant_find_batch_size initialize_tensors is_compiled_module is_namedtuple is_peft_model"
-    " is_tensor_information merge_dicts pad_input_tensors recursive_getattr slice_tensors",
-    ENVIRONMENT: "clear_environment parse_choice_from_env parse_flag_from_env patch_environment"
-    " purge_accelerate_environment str_to_bool",
-    STANDARD: "compare_versions is_torch_version",
-    TEXT: "RNGType",
+    "write_basic_config": "mixed_precision='no', save_location=None",
 }
 PLACES = {
     "accelerator": "Accelerator",
-    "data_loader": "DataLoaderDispatcher DataLoaderShard skip_first_batches",
+    "data_loader": "DataLoaderDispatcher DataLoaderShard prepare_data_loader skip_first_batches",
     "launchers": "debug_launcher notebook_launcher",
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
@@ -278,6 +263,15 @@ PLACES = {
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState DistributedType GradientState PartialState is_initialized",
+    "utils.dataclasses": "DistributedType DistributedDataParallelKwargs ProjectConfiguration",
+    "utils.environment": "patch_environment",
+    "utils.fsdp_utils": "load_fsdp_model merge_fsdp_weights save_fsdp_model",
+    "utils.imports": "is_torch_xla_available is_wandb_available is_xpu_available",
+    "utils.launch": "PrepareForLaunch",
+    "utils.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    "utils.operations": "gather recursively_apply send_to_device",
+    "utils.other": "extract_model_from_parallel wait_for_everyone write_basic_config",
+    "utils.random": "set_seed synchronize_rng_states",
     "tracking": "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker"
     " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
 }
@@ -349,13 +343,6 @@ DIFFERENT = {
     "TorchDynamoPlugin.fullgraph": "there, None asks the environment",
     "TorchDynamoPlugin.use_regional_compilation": "there, None asks the environment",
     "init_trackers.init_kwargs": "None says the same as an empty dict",
-    "is_bf16_available.ignore_tpu": "it asks for the device in hand",
-    "is_bnb_available.min_version": "whether it is installed is what is asked here",
-    "is_mps_available.min_version": "every torch that accel runs on has it",
-    "is_npu_available.check_device": "whether it is installed is what is asked here",
-    "is_torch_xla_available.check_is_gpu": "whether it is installed is what is asked here",
-    "is_torch_xla_available.check_is_tpu": "whether it is installed is what is asked here",
-    "is_xpu_available.check_device": "it asks for the device in hand",
     "log.log_kwargs": "None says the same as an empty dict",
     "notebook_launcher.mixed_precision": "None is what the environment says; 'no' can be said",
     "notebook_launcher.use_port": "None is a free port",
@@ -409,14 +396,6 @@ def test_the_accelerator_has_what_scripts_ask_of_it_and_nothing_else_but_our_own
         getattr(accelerator, name)
     for name in SETTABLE:
         setattr(accelerator, name, getattr(accelerator, name))
-
-
-def test_what_is_absent_is_absent_and_has_one_reason():
-    accelerator = Accelerator()
-    assert not [name for name in words(ABSENT) if hasattr(accelerator, name)]
-    absent = words(ABSENT_FUNCTIONS)
-    assert len(absent) == len(set(absent))
-    assert not [name for name in absent if hasattr(utils, name) or hasattr(accel_runtime, name)]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -507,6 +486,13 @@ def test_scripts_find_names_in_the_modules_they_know(place):
             assert name in {known.class_name for known in module.TRACKERS.values()}
         else:
             assert getattr(module, name)
+
+
+def test_a_name_of_the_module_hooks_says_what_to_do():
+    hooks = importlib.import_module("accel_runtime.hooks")
+    with pytest.raises(ImportError, match=r"inference.*from accelerate\.hooks import.*ParallelismConfig"):
+        from accel_runtime.hooks import remove_hook_from_module  # noqa: F401
+    assert not hasattr(hooks, "hook")
 
 
 def test_prepared_objects_are_known_by_the_names_scripts_ask_for():

@@ -1,0 +1,57 @@
+"""`prepare_data_loader` of the module `data_loader`, which some scripts call in place of an Accelerator's method."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from accel_runtime import Accelerator
+from accel_runtime.current import set_current_backend
+from accel_runtime.data_loader import DataLoaderShard, prepare_data_loader
+
+
+def test_samples_are_shared_out_and_gathered_once(ranks):
+    def run(options):
+        accelerator = Accelerator()
+        loader = DataLoader(range(11), batch_size=2)
+        mine = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=accelerator.num_processes,
+            process_index=accelerator.process_index,
+            put_on_device=True,
+            **options,
+        )
+        assert isinstance(mine, DataLoaderShard)
+        assert prepare_data_loader(mine) is mine
+        gathered = [n for batch in mine for n in accelerator.gather_for_metrics(batch).tolist()]
+        ends = [accelerator.gradient_state.end_of_dataloader for _ in mine]
+        return gathered, ends[-1], len(mine) == len(accelerator.prepare_data_loader(loader))
+
+    assert ranks.run(run, {}) == [(list(range(11)), True, True)] * ranks.size
+    options = {"dispatch_batches": True, "rng_types": ["generator"]}
+    assert ranks.run(run, options) == [(list(range(11)), True, True)] * ranks.size
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_processes": 7}, "num_processes=7 is not 1"),
+        ({"process_index": 3}, "process_index=3 is not 0"),
+        ({"device": "meta"}, "device='meta' is not 'cpu'"),
+        ({"slice_fn_for_dispatch": len}, "slice_fn_for_dispatch"),
+        ({"torch_device_mesh": object()}, "ParallelismConfig"),
+        ({"rng_types": ["npu"]}, "rng_types"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_of_this_process_is_refused(options, said):
+    Accelerator()
+    with pytest.raises(ValueError, match=said):
+        prepare_data_loader(DataLoader(range(3)), **options)
+
+
+def test_without_an_accelerator_it_is_refused():
+    set_current_backend(None)
+    with pytest.raises(RuntimeError, match="Make the Accelerator first"):
+        prepare_data_loader(DataLoader(range(3)))

@@ -1,0 +1,88 @@
+"""Weights and optimizers of sharded models in files of their own, by the functions that scripts know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from divided import accelerator, full, net, state_of
+from safetensors.torch import load_file
+
+from accel_runtime import utils
+from accel_runtime.checkpoint.errors import CheckpointError
+
+
+def prepared(sizes, seed, rate):
+    run = accelerator(sizes)
+    model = net(seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    return run, *run.prepare(model, optimizer)
+
+
+def moments(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [{name: full(value).tolist() for name, value in optimizer.state[p].items()} for p in parameters]
+
+
+def save(sizes, folder):
+    run, model, optimizer = prepared(sizes, 1, 0.1)
+    run.backward(model(torch.arange(3)).sum())
+    optimizer.step()
+    utils.save_fsdp_model(None, run, model, folder)
+    utils.save_fsdp_optimizer(None, run, optimizer, model, folder)
+    run.save_state(folder / "state")
+    utils.merge_fsdp_weights(folder / "pytorch_model_fsdp_0", folder / "of the model")
+    utils.merge_fsdp_weights(folder / "state" / "pytorch_model_fsdp_0", folder / "of the state")
+    return state_of(run.unwrap_model(model)), moments(optimizer)
+
+
+def load(sizes, folder):
+    run, model, optimizer = prepared(sizes, 2, 0.5)
+    utils.load_fsdp_model(None, run, model, folder)
+    utils.load_fsdp_optimizer(None, run, optimizer, model, folder)
+    return state_of(run.unwrap_model(model)), moments(optimizer), optimizer.param_groups[0]["lr"]
+
+
+def test_a_sharded_model_and_its_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
+    weights, state = clusters[2].run(save, {"dp_shard": 2}, tmp_path)[0]
+    for folder in ("of the model", "of the state"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert {name: value.tolist() for name, value in found.items()} | {
+            "head.weight": weights["head.weight"]
+        } == weights
+    for got in clusters[1].run(load, {"dp_shard": 1}, tmp_path):
+        assert got == (weights, state, 0.1)
+    for got in clusters[2].run(load, {"dp_shard": 2}, tmp_path):
+        assert got == (weights, state, 0.1)
+
+
+def test_a_merged_checkpoint_is_removed_on_request(tmp_path):
+    run = accelerator({})
+    utils.save_fsdp_model(None, run, run.prepare(net()), tmp_path, model_index=1)
+    utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_1", tmp_path / "one", remove_checkpoint_dir=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("save_fsdp_model", {"adapter_only": True}),
+        ("load_fsdp_model", {"use_dcp": False}),
+        ("load_fsdp_optimizer", {"adapter_only": True}),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused(tmp_path, function, options):
+    run = accelerator({})
+    with pytest.raises(ValueError, match=f"{function} cannot take {next(iter(options))}="):
+        getattr(utils, function)(
+            None, run, net(), *([net()] if "optimizer" in function else []), tmp_path, **options
+        )
+
+
+def test_what_cannot_be_merged_is_named(tmp_path):
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(CheckpointError, match="accelerate merge-weights"):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "one")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        utils.merge_fsdp_weights(tmp_path / "none", tmp_path / "one")
+    with pytest.raises(ValueError, match="Leave safe_serialization out"):
+        utils.merge_fsdp_weights(tmp_path, tmp_path / "one", safe_serialization=False)

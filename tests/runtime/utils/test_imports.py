@@ -1,0 +1,99 @@
+"""Packages, devices and number formats that are asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from accel_runtime.utils import imports
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """Install a package for a test: `package(name, version)`."""
+
+    def install(name, version="1.0", module=None):
+        found, versions = importlib.util.find_spec, importlib.metadata.version
+        modules = importlib.import_module
+        monkeypatch.setattr(importlib.util, "find_spec", lambda one: one if one == name else found(one))
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda one: version if one == name else versions(one)
+        )
+        monkeypatch.setattr(
+            importlib, "import_module", lambda one: module if one.startswith(name) else modules(one)
+        )
+
+    return install
+
+
+@pytest.mark.parametrize(("version", "at_least"), [("0.43.1", "0.39"), ("0.43.1", "0.43.1"), ("1.0", None)])
+def test_a_package_that_is_new_enough_is_available(package, version, at_least):
+    package("bitsandbytes", version)
+    assert imports.is_bnb_available(at_least)
+    assert imports.is_bnb_available(min_version=at_least)
+
+
+def test_a_package_that_is_too_old_is_not_available(package):
+    package("bitsandbytes", "0.9")
+    assert imports.is_bnb_available()
+    assert not imports.is_bnb_available("0.10")
+    assert not imports.is_4bit_bnb_available()
+
+
+@pytest.mark.parametrize("device", ["mlu", "musa", "npu", "sdaa"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_device_that_another_package_adds_is_there_if_torch_finds_it(package, monkeypatch, device, there):
+    available = getattr(imports, f"is_{device}_available")
+    assert not available()
+    package(f"torch_{device}")
+    assert not available(check_device=True)
+    monkeypatch.setattr(torch, device, SimpleNamespace(is_available=lambda: there), raising=False)
+    assert available() is available(True) is there
+
+
+@pytest.mark.parametrize(
+    ("kind", "tpu", "gpu"), [("TPU", True, False), ("CUDA", False, True), ("CPU", False, False)]
+)
+def test_the_device_of_torch_xla_is_asked_for_on_request(package, kind, tpu, gpu):
+    package("torch_xla", module=SimpleNamespace(device_type=lambda: kind))
+    assert imports.is_torch_xla_available()
+    assert imports.is_torch_xla_available(check_is_tpu=True) is imports.is_torch_xla_available(True) is tpu
+    assert imports.is_torch_xla_available(check_is_gpu=True) is gpu
+    assert imports.is_bf16_available(ignore_tpu=True) is not tpu
+    with pytest.raises(ValueError, match="a TPU or a GPU"):
+        imports.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_a_torch_that_is_too_old_has_no_mps(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert imports.is_mps_available()
+    assert imports.is_mps_available("2.9")
+    assert not imports.is_mps_available(min_version="99.0")
+
+
+def test_cuda_is_looked_for_without_initializing_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: seen.append(os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"])
+    )
+    imports.is_cuda_available()
+    assert seen == ["1"]
+    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+def test_a_model_of_peft_is_known_prepared_or_not(package):
+    class PeftModel(nn.Linear):
+        pass
+
+    model = PeftModel(1, 1)
+    assert not imports.is_peft_model(model)
+    package("peft", module=SimpleNamespace(PeftModel=PeftModel))
+    assert imports.is_peft_model(model)
+    assert imports.is_peft_model(nn.DataParallel(model))
+    assert not imports.is_peft_model(nn.Linear(1, 1))
