@@ -43,6 +43,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "keys of a mapping",
+        "accel_runtime/exchange/structure.py",
+        "        found.append(Box(type(data).__name__, tuple(data.keys())))",
+        "        found.append(Box(type(data).__name__, tuple(data)))",
+        ("tests/runtime/utils/test_between.py",),
+    ),
+    Mutation(
+        "save_pretrained of shards",
+        "accel_runtime/parallel/gathering.py",
+        "    if given is None and is_divided(module) and _GATHERED not in vars(module):",
+        "    if False:",
+        ("tests/runtime/parallel/test_gathering.py",),
+    ),
+    Mutation(
         "gather order",
         "accel_runtime/exchange/validity.py",
         "        return joined.index_select(0, self._positions(per_sample).to(joined.device))",

@@ -112,7 +112,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 @functools.cache
-def _without_package(known: Known) -> type[GeneralTracker]:
+def _without_package(tracker: str, known: Known) -> type[GeneralTracker]:
     """Return a class that can be imported and subclassed, and raises ImportError when it is constructed."""
 
     def init(self: GeneralTracker, *_: Any, **__: Any) -> None:
@@ -121,13 +121,18 @@ def _without_package(known: Known) -> type[GeneralTracker]:
             f"Install it: pip install {known.package}."
         )
 
-    module = f"{__name__}.{known.module}"
-    return type(known.class_name, (GeneralTracker,), {"__init__": init, "__module__": module})
+    attributes = {
+        "__init__": init,
+        "__module__": f"{__name__}.{known.module}",
+        "name": tracker,
+        "requires_logging_directory": known.directory,
+    }
+    return type(known.class_name, (GeneralTracker,), attributes)
 
 
 def __getattr__(name: str) -> Any:
     """The class of a tracker, under its name in Accelerate."""
-    for known in TRACKERS.values():
+    for tracker, known in TRACKERS.items():
         if known.class_name == name:
-            return known.load() if known.installed else _without_package(known)
+            return known.load() if known.installed else _without_package(tracker, known)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

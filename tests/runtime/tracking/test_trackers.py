@@ -356,10 +356,11 @@ def test_a_method_of_a_tracker_of_ours_does_nothing_on_other_processes(pair, tmp
 
 def test_a_tracker_class_can_be_imported_without_its_package_and_not_made(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    for known in TRACKERS.values():
+    for name, known in TRACKERS.items():
         if known.package is None:
             continue
         tracker_class = getattr(tracking, known.class_name)
+        assert (tracker_class.name, tracker_class.requires_logging_directory) == (name, known.directory)
         assert issubclass(tracker_class, GeneralTracker)
         assert tracker_class is getattr(tracking, known.class_name)
         own = type("Own", (tracker_class,), {"name": "own"})

@@ -149,7 +149,7 @@ class Rows(Mapping):
         return self.tensors[key]
 
     def __iter__(self):
-        return iter(range(len(self)))
+        return (Rows({key: value[row] for key, value in self.items()}) for row in range(len(self)))
 
     def __len__(self):
         return len(next(iter(self.tensors.values())))
