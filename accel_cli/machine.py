@@ -32,7 +32,7 @@ class Machine:
     devices: tuple[str, ...] = ()
     """The accelerators' names, in torch's order."""
     rocm: bool = False
-    """Whether `cuda` is torch's word for AMD's."""
+    """True if torch's word `cuda` stands for AMD GPUs."""
     bf16: bool = False
     """Whether the accelerator computes in bfloat16."""
     torch: str | None = None

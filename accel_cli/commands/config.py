@@ -93,7 +93,10 @@ def show(profile: Name = None) -> None:
 @app.command(rich_help_panel=_LOOK, epilog="Example: accel config get launcher.nproc_per_node")
 def get(
     key: Annotated[
-        str, typer.Argument(metavar="KEY", help="The key, as in config show.", autocompletion=completion.keys)
+        str,
+        typer.Argument(
+            metavar="KEY", help="The key, as config show prints it.", autocompletion=completion.keys
+        ),
     ],
     profile: Name = None,
 ) -> None:
@@ -383,7 +386,7 @@ def _ask_to_replace(target: Path, text: str, *, force: bool) -> None:
     from accel_cli import console
     from accel_cli.errors import UsageError
 
-    if force or not target.exists() or _says_nothing_of_its_own(target, text):
+    if force or not target.exists() or _holds_only_defaults(target, text):
         return
     if not _has_terminal():
         raise UsageError(
@@ -394,7 +397,7 @@ def _ask_to_replace(target: Path, text: str, *, force: bool) -> None:
         raise typer.Exit
 
 
-def _says_nothing_of_its_own(target: Path, text: str) -> bool:
+def _holds_only_defaults(target: Path, text: str) -> bool:
     """Return True if a file is the new text, or what `accel config default` writes on this machine."""
     import os
 

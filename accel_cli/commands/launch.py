@@ -93,7 +93,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None,
         typer.Option(
             metavar="IDS",
-            help="GPUs to use, a process for each: all, or ids as in 0,2.",
+            help="Use these GPUs, a process for each: all, or ids as in 0,2.",
             rich_help_panel=_OVER,
         ),
     ] = None,

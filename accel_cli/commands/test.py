@@ -23,7 +23,7 @@ def test(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     gpu_ids: Annotated[
         str | None,
-        typer.Option(metavar="IDS", help="GPUs to use, a process for each: all, or ids as in 0,2."),
+        typer.Option(metavar="IDS", help="Use these GPUs, a process for each: all, or ids as in 0,2."),
     ] = None,
     nnodes: Annotated[
         str | None, typer.Option(metavar="N", help="Number of machines, or a range MIN:MAX.")

@@ -75,7 +75,7 @@ Endpoint = Annotated[
 AllowLoopback = Annotated[
     bool,
     Field(
-        description="Whether `rdzv_endpoint` may be a loopback address with several machines, which then all run on this one."
+        description="Accept a loopback address as `rdzv_endpoint` with several machines, which then all run on this one."
     ),
 ]
 RunId = Annotated[

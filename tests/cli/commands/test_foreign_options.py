@@ -94,6 +94,16 @@ def test_all_options_of_other_launchers_in_front_of_the_script_are_named_at_once
     assert "Use --nproc-per-node N" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "args", [("-n", "2"), ("-np", "2"), ("--num_processes=2",), ("--num-processes", "2")]
+)
+def test_the_number_of_processes_by_other_names_is_named(launch, args):
+    done = launch("-q", *args, "train.py")
+    assert done.returncode == 2
+    name = args[0].partition("=")[0]
+    assert f"accel launch has no option {name}. Use --nproc-per-node N" in done.stderr
+
+
 def test_options_of_other_launchers_in_the_arguments_of_the_script_are_its_own(launch):
     assert launch("--cpu", "--dry-run", "train.py", "--num_processes", "8").returncode == 0
 
