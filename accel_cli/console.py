@@ -175,21 +175,28 @@ def spinner(text: str) -> Iterator[None]:
     Shown, the end of a line would move the spinner's line up, where nothing takes it away; and kept, they would answer a
     question that was not read.
     """
-    import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
-
     from rich.console import Console  # noqa: PLC0415 - as above
 
-    terminal = sys.stdin.fileno() if sys.stdin.isatty() else None
-    before = termios.tcgetattr(terminal) if terminal is not None else []
-    if terminal is not None:
-        local = before[3] & ~(termios.ECHO | termios.ECHONL)
-        termios.tcsetattr(terminal, termios.TCSADRAIN, [*before[:3], local, *before[4:]])
+    with _dropped_keys(), Console().status(text):
+        yield
+
+
+@contextmanager
+def _dropped_keys() -> Iterator[None]:
+    """Neither show nor keep what is typed on the terminal, if there is one."""
+    if os.name != "posix" or not sys.stdin.isatty():
+        yield
+        return
+    import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    local = before[3] & ~(termios.ECHO | termios.ECHONL)
+    termios.tcsetattr(terminal, termios.TCSADRAIN, [*before[:3], local, *before[4:]])
     try:
-        with Console().status(text):
-            yield
+        yield
     finally:
-        if terminal is not None:
-            termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
+        termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
 
 
 def _progress(*more: Any) -> Any:
