@@ -25,6 +25,7 @@ __all__ = [
     "Problem",
     "ProfileError",
     "UsageError",
+    "explain_address_space",
     "explain_os_error",
     "explain_torch_error",
 ]
@@ -46,13 +47,16 @@ _CURES: Mapping[int, str] = MappingProxyType(
 def explain_os_error(error: OSError | MemoryError) -> str:
     """Return what the system refused, where, and what to do."""
     if isinstance(error, MemoryError):
-        return f"memory cannot be allocated. {_address_space() or _CURES[errno.ENOMEM]}"
+        return f"memory cannot be allocated. {explain_address_space() or _CURES[errno.ENOMEM]}"
     try:
         os.getcwd()  # noqa: PTH109 - as cheap as it can be
     except FileNotFoundError:
         return "the working directory does not exist any more. Change to another one (cd)."
     place = f"{error.filename}: " if error.filename else ""
-    return f"{place}{error.strerror or error}. {_CURES.get(error.errno or 0, '')}".strip()
+    cure = _CURES.get(error.errno or 0, "")
+    if error.errno in {errno.ENOMEM, errno.EAGAIN}:
+        cure = explain_address_space() or cure
+    return f"{place}{error.strerror or error}. {cure}".strip()
 
 
 def explain_torch_error(error: BaseException | str) -> str:
@@ -61,10 +65,10 @@ def explain_torch_error(error: BaseException | str) -> str:
     if "No module named 'torch'" in said:
         return f"{said}. Install torch in this environment: {sys.executable} -m pip install torch"
     again = f"Install it again: {sys.executable} -m pip install --force-reinstall torch"
-    return f"torch cannot be imported: {said}. {_address_space() or again}"
+    return f"torch cannot be imported: {said}. {explain_address_space() or again}"
 
 
-def _address_space() -> str:
+def explain_address_space() -> str:
     """Return how to raise the limit on address space; empty where there is none."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:

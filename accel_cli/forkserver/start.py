@@ -22,7 +22,7 @@ import importlib
 from contextlib import suppress
 from typing import NoReturn
 
-from accel_cli.errors import AccelError, explain_os_error, explain_torch_error
+from accel_cli.errors import AccelError, explain_address_space, explain_os_error, explain_torch_error
 from accel_cli.forkserver import unfit
 from accel_cli.forkserver.server import Request, Server, start
 from accel_cli.plan import Plan
@@ -41,6 +41,11 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except (OSError, MemoryError) as error:
         _fail(explain_os_error(error), 1)
+    except (ImportError, RuntimeError, SystemError) as error:
+        # Where memory ends, torch and Python raise these too.
+        if not (limit := explain_address_space()):
+            raise
+        _fail(f"the processes cannot be started: {error}. {limit}", 1)
     started.enter()
     worker.main(started.arguments)
 

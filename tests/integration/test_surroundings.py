@@ -41,7 +41,7 @@ from pathlib import Path
 def state(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return "reaped"
 read, write = os.pipe()
 if os.fork() == 0:

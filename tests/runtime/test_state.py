@@ -148,8 +148,9 @@ def test_before_an_accelerator_there_is_no_state():
 
 def test_a_state_ends_a_group_of_processes_that_it_is_given(pair):
     def end():
-        state, group = Accelerator().state, dist.new_group()
-        state.destroy_process_group(group)
+        accelerator, group = Accelerator(), dist.new_group()
+        accelerator.wait_for_everyone()  # the others may still connect
+        accelerator.state.destroy_process_group(group)
         with pytest.raises(ValueError, match=r"not registered|Group"):
             dist.get_rank(group)
         return dist.is_initialized()
