@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -23,11 +23,9 @@ from accel_runtime.checkpoint.files import Disk
 from accel_runtime.checkpoint.folder import Found
 from accel_runtime.checkpoint.foreign.adopting import adopt
 from accel_runtime.checkpoint.foreign.reading import recognised
-from accel_runtime.checkpoint.loading import Loading
 from accel_runtime.checkpoint.resuming import Resuming
 from accel_runtime.checkpoint.retention import Retention
 from accel_runtime.checkpoint.run import Run
-from accel_runtime.checkpoint.saving import Saving
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.checkpoint.together import Share, together
 from accel_runtime.data.loader import NextBatch, PreparedLoader
@@ -42,6 +40,9 @@ from accel_runtime.parallel.materializing import Memory, with_buffers
 from accel_runtime.precision import Precision
 from accel_runtime.project import ProjectConfiguration
 from accel_runtime.scheduler import PreparedScheduler
+
+if TYPE_CHECKING:
+    from accel_runtime.checkpoint.saving import Saving
 
 __all__ = ["Checkpointing"]
 
@@ -137,6 +138,8 @@ class Checkpointing(Processes):
         rank, world_size = (0, 1) if without else (self.process_index, self.num_processes)
         share = (lambda item: [item]) if without else self._share("save_state")
         marks, shared = self._resuming.origin.marks, self.settings.shared_files
+        from accel_runtime.checkpoint.saving import Saving  # noqa: PLC0415 - slow to import
+
         saving = Saving(share, rank, world_size, self._disk, run=marks, shared=shared)
         numbered = retention.automatic is not None
         place = saving.begin(retention.target, _text(output_dir), numbered=numbered)
@@ -199,6 +202,8 @@ class Checkpointing(Processes):
         share = self._share("load_state")
         if input_dir is not None and share(self.process_index == 0 and recognised(Path(input_dir)))[0]:
             return self._adopt(Path(input_dir).absolute(), share, strict=strict)
+        from accel_runtime.checkpoint.loading import Loading  # noqa: PLC0415 - slow to import
+
         loading = Loading(
             share, self.process_index, self.num_processes, strict=strict, copies=self._backend.data.copies
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import overrides
-from torch.nn.attention.bias import CausalBias
 from typing_extensions import override
 
 from accel_runtime.parallel.spans import own_part, sequence_dim, spans, whole_of
@@ -198,7 +198,7 @@ class _Attention:
             raise ValueError(
                 "nested tensors cannot be divided along the sequence: pad them, or leave cp at 1"
             )
-        if isinstance(mask, CausalBias) or (causal and mask is not None):
+        if _is_causal_bias(mask) or (causal and mask is not None):
             raise ValueError(
                 "attention over divided sequences takes is_causal=True or a mask of tensors, one of them"
             )
@@ -232,6 +232,12 @@ class _Attention:
                 "row with this rank's keys; or is_causal=True and no mask"
             )
         return mask if rows in {1, own} else own_part(mask, -2, self._parts, self._rank)
+
+
+def _is_causal_bias(mask: object) -> bool:
+    """Return True for torch's CausalBias; its module is slow to import, and need not be where a script has none."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
 
 
 class _Intercepted(overrides.TorchFunctionMode):

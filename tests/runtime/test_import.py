@@ -30,6 +30,16 @@ def test_torch_arrives_with_the_first_name_that_needs_it():
     assert run.stdout == "\ntorch\n"
 
 
+SLOW = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"
+
+
+@pytest.mark.slow
+def test_an_accelerator_is_imported_without_the_slow_parts_of_torch():
+    script = f"import sys; from accel_runtime import Accelerator; print(*(n for n in {SLOW} if n in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout == "\n"
+
+
 @pytest.mark.parametrize("name", accel_runtime.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(accel_runtime, name).__name__ == name
