@@ -35,7 +35,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """
     if garbage_collection:
         gc.collect()
-    if torch.accelerator.is_available():
+    # Not is_available(): it starts CUDA, and a process that is forked later could not use CUDA any more.
+    if torch.accelerator.device_count():
         torch.accelerator.memory.empty_cache()
 
 

@@ -92,6 +92,12 @@ class LossScaler(torch.amp.GradScaler):
             return unscale(optimizer)
         from accel_runtime.parallel.unscaling import unscaled  # noqa: PLC0415 - its imports take seconds
 
+        if any(
+            p.grad is not None and p.grad.is_cpu for group in optimizer.param_groups for p in group["params"]
+        ):
+            # GradScaler copies both to the CPU without waiting: offloaded gradients would be unscaled by whatever was there.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+
         return unscaled(optimizer, unscale)
 
     @override

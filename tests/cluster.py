@@ -83,13 +83,15 @@ class Cluster:
     Args:
         size: The world size.
         apart: Each rank has a node of its own: `LOCAL_RANK` 0 and `LOCAL_WORLD_SIZE` 1.
+        settings: Variables of the ranks in place of those of a rank on the CPU.
     """
 
     backend, kind, carrier = "Distributed", "MULTI_CPU", "gloo"
 
-    def __init__(self, size, *, apart=False):
+    def __init__(self, size, *, apart=False, settings=None):
         self.size = size
         self._apart = apart
+        self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S} | (settings or {})
         self._pids = []
         self._connections = []
         self._held = ExitStack()
@@ -148,8 +150,7 @@ class Cluster:
             place = {"RANK": rank, "WORLD_SIZE": self.size}
             place |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local, strict=True))
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": CALL_S}
-            told = {name: str(value) for name, value in (place | group | settings).items()}
+            told = {name: str(value) for name, value in (place | group | self._settings).items()}
             self._pids.append(INTERPRETER.fork(inherited | told, theirs.fileno()))
             self._connections.append(ours)
             theirs.close()
@@ -285,7 +286,7 @@ def serve(connection):
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
     from accel_runtime.current import set_current_backend
 
-    warnings.simplefilter("error")
+    warnings.simplefilter(os.environ.get("RANK_WARNINGS", "error"))
     while (call := calls.get()) is not None:
         set_current_backend(None)  # no test starts from what another left
         try:

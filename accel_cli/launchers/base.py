@@ -151,9 +151,11 @@ def device_of(job: Job, processes: int) -> str:
         raise UsageError(
             f"device: {wanted} was asked for, but this machine has {machine.summary}. Use --cpu, or set device: auto."
         )
-    if processes > len(machine.devices):
+    # Two ranks of NCCL cannot use one GPU; over gloo they can.
+    if processes > len(machine.devices) and job.settings.process_group_backend != "gloo":
         raise UsageError(
             f"{processes} processes were asked for, but this machine has {len(machine.devices)} "
-            f"{machine.accelerator} device(s) ({machine.summary}). Ask for at most that many, or use --cpu."
+            f"{machine.accelerator} device(s) ({machine.summary}). Ask for at most that many, share "
+            "devices with process_group_backend: gloo, or use --cpu."
         )
     return str(machine.accelerator)

@@ -42,7 +42,8 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         from accel_runtime.backends import xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 
         return xla.connect(settings, topology, options or {})
-    device = _device(settings.device, topology)
+    backend = (options or {}).get("backend") or settings.process_group_backend
+    device = _device(settings.device, topology, backend)
     if not settings.parallel.plain:
         from accel_runtime.backends.sharded import Sharded  # noqa: PLC0415 - most runs go without it, and it loads slowly
 
@@ -77,7 +78,7 @@ def seed_device(settings: Settings, seed: int) -> None:
         xla.seed_device(settings, seed)
 
 
-def _device(wanted: str, topology: Topology) -> torch.device:
+def _device(wanted: str, topology: Topology, backend: str) -> torch.device:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = (found.type if found else "cpu") if wanted == "auto" else wanted
     if kind == "cpu":
@@ -88,10 +89,12 @@ def _device(wanted: str, topology: Topology) -> torch.device:
             f"{found.type if found else 'no accelerator'}. Set device: auto or cpu, or install a build of torch for it."
         )
     count = torch.accelerator.device_count()
-    if topology.local_world_size > count:
+    # Two ranks of NCCL cannot use one GPU; over gloo they can.
+    if topology.local_world_size > count and backend != "gloo":
         raise RuntimeError(
             f"{topology.local_world_size} processes on this machine, but it has {count} {kind} device(s). "
-            "Start at most one process a device, or set device: cpu."
+            "Start at most one process a device, share devices with process_group_backend: gloo, or set device: cpu."
         )
-    torch.accelerator.set_device_index(topology.local_rank)
-    return torch.device(kind, topology.local_rank)
+    index = topology.local_rank % count
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)

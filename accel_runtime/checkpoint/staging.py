@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -32,6 +34,7 @@ class Staging:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._reserving: threading.Thread | None = None
+        self._unpin: Callable[[], object] = int
 
     @property
     def bytes(self) -> int:
@@ -91,13 +94,33 @@ class Staging:
         if size <= self._memory.nbytes:
             return
         # The old memory goes before the new comes: together they would be more than the state.
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        if self._pinned:
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            # Mapped by itself it goes back to the system whole, and shared (the default): workers that are forked
-            # meanwhile would have every page copied once more otherwise.
-            self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        self._unpin()
+        self._unpin, self._memory = int, torch.empty(0, dtype=torch.uint8)
+        # Mapped by itself it goes back to the system whole, and shared (the default): workers that are forked
+        # meanwhile would have every page copied once more otherwise.
+        self._memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        if self._pinned and _pin(self._memory):
+            finalizer = weakref.finalize(self, _unpin, self._memory)
+            finalizer.atexit = False  # the process ends, and CUDA may have ended before
+            self._unpin = finalizer
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    """Pin mapped memory; return False if the system refuses, which makes copies slower and not wrong.
+
+    torch's own pinned memory is rounded up to a power of two, and is not given back to the system.
+    """
+    portable = 1
+    if not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)):  # type: ignore[no-untyped-call]
+        return True
+    # The next kernel would report the error as its own: this one does.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def _pieces(room: torch.Tensor, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

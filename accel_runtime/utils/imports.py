@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from accel_runtime.utils.environment import patch_environment
-
 __all__ = [
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
@@ -79,13 +77,13 @@ __all__ = [
 
 def is_cuda_available() -> bool:
     """Return whether a CUDA device is there, without initializing CUDA, so that processes can still be forked."""
-    with patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
-        return torch.cuda.is_available()
+    # torch.cuda.is_available() initializes it.
+    return torch.cuda.device_count() > 0
 
 
 def is_rocm_available() -> bool:
     """Return whether torch is built for ROCm and finds a device."""
-    return torch.version.hip is not None and torch.cuda.is_available()
+    return torch.version.hip is not None and is_cuda_available()
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:

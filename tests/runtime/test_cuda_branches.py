@@ -1,0 +1,160 @@
+"""Branches for CUDA, run without a GPU against functions of torch that note what is called and refuse the rest."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_runtime import memory, precision
+from accel_runtime.backends import _device
+from accel_runtime.checkpoint.staging import Staging
+from accel_runtime.env import Settings
+from accel_runtime.parallel import unscaling
+from accel_runtime.precision import LossScaler
+from accel_runtime.topology import Topology
+from accel_runtime.utils import is_cuda_available
+
+
+def refuse(*_, **__):
+    """Stand for a function that must not be called."""
+    raise AssertionError("this function of torch must not be called here")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two GPUs, as far as `torch.accelerator` is asked; the devices that were made current."""
+    chosen = []
+    for name, stub in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cuda"),
+        "device_count": lambda: 2,
+        "set_device_index": chosen.append,
+        "synchronize": refuse,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, stub)
+    return chosen
+
+
+def place(local, count):
+    return Topology(local, count, local, count, launched=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
+def test_a_rank_takes_the_gpu_of_its_local_rank_before_it_joins_the_others(two_gpus, backend):
+    assert [_device("auto", place(local, 2), backend) for local in range(2)] == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
+    assert two_gpus == [0, 1]
+
+
+def test_more_ranks_than_gpus_share_them_over_gloo_only(two_gpus):
+    shared = [_device("cuda", place(local, 4), "gloo").index for local in range(4)]
+    assert shared == two_gpus == [0, 1, 0, 1]
+    with pytest.raises(RuntimeError, match=r"4 processes .* 2 cuda device\(s\).*process_group_backend: gloo"):
+        _device("auto", place(3, 4), "auto")
+    assert Settings().process_group_backend == "auto"
+
+
+def test_what_a_notebook_asks_before_a_launch_does_not_start_cuda(two_gpus, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.accelerator, "is_available", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", refuse)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator.memory, "empty_cache", lambda: emptied.append(True))
+    assert is_cuda_available()
+    memory.clear_device_cache()
+    assert emptied == [True]
+
+
+class Copies(TorchDispatchMode):
+    """Notes copies from a GPU to the CPU that nothing waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.unawaited = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"):
+            way = args[0].device.type, torch.device(kwargs["device"]).type
+            self.unawaited += [way] if way == ("cuda", "cpu") else []
+        return func(*args, **kwargs)
+
+
+def test_offloaded_gradients_are_unscaled_by_a_scale_that_has_arrived(monkeypatch):
+    monkeypatch.setattr(precision, "any_divided", lambda _: True)
+    monkeypatch.setattr(unscaling, "unscaled", lambda optimizer, unscale: unscale(optimizer))
+    with FakeTensorMode(), Copies() as copies:
+        offloaded = torch.nn.Parameter(torch.ones(3))
+        offloaded.grad = torch.ones(3)
+        optimizer = SimpleNamespace(param_groups=[{"params": [offloaded]}])
+        factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        found = LossScaler("cpu")._unscale_grads_(optimizer, factor, flag, allow_fp16=False)
+    assert [device.type for device in found] == ["cpu"]
+    assert copies.unawaited == [], "the CPU would read what a copy from the GPU has not written yet"
+
+
+class Runtime:
+    """CUDA's functions that pin memory; every other is unknown.
+
+    Args:
+        refuses: Whether the system pins nothing.
+    """
+
+    def __init__(self, refuses=False):
+        self._refuses = refuses
+        self.pinned = {}
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
+        assert flags == 1
+        if not self._refuses:
+            self.pinned[address] = size
+        return int(self._refuses)
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """CUDA's runtime, and a synchronize that finds all copies done."""
+    own = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: own)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    return own
+
+
+def test_pinned_memory_is_as_large_as_the_state_and_is_unpinned_before_it_goes(runtime):
+    staging = Staging(pinned=True)
+    sizes = []
+    for count in (1000, 5000, 3000):
+        copies = staging.copies({"x": torch.arange(count)})
+        assert torch.equal(copies["x"], torch.arange(count))
+        sizes.append(list(runtime.pinned.values()))
+        assert copies["x"].data_ptr() in runtime.pinned
+    assert sizes == [[8000], [40000], [40000]], "larger memory takes the place of the old"
+    del staging, copies
+    gc.collect()
+    assert runtime.pinned == {}
+
+
+def test_memory_that_the_system_does_not_pin_is_used_as_it_is(runtime, monkeypatch):
+    runtime._refuses = True
+    reported = []
+
+    def zeros(*_, device):
+        reported.append(device)
+        raise torch.AcceleratorError("CUDA error: memory cannot be registered")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    staging = Staging(pinned=True)
+    assert torch.equal(staging.copies({"x": torch.arange(7)})["x"], torch.arange(7))
+    assert runtime.pinned == {}
+    assert reported == ["cuda"], "the error is taken from CUDA, or the script's next kernel reports it"
