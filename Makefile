@@ -16,7 +16,11 @@ SDK_NEEDS := sagemaker-core==2.27.0 'pytest>=9' 'typing-extensions>=4.12'
 # Three tests at a time, also on two cores: much of what is tested waits.
 AT_ONCE := -n 3 --dist worksteal
 
-.PHONY: help demo test test-slow test-full test-xla test-images check fmt docs bench clean
+# A GPU may be on a machine without network: an interpreter that is given (`PYTHON=python3`) is used as it is.
+GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
+GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
+
+.PHONY: help demo test test-slow test-full test-xla test-images test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +45,9 @@ test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and te
 test-images: $(SDK_READY)  ## Set up AWS's SDK in an environment of its own, and compare accel's table of images
 	$(SDK)/bin/python -m pytest -W default tests/sagemaker_sdk
 
+test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` takes that interpreter as it is
+	$(GPU_PYTHON) tests/gpu/__main__.py
+
 test-full: $(READY) $(XLA_READY) test-images  ## Run all tests in random order, then break features and see tests fail
 	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
 	$(XLA)/bin/python -m pytest -n 2 --dist worksteal $(XLA_TESTS)
@@ -62,8 +69,11 @@ docs: $(READY)  ## Serve the docs on http://127.0.0.1:8000
 bench: $(READY)  ## Measure accel beside bare torch, torchrun and Accelerate, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
+bench-gpu: $(GPU_READY)  ## Measure accel on a GPU beside bare torch and Accelerate, and write docs/benchmarks-gpu.md
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
+
 clean:  ## Remove everything the other targets made
-	rm -rf $(VENV) $(XLA) $(SDK) .venv-bench site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) $(SDK) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything, made anew when what it is made from changes.

@@ -71,6 +71,8 @@ class Elsewhere(NamedTuple):
 ELSEWHERE = {
     "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/first-launch.md"),
     "make test": Elsewhere("runs this test", ".ci/run"),
+    "make test-gpu PYTHON=python3": Elsewhere("needs a GPU", "tests/test_gpu.py"),
+    "python docs/gpu_page.py build/gpu-report.json": Elsewhere("needs a GPU's report", "tests/test_gpu.py"),
     "make check": Elsewhere("lints the repository", ".ci/run"),
     "git clone PATH_TO_ACCEL accel": Elsewhere("needs a place to clone from", ".ci/run"),
     "python -m pip install -e .": Elsewhere("changes the environment that runs this test", "Makefile"),

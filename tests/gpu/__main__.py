@@ -1,0 +1,87 @@
+"""`make test-gpu`: run the tests marked `gpu` with whatever torch this machine has, from a source tree.
+
+What is written lies below `$OUT`, or `build/`. A report in JSON says by feature what passed; `docs/gpu_page.py` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("torch", "numpy", "pytest", "cloudpickle", "safetensors", "xxhash", "typing_extensions")
+FOR_COMMANDS = ("platformdirs", "pydantic", "questionary", "rich", "typer", "yaml")
+SECONDS = 480
+"""How long all of it may take; no test is begun in the last minute and a half."""
+
+
+def missing(names):
+    """Return those that cannot be imported."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def main(arguments):
+    """Run the tests, print a summary; return pytest's exit code, or 2 if they cannot run."""
+    if lacking := missing(NEEDED):
+        print(f"test-gpu: cannot run, for this Python lacks {', '.join(lacking)}")
+        return 2
+    if lacking := missing(FOR_COMMANDS):
+        print(f"test-gpu: this Python lacks {', '.join(lacking)}: tests of commands are skipped")
+    out = Path(os.environ.get("OUT") or ROOT / "build").resolve()
+    scratch, report = out / "gpu-scratch", out / "gpu-report.json"
+    scratch.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    environ = os.environ | {
+        "GPU_TESTS_REPORT": str(report),
+        "GPU_TESTS_S": str(SECONDS - 90),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TMPDIR": str(scratch),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += [f"--basetemp={scratch / 'pytest'}", "-q", "--durations=10", *arguments]
+    try:
+        code = subprocess.run(command, cwd=ROOT, env=environ, timeout=SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        print(f"test-gpu: stopped after {SECONDS} s")
+        code = 1
+    shutil.rmtree(scratch, ignore_errors=True)
+    if report.exists():
+        print(summary(json.loads(report.read_text(encoding="utf-8"))))
+        print(f"The report is {report}; `python docs/gpu_page.py {report}` puts it into docs/gpu.md.")
+    return code
+
+
+def summary(report):
+    """Return a line for each feature, and what failed."""
+    lines = [f"\n{report['gpus']} x {report['gpu']}, torch {report['torch']}, Python {report['python']}"]
+    for name, own in report["features"].items():
+        counts = ", ".join(
+            f"{len(own[kind])} {kind}" for kind in ("passed", "failed", "skipped") if own[kind]
+        )
+        lines.append(f"{name:45} {counts}")
+    failed = [pair for own in report["features"].values() for pair in own["failed"].items()]
+    lines += [f"FAILED {name}: {message.splitlines()[0][:300]}" for name, message in failed]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Commands and starters: processes that are forked before CUDA is started, what they say of the GPU, and estimates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_rehearsal import REHEARSAL
+
+from accel_runtime import Accelerator
+
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]
+
+ROOT = Path(__file__).parents[2]
+SAYS, STARTS, ESTIMATE = "accel env, accel test and describe()", "Forked starts", "accel estimate"
+
+
+def python(*arguments, **variables):
+    """Run Python in the repository, from the source tree."""
+    environ = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        | variables
+    )
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.feature(SAYS)
+def test_the_probe_names_every_gpu(cuda):
+    said = json.loads(python("-m", "accel_runtime.probe"))
+    assert said == {
+        "accelerator": "cuda",
+        "devices": [cuda.get_device_name(index) for index in range(cuda.device_count())],
+        "bf16": cuda.is_bf16_supported(),
+        "torch": torch.__version__,
+    }
+
+
+@pytest.mark.feature(SAYS)
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_the_checks_of_accel_test_hold(device, precision):
+    said = python("-m", "accel_runtime.selfcheck", ACCEL_MIXED_PRECISION=precision)
+    assert "everything works here" in said
+    assert f"1 of 1 ranks answer, on {device.type}" in said
+
+
+@pytest.mark.feature(SAYS)
+def test_describe_names_the_device(device):
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = str(accelerator.describe())
+    assert str(device) in said
+    assert "bfloat16" in said
+
+
+@pytest.mark.feature(SAYS)
+def test_accel_env_and_accel_test_run(cuda, commands):
+    assert cuda.get_device_name(0) in python("-m", "accel_cli", "env")
+    assert "everything works here" in python("-m", "accel_cli", "test")
+
+
+SCRIPT = """
+import torch
+before = torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork()
+from accel_runtime import Accelerator
+accelerator = Accelerator()
+total = accelerator.reduce(torch.ones(4, device=accelerator.device), "sum")
+print("rank", accelerator.process_index, before, str(accelerator.device), total.tolist(), flush=True)
+"""
+
+
+@pytest.mark.feature(STARTS)
+@pytest.mark.parametrize("method", ["forkserver", "exec"])
+def test_a_process_that_accel_launch_starts_uses_cuda(device, commands, tmp_path, method):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    said = python(
+        "-m", "accel_cli", "launch", "--no-profile", "--set", "launcher.kind=torchrun", "--set", f"launcher.start_method={method}", "--nproc-per-node", 1,
+        *(["--cpu"] if REHEARSAL else []), script,
+    )  # fmt: skip
+    assert f"rank 0 (False, False) {device} [1.0, 1.0, 1.0, 1.0]" in said
+
+
+NOTEBOOK = """
+import torch
+from accel_runtime import Accelerator, notebook_launcher, release_memory
+from accel_runtime.utils import is_bf16_available, is_cuda_available
+def train():
+    accelerator = Accelerator()
+    total = accelerator.reduce(torch.ones(4, device=accelerator.device), "sum")
+    print("rank", accelerator.process_index, str(accelerator.device), total.tolist(), flush=True)
+is_cuda_available(), release_memory()
+notebook_launcher(train, num_processes=2)
+"""
+
+
+@pytest.mark.feature(STARTS)
+def test_processes_of_a_notebook_use_cuda_though_the_notebook_has_asked_for_it(device, tmp_path):
+    """Two on one GPU, over gloo; what a notebook asks about must not start CUDA before the fork."""
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    said = python(script, ACCEL_PROCESS_GROUP_BACKEND="gloo")
+    count = max(torch.cuda.device_count(), 1)
+    for rank in range(2):
+        place = "cpu" if REHEARSAL else f"cuda:{rank % count}"
+        assert f"rank {rank} {place} [2.0, 2.0, 2.0, 2.0]" in said
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def perceptron():
+    layers = [part for _ in range(8) for part in (nn.Linear(4096, 4096), nn.ReLU())]
+    return nn.Sequential(*layers), (torch.zeros(1024, 4096),)
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        widths = [3, 256, 512, 1024, 1024]
+        self.layers = nn.Sequential(*(
+            part for a, b in zip(widths, widths[1:])
+            for part in (nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+        ))
+        self.head = nn.Linear(1024, 1000)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+def convolutions():
+    return Conv(), (torch.zeros(64, 3, 128, 128),)
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), (torch.zeros(8, 256, 1024),)
+"""
+MEASURE = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+import models
+from accel_runtime import Accelerator
+accelerator = Accelerator()
+torch.manual_seed(0)
+torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # the workspace of cuBLAS, which is no model's
+base = torch.cuda.memory_allocated()
+model, inputs = getattr(models, sys.argv[2])()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+inputs = [one.to(accelerator.device) for one in inputs]
+for number in range(3):
+    torch.cuda.reset_peak_memory_stats()
+    accelerator.backward(model(*inputs).float().square().mean())
+    optimizer.step()
+    kept = torch.cuda.memory_allocated() - base
+    optimizer.zero_grad()
+print(json.dumps({"kept": kept, "peak": torch.cuda.max_memory_allocated() - base}))
+"""
+
+
+@pytest.mark.feature(ESTIMATE)
+@pytest.mark.parametrize("model", ["perceptron", "convolutions", "transformer"])
+def test_an_estimate_is_what_training_takes(device, tmp_path, model):
+    """Parameters, gradients and states within 2%, the peak within 25% of what torch has measured."""
+    (tmp_path / "models.py").write_text(MODELS)
+    asked = {
+        "target": f"{tmp_path}/models.py:{model}", "devices": 1, "memory": None, "headroom": 10, "batch_size": None,
+        "seq_length": None, "optimizer": "adamw", "mixed_precision": "no", "dtype": None, "wrap": "auto", "activations": True,
+    }  # fmt: skip
+    found = json.loads(python("-m", "accel_runtime.estimating", json.dumps(asked)))["result"]
+    estimated = next(
+        one["bytes"] for one in found["layouts"] if not (one["sharded"] or one["activation_checkpointing"])
+    )
+    exact = sum(estimated[name] for name in ("parameters", "gradients", "optimizer"))
+    assert 0 < exact < estimated["total"]
+    if REHEARSAL:
+        return
+    (tmp_path / "measure.py").write_text(MEASURE)
+    measured = json.loads(python(tmp_path / "measure.py", tmp_path, model).splitlines()[-1])
+    told = (
+        f"MiB: estimated {exact >> 20} and {estimated['total'] >> 20}, measured {measured['kept'] >> 20} and "
+    )
+    told += f"{measured['peak'] >> 20} at the peak"
+    inputs = 64 << 20
+    assert abs(measured["kept"] - exact) <= 0.02 * exact + inputs, told
+    assert abs(measured["peak"] - estimated["total"]) <= 0.25 * measured["peak"], told

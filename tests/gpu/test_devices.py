@@ -1,0 +1,145 @@
+"""Which device a process takes, and how batches come to it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_runtime import Accelerator, DataLoaderConfiguration
+from accel_runtime.backends import connect
+from accel_runtime.env import Settings
+from accel_runtime.rng import set_seed
+from accel_runtime.topology import Topology
+from accel_runtime.utils import send_to_device
+
+pytestmark = pytest.mark.gpu
+
+PLACES = "Device placement"
+COPIES = "Batches from pinned memory"
+
+
+def numbers(count=64, width=4096):
+    """Samples that differ from each other in every number."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.feature(PLACES)
+def test_models_batches_gradients_and_optimizer_states_are_on_the_device(device):
+    accelerator = Accelerator()
+    assert accelerator.device == device
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters()), DataLoader(numbers(10, 4), batch_size=4)
+    )
+    for batch in loader:
+        assert batch.device == device
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+    parts = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    parts += [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert {part.device for part in parts} == {device}
+
+
+@pytest.mark.feature(PLACES)
+def test_a_rank_takes_the_gpu_of_its_local_rank_and_over_gloo_ranks_share(cuda):
+    from accel_runtime.backends import _device
+
+    count = cuda.device_count()
+    for local in range(count + 1):
+        place = Topology(local, count + 1, local, count + 1, launched=True)
+        assert _device("auto", place, "gloo") == torch.device("cuda", local % count)
+        assert cuda.current_device() == local % count
+    cuda.set_device(0)
+    with pytest.raises(
+        RuntimeError, match=rf"{count + 1} processes on this machine, but it has {count} cuda"
+    ):
+        connect(Settings(), Topology(0, count + 1, 0, count + 1, launched=True))
+
+
+@pytest.mark.feature(PLACES)
+def test_nested_batches_are_sent_and_what_is_no_tensor_stays(device):
+    sent = send_to_device(
+        {"x": torch.arange(3), "text": ["a"], "pair": (torch.ones(2), 1)}, device, non_blocking=True
+    )
+    assert sent["x"].device == sent["pair"][0].device == device
+    assert sent["x"].tolist() == [0, 1, 2]
+    assert (sent["text"], sent["pair"][1]) == (["a"], 1)
+
+
+@pytest.mark.feature("Random numbers of the GPU")
+def test_a_seed_gives_the_same_numbers_on_the_device(device):
+    drawn = []
+    for _ in range(2):
+        set_seed(3)
+        drawn.append(torch.rand(1000, device=device))
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], torch.rand(1000, device=device))
+
+
+@pytest.mark.feature("Random numbers of the GPU")
+def test_ranks_take_over_the_generator_of_the_gpu(cuda):
+    accelerator = Accelerator(rng_types=["torch", "cuda"])
+    loader = accelerator.prepare(DataLoader(numbers(8, 4), batch_size=4))
+    before = cuda.get_rng_state()
+    assert len(list(loader)) == 2
+    assert torch.equal(cuda.get_rng_state(), before), "one process takes over its own state"
+
+
+@pytest.mark.feature(COPIES)
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_right_while_copies_wait_behind_a_busy_stream(device, busy, pinned, workers):
+    """Memory of a batch that Python has let go must not be filled with the next before it was copied."""
+    data = numbers()
+    loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=pinned, num_workers=workers)
+    prepared = Accelerator().prepare(loader)
+    kept = []
+    for epoch in range(2):
+        for number, (batch,) in enumerate(prepared):
+            if number == 0:
+                busy(0.5)
+            kept.append(batch * 1)
+        got = torch.cat(kept[-32:]).cpu()
+        wrong = (got != data).any(1).nonzero().flatten().tolist()
+        assert not wrong, f"epoch {epoch}: samples {wrong} of 64 are not those of the dataset"
+
+
+@pytest.mark.feature(COPIES)
+@pytest.mark.parametrize(
+    "options", [{"pin_memory": True}, {"pin_memory": True, "num_workers": 2}], ids=["here", "workers"]
+)
+def test_the_script_does_not_wait_for_the_copy_of_a_pinned_batch(device, busy, cuda, options):
+    prepared = Accelerator().prepare(DataLoader(TensorDataset(numbers(12)), batch_size=2, **options))
+    waited = []
+    for number, (batch,) in enumerate(prepared):
+        if number > 1:  # the first starts the workers
+            waited.append(cuda.current_stream().query())
+        busy(0.4)
+        batch.mul_(2)
+    assert waited == [False] * 4, f"the stream was idle when a batch was handed out: {waited}"
+
+
+@pytest.mark.feature(COPIES)
+def test_non_blocking_without_pinned_memory_gives_right_batches(device, busy):
+    data = numbers()
+    config = DataLoaderConfiguration(non_blocking=True)
+    prepared = Accelerator(dataloader_config=config).prepare(DataLoader(TensorDataset(data), batch_size=4))
+    kept = []
+    for (batch,) in prepared:
+        busy(0.05)
+        kept.append(batch.clone())
+    assert torch.equal(torch.cat(kept).cpu(), data)
+
+
+@pytest.mark.feature(COPIES)
+def test_workers_that_are_forked_after_cuda_has_started_do_not_touch_it(device):
+    torch.ones(1, device=device)
+    data = numbers(24, 8)
+    prepared = Accelerator().prepare(
+        DataLoader(TensorDataset(data), batch_size=4, num_workers=2, shuffle=True, persistent_workers=True)
+    )
+    for _ in range(2):
+        seen = torch.cat([batch for (batch,) in prepared]).cpu()
+        assert torch.equal(seen[seen[:, 0].argsort()], data[data[:, 0].argsort()])
