@@ -161,7 +161,7 @@ class DataLoaderConfiguration(Configuration):
     data_seed: int | None = None
     """The seed of that order; None takes what torch was seeded with on the first process."""
     non_blocking: bool = False
-    """Whether copies to the device overlap with the computation; useful with `pin_memory`."""
+    """Whether the script goes on while a batch is copied to the device; copies wait for nothing only with `pin_memory`."""
     use_stateful_dataloader: bool = False
     """Whether `load_state` has loaders continue after the last batch; else at the start of its epoch, for scripts that skip
     batches themselves. Every prepared loader has a `state_dict`."""

@@ -14,7 +14,16 @@ from torch import nn
 
 from accel_runtime.backends.averaging import Buffers
 
-__all__ = ["at_rest", "gathered", "is_divided", "refuse_sharded_saves", "units", "whole", "whole_state"]
+__all__ = [
+    "at_rest",
+    "gathered",
+    "is_divided",
+    "parameter_groups",
+    "refuse_sharded_saves",
+    "units",
+    "whole",
+    "whole_state",
+]
 
 _GATHERED = "_accel_gathered"
 """What a model has as long as it is gathered."""
@@ -24,6 +33,14 @@ _LOG = logging.getLogger("accel_runtime.parallel")
 def units(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` gathers and lets go again, the outermost first."""
     return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+
+
+def parameter_groups(unit: Any) -> list[Any]:
+    """Return torch's groups of the parameters of a unit: one at most in torch 2.9, any number in torch 2.13."""
+    state = unit._get_fsdp_state()  # noqa: SLF001 - nothing public has them
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)  # noqa: SLF001
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -152,7 +169,7 @@ def _kept(sharded: list[Any]) -> Iterator[None]:
     """Inside, parameters that are gathered are not let go, neither after a forward pass nor for a state dict."""
     # The outermost module knows which it is from the first forward pass on, and has other settings then.
     sharded[0]._get_fsdp_state()._lazy_init()  # noqa: SLF001 - nothing public does this without an input
-    groups = [group for unit in sharded for group in unit._get_fsdp_state()._fsdp_param_groups]  # noqa: SLF001
+    groups = [group for unit in sharded for group in parameter_groups(unit)]
     before = [group.post_forward_mesh_info for group in groups]
     hooks = [_without_hooks(group) for group in groups]
     for group in groups:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.parallel.gathering import units
+from accel_runtime.parallel.gathering import parameter_groups, units
 
 __all__ = ["hold", "unreduced"]
 
@@ -48,7 +48,7 @@ def _sharded(models: Iterable[nn.Module]) -> Iterator[Any]:
     """Torch's own books of every sharded parameter; nothing public shows them (torch 2.13)."""
     for model in models:
         for unit in units(model):
-            for group in unit._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            for group in parameter_groups(unit):
                 yield from group.fsdp_params
 
 

@@ -32,7 +32,7 @@ def trained(steps, precision, sharded):
     size = 4 // accelerator.num_processes
     model, optimizer, loader, evaluation = accelerator.prepare(
         model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         DataLoader(TensorDataset(x), batch_size=size, shuffle=True),
         DataLoader(TensorDataset(torch.arange(11)), batch_size=3),
     )

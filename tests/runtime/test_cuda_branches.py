@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_runtime import memory, precision
+from accel_runtime import Accelerator, memory, precision, tree
 from accel_runtime.backends import _device
 from accel_runtime.checkpoint.staging import Staging
 from accel_runtime.env import Settings
@@ -158,3 +159,56 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(runtime, monkeypat
     assert torch.equal(staging.copies({"x": torch.arange(7)})["x"], torch.arange(7))
     assert runtime.pinned == {}
     assert reported == ["cuda"], "the error is taken from CUDA, or the script's next kernel reports it"
+
+
+class Numbers(IterableDataset):
+    """A stream."""
+
+    def __iter__(self):
+        return iter(torch.arange(10.0))
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """A machine whose loaders pin memory; notes where each tensor that was pinned lies."""
+    seen = set()
+
+    def pin(tensor, *_):
+        # A copy, as pinning makes one: what accel handed on in its own wrapping would be missed.
+        copied = tensor.clone()
+        seen.add(copied.untyped_storage().data_ptr())
+        kept.append(copied)
+        return copied
+
+    kept = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return seen
+
+
+@pytest.mark.parametrize("data", [TensorDataset(torch.arange(10.0)), Numbers()], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 4, "shuffle": False}, {"batch_size": None}]
+)
+def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_waiting(
+    data, options, pinned, monkeypatch
+):
+    sent = []
+    monkeypatch.setattr(tree, "presence", lambda _: lambda _: False)
+    real = tree.send
+    monkeypatch.setattr(
+        tree,
+        "send",
+        lambda batch, *args, **kwargs: sent.append((batch, kwargs)) or real(batch, *args, **kwargs),
+    )
+    if isinstance(data, IterableDataset) and "shuffle" in options:
+        options = {"batch_size": 5, "drop_last": True}
+    loader = Accelerator().prepare(DataLoader(data, pin_memory=True, **options))
+    count = len(list(loader))
+    assert count == len(sent) == {None: 10, 4: 3, 5: 2}[options["batch_size"]]
+    for batch, how in sent:
+        assert how == {"non_blocking": True}
+        leaves = [leaf for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        assert leaves
+        assert all(leaf.untyped_storage().data_ptr() in pinned for leaf in leaves)

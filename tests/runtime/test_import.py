@@ -35,7 +35,9 @@ SLOW = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tenso
 
 @pytest.mark.slow
 def test_an_accelerator_is_imported_without_the_slow_parts_of_torch():
-    script = f"import sys; from accel_runtime import Accelerator; print(*(n for n in {SLOW} if n in sys.modules))"
+    script = (
+        f"import sys; from accel_runtime import Accelerator; print(*(n for n in {SLOW} if n in sys.modules))"
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "\n"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from divided import Net, accelerator, net, state_of, warm
 from torch import nn
+
+from accel_runtime.parallel.gathering import parameter_groups
 
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
@@ -254,3 +258,17 @@ def save_transformers_model(folder):
 def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal(pair, tmp_path):
     pytest.importorskip("transformers")
     assert pair.run(save_transformers_model, str(tmp_path / "model")) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted"),
+    [
+        ({"_fsdp_param_groups": ["a", "b"]}, ["a", "b"]),
+        ({"_fsdp_param_group": "a"}, ["a"]),
+        ({"_fsdp_param_group": None}, []),
+    ],
+    ids=["torch 2.13", "torch 2.9", "torch 2.9, no parameters"],
+)
+def test_the_groups_of_a_sharded_module_are_found_in_every_torch(state, wanted):
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
+    assert parameter_groups(unit) == wanted
