@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -212,3 +214,23 @@ def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_w
         leaves = [leaf for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
         assert leaves
         assert all(leaf.untyped_storage().data_ptr() in pinned for leaf in leaves)
+
+
+IMPORTS = """
+import sys, torch
+def refuse(*_, **__):
+    raise SystemExit("importing accel_runtime asks for a GPU")
+for place in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count", "_lazy_init", "init", "current_device", "current_device_index"):
+        if hasattr(place, name):
+            setattr(place, name, refuse)
+from accel_runtime import *
+from accel_runtime.utils import *
+import accel_runtime.launchers, accel_runtime.backends.sharded, accel_runtime.parallel.gathering, torch._dynamo
+"""
+
+
+@pytest.mark.slow
+def test_imports_do_not_ask_for_a_gpu_so_that_processes_can_be_forked_after_them():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

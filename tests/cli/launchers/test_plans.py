@@ -163,6 +163,13 @@ def test_what_this_machine_cannot_do_is_refused(launcher, settings, machine, sai
     assert said in str(caught.value)
 
 
+def test_more_processes_than_gpus_share_them_over_gloo_only():
+    launcher = Torchrun(nproc_per_node=5)
+    assert launcher.plan(job(machine=GPUS, process_group_backend="gloo")).device == "cuda"
+    with pytest.raises(UsageError, match="process_group_backend: gloo"):
+        launcher.plan(job(machine=GPUS, process_group_backend="nccl"))
+
+
 def test_more_processes_than_gpus_run_on_the_cpu_when_asked():
     assert Torchrun(nproc_per_node=5).plan(job(machine=GPUS, device="cpu")).nproc_per_node == 5
 
