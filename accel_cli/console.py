@@ -13,6 +13,7 @@ from typing import Any
 __all__ = [
     "coloured",
     "confirm",
+    "drop_typed",
     "error",
     "failure",
     "moving",
@@ -69,12 +70,21 @@ def coloured() -> bool:
 
 def confirm(question: str) -> bool:
     """Ask on a terminal if something shall be done; anything but a yes is a no."""
+    drop_typed()
     try:
         answer = input(f"{question} [y/N] ")
     except EOFError:
         _write("\n")
         return False
     return answer.strip().lower() in {"y", "yes"}
+
+
+def drop_typed() -> None:
+    """Drop the lines that were typed on the terminal before a question was shown."""
+    if os.name == "posix" and sys.stdin.isatty():
+        import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
+
+        termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 def plain(text: str) -> None:

@@ -196,6 +196,8 @@ def prune(
         console.plain(f"{path}\tleft by a crash, unless a save is under way")
     if not yes and not sys.stdin.isatty():
         raise UsageError("nothing was removed: prune asks on a terminal; elsewhere say --yes")
+    if not yes:
+        console.drop_typed()
     if not yes and not typer.confirm(f"Remove these, and keep {len(found['keeps'])}?", err=True):
         raise typer.Exit(1)
     with console.reading() as progress:

@@ -61,5 +61,6 @@ def _again(reason: str) -> bool:
     if not sys.stdin.isatty():
         raise UsageError(f"{reason}\nThe file was left as it was.")
     console.error(reason)
+    console.drop_typed()
     answer = input("Edit again? [Y/n] ")
     return not answer.strip().lower().startswith("n")

@@ -1,0 +1,50 @@
+"""Questions on a terminal are answered by what is typed once they are shown."""
+
+import os
+import sys
+
+import pytest
+
+from accel_cli import console
+from accel_cli.commands import editor
+
+
+class Output:
+    """A standard stream that types a line on the terminal when a question is written to it."""
+
+    def __init__(self, terminal, line):
+        self._terminal, self._line = terminal, line
+
+    def write(self, text):
+        if text.strip().endswith("]"):
+            os.write(self._terminal, self._line)
+
+    def flush(self):
+        pass
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes stdin a terminal on which one line is typed before a question is shown, and one after it."""
+    ours, theirs = os.openpty()
+    stdin = os.fdopen(theirs)
+
+    def types(before, after):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", Output(ours, after))
+        os.write(ours, before)
+
+    yield types
+    stdin.close()
+    os.close(ours)
+
+
+@pytest.mark.parametrize(("before", "after", "yes"), [(b"y\n", b"n\n", False), (b"n\n", b"y\n", True)])
+def test_a_line_that_is_typed_before_a_question_is_shown_does_not_answer_it(terminal, before, after, yes):
+    terminal(before, after)
+    assert console.confirm("Delete it?") is yes
+
+
+def test_a_line_that_is_typed_in_front_of_the_question_to_edit_again_does_not_answer_it(terminal):
+    terminal(b"n\n", b"y\n")
+    assert editor._again("a mistake") is True
