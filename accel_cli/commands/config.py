@@ -58,7 +58,7 @@ def config(
         return
     if force and not default:
         raise UsageError("--force belongs to --default; the wizard shows what it will replace, and asks")
-    path = _target(profile, project=project)
+    path = _writable_target(profile, project=project)
     if default:
         _write_default(path, force=force)
     else:
@@ -184,7 +184,7 @@ def set_(
     from accel_cli.profile import layers
     from accel_cli.profile.updating import update
 
-    target = _target(profile, project=project)
+    target = _writable_target(profile, project=project)
     updates = layers.assigned(assignments, "set", kind=_find_kind(target)).values
     _, lost = update(_store(), target, updates, "set")
     for key in lost:
@@ -213,7 +213,7 @@ def unset(
     from accel_cli.profile import layers
     from accel_cli.profile.updating import update
 
-    target = _existing(_target(profile, project=project))
+    target = _existing(_writable_target(profile, project=project))
     there = layers.file(target, "file").values
     gone = {key: [name for name in there if name == key or name.startswith(f"{key}.")] for key in keys}
     if missing := [key for key, names in gone.items() if not names]:
@@ -229,7 +229,7 @@ def unset(
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
 def default(profile: Name = None, project: Project = False, force: Force = False) -> None:
     """Write what suits this machine, without questions."""
-    _write_default(_target(profile, project=project), force=force)
+    _write_default(_writable_target(profile, project=project), force=force)
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
@@ -239,7 +239,7 @@ def edit(profile: Name = None, project: Project = False) -> None:
     from accel_cli.commands import editor
     from accel_cli.profile import layers, store
 
-    target = _existing(_target(profile, project=project))
+    target = _existing(_writable_target(profile, project=project))
 
     def check(scratch: Path) -> None:
         _check([*_below(target), layers.file(scratch, "file")])
@@ -272,7 +272,7 @@ def import_(
     from accel_cli.profile.schema import describe
     from accel_cli.profile.updating import layer
 
-    target = _target(profile, project=project)
+    target = _writable_target(profile, project=project)
     text = store.read_text(file)
     found = document.parse(text, str(file))
     if not accelerate.is_accelerate(found.data):
@@ -338,6 +338,26 @@ def _target(profile: str | None, *, project: bool) -> Path:
     if project:
         return store.project() or store.cwd / PROJECT_FILE
     return store.path(profile or DEFAULT)
+
+
+def _writable_target(profile: str | None, *, project: bool) -> Path:
+    """Return the file that the options mean, to be changed.
+
+    Raises:
+        UsageError: It is a project file that another user could have written.
+    """
+    import os
+
+    from accel_cli.errors import UsageError
+    from accel_cli.profile.store import find_distrust
+    from accel_runtime import env
+
+    target = _target(profile, project=project)
+    if project and target.exists() and (distrust := find_distrust(target, os.environ)):
+        raise UsageError(
+            f"{target} is not changed: {distrust}. Set {env.TRUSTED_PROJECTS}={target.parent} to use it."
+        )
+    return target
 
 
 def _existing(target: Path) -> Path:

@@ -249,6 +249,31 @@ def test_the_project_file_holds_in_the_project(typed, cwd):
     assert "(project)" in typed("config", "list").stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("set", "resume=true"),
+        ("unset", "device"),
+        ("edit",),
+        ("default", "--force"),
+        ("import", "x.yaml", "--force"),
+    ],
+)
+def test_a_project_file_that_others_could_have_written_is_not_changed(typed, cwd, command):
+    text = "schema_version: 1\ndevice: cpu\nenv:\n  PYTHONPATH: planted\n"
+    (cwd / "x.yaml").write_text("schema_version: 1\n")
+    path = cwd / "accel.yaml"
+    path.write_text(text)
+    path.chmod(0o666)
+    done = typed("config", *command, "--project", env={**os.environ, "VISUAL": "true"})
+    assert (done.returncode, path.read_text()) == (2, text)
+    assert (
+        f"{path} is not changed: every user can write {path}. Set ACCEL_TRUSTED_PROJECTS={cwd}" in done.stderr
+    )
+    trusted = {**os.environ, "ACCEL_TRUSTED_PROJECTS": str(cwd)}
+    assert typed("config", "set", "--project", "resume=true", env=trusted).returncode == 0
+
+
 def test_every_mistake_of_a_file_is_reported_at_once_with_its_line(typed, cwd):
     (cwd / "x.yaml").write_text(
         "schema_version: 1\ndevise: cpu\nlauncher:\n  kind: torchrun\n  nproc_per_node: 0\n"
