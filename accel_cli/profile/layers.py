@@ -173,7 +173,9 @@ def resolve(layers: Iterable[Layer]) -> Resolved:
         values |= layer.values
         origin |= {key: (layer.name, layer.where.get(key, layer.where.get("", ""))) for key in layer.values}
     places = {key: place or name for key, (name, place) in origin.items()}
-    places[""] = next((layer.where[""] for layer in reversed(layers) if layer.where.get("")), "profile")
+    places |= _locate_sections(layers)
+    spoke = [layer for layer in layers if layer.values and layer.where.get("")]
+    places[""] = spoke[-1].where[""] if spoke else "profile"
     problems = [problem for layer in layers for problem in layer.problems]
     try:
         profile = Profile.model_validate(nested(values))
@@ -182,6 +184,16 @@ def resolve(layers: Iterable[Layer]) -> Resolved:
     if problems:
         raise ProfileError(problems)
     return Resolved(profile, layers, {key: _described(*origin[key]) for key in values})
+
+
+def _locate_sections(layers: Iterable[Layer]) -> dict[str, str]:
+    """Return the place of each section, for mistakes that are not of one key: in the last layer that has a key of it."""
+    return {
+        section: layer.where.get(section) or layer.where.get("") or layer.name
+        for layer in layers
+        for section in SECTIONS
+        if any(key.startswith(f"{section}.") for key in layer.values)
+    }
 
 
 def flat(data: Mapping[str, Any]) -> dict[str, Any]:

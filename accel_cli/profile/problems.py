@@ -12,7 +12,7 @@ from accel_cli.errors import SHOWN, Problem
 from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
-from accel_cli.profile.schema import SECTIONS, known_keys, section_of
+from accel_cli.profile.schema import SECTIONS, Profile, known_keys, section_of
 from accel_runtime.env import fsdp1, nearest
 
 __all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
@@ -53,6 +53,8 @@ def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
             problems[key] = _problem(item, key, section, _place(key, where))
         else:  # looking for what was meant takes time, and nobody reads so many
             problems[key] = Problem(_place(key, where), key, str(item["msg"]))
+        if item["type"] == "union_tag_invalid":
+            problems |= {problem.key: problem for problem in _judge_keys(item, where)}
     return list(problems.values())
 
 
@@ -126,8 +128,24 @@ def _locate(loc: list[str]) -> tuple[type[Section], str]:
     return section, ".".join(loc[: 2 if loc[0] in SECTIONS else 1])
 
 
+def _judge_keys(item: Mapping[str, Any], where: Mapping[str, str]) -> list[Problem]:
+    """Return the mistakes in a launcher section of an unknown kind, as one of the kind that was probably meant."""
+    kind = nearest(item["ctx"]["tag"], list(LAUNCHERS))
+    if kind is None:
+        fields = {name for section in LAUNCHERS.values() for name in section.model_fields}
+        unknown = [f"launcher.{name}" for name in item["input"] if name not in fields]
+        return [unknown_key(key, _place(key, where)) for key in unknown[:SHOWN]]
+    try:
+        Profile.model_validate({"launcher": {**item["input"], "kind": kind}})
+    except ValidationError as error:
+        return explain(error, where)
+    return []
+
+
 def _find_field(item: Mapping[str, Any], key: str, section: type[Section]) -> str:
-    """Return the key of the field that a finding about a whole section begins with, if it begins with one."""
+    """Return the key of the field that a finding about a whole section is about, if it is about one."""
+    if item["type"] == "union_tag_invalid":
+        return "launcher.kind"
     name, colon, _ = str(item.get("ctx", {}).get("error", "")).partition(": ")
     named = isinstance(item["input"], (dict, BaseModel)) and colon and name in section.model_fields
     return f"{key}.{name}" if named and key else key
@@ -142,7 +160,7 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
     if kind == "union_tag_invalid":
         return _unknown_kind(str(item["ctx"]["tag"]), where)
     if kind == "union_tag_not_found":
-        return Problem(where, "launcher.kind", one_of(LAUNCHERS), came="nothing")
+        return Problem(where, "launcher.kind", one_of(LAUNCHERS), "nothing", _suggest_kind(came))
     if kind == "value_error":
         whole = isinstance(came, (dict, BaseModel))
         text = str(item["ctx"]["error"]).removeprefix(f"{key.rpartition('.')[2]}: " if whole else "")
@@ -152,6 +170,12 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
         nearest(came, [word for word in literals if isinstance(word, str)]) if isinstance(came, str) else None
     )
     return Problem(where, key, _expected(item, key, section, literals), _shown(came), did_you_mean(meant))
+
+
+def _suggest_kind(section: Mapping[str, Any]) -> str:
+    """Return the hint that names the kind to set, as far as the keys of a launcher section tell it."""
+    kinds = [kind for kind, launcher in LAUNCHERS.items() if set(section) <= set(launcher.model_fields)]
+    return f"set launcher.kind too: {' or '.join(kinds)}" if section and kinds else ""
 
 
 def _unknown_kind(kind: str, where: str) -> Problem:

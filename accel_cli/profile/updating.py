@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def below(where: Store, target: Path) -> list[Layer]:
     return [layers.file(user, "user")] if user.is_file() and user != target else []
 
 
-def layer(data: Mapping[str, Any], target: Path, said: Iterable[str] = (), by: str = "") -> Layer:
+def layer(data: Mapping[str, Any], target: Path, said: Collection[str] = (), by: str = "") -> Layer:
     """The layer of a file that is not written yet.
 
     Args:
@@ -58,4 +58,5 @@ def layer(data: Mapping[str, Any], target: Path, said: Iterable[str] = (), by: s
         by: Who that is, for messages.
     """
     values = {key: value for key, value in flat(data).items() if key != "schema_version"}
-    return Layer("file", values, {"": str(target)} | dict.fromkeys(said, by))
+    sections = {key.partition(".")[0] for key in said if "." in key}
+    return Layer("file", values, {"": str(target)} | dict.fromkeys([*said, *sections], by))

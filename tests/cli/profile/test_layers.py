@@ -193,6 +193,34 @@ def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said
 
 
+def test_a_mistake_of_a_whole_section_is_reported_where_the_section_was_said(store, cwd):
+    path = cwd / "accel.yaml"
+    put(path, "launcher:\n  kind: torchrun\n  nnodes: 2\n")
+    for options, place in (
+        ((), f"{path}:2"),
+        (("launcher.ranks=1",), "--set"),
+        (("device=cpu",), f"{path}:2"),
+    ):
+        with pytest.raises(ProfileError) as caught:
+            resolve(stack(store, {}, None, [assigned(options)]))
+        assert (
+            str(caught.value)
+            == f"{place}: launcher: rdzv_endpoint (host:port) is needed if nnodes is above 1"
+        )
+
+
+def test_a_wrong_kind_is_reported_where_it_was_said(store, cwd):
+    path = cwd / "accel.yaml"
+    put(path, "launcher:\n  kind: tochrun\n")
+    for options, place in (
+        ((), f"{path}:3"),
+        (("launcher.kind=torch",), "--set"),
+        (("device=cpu",), f"{path}:3"),
+    ):
+        with pytest.raises(ProfileError, match=f"^{place}: launcher.kind: expected single, "):
+            resolve(stack(store, {}, None, [assigned(options)]))
+
+
 def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_it():
     assert "spmd" not in environment(Settings(device="cpu").to_env()).values
     with pytest.raises(UsageError, match=r"ACCEL_SPMD is what accel launch tells .* set launcher.spmd: true"):

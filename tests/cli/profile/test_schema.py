@@ -114,6 +114,7 @@ def problems(data):
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "host"}}, "expected host:port with a port from 1 to 65535"),
         ({"launcher": {"kind": "torchrun", "rdzv_endpoint": "h:70000"}}, "expected host:port"),
         ({"launcher": {"kind": "torchrn"}}, "launcher.kind: expected single, torchrun, slurm, xla or sagemaker, got 'torchrn' (did you mean torchrun?)"),
+        ({"launcher": {"nproc_per_node": 2}}, "got nothing (set launcher.kind too: torchrun or slurm or sagemaker)"),
         ({"launcher": {}}, "launcher.kind: expected single, torchrun, slurm, xla or sagemaker, got nothing"),
         ({"launcher": {"kind": "slurm", "setup": "module load cuda"}}, "launcher.setup: expected a list, got 'module load"),
         ({"launcher": {"kind": "slurm", "setup": [1]}}, "launcher.setup: expected text, got 1"),
@@ -157,6 +158,16 @@ def test_all_mistakes_are_reported_at_once():
         {"devise": "cpu", "mixed_precision": 3, "launcher": {"kind": "torchrun", "nnodes": 0, "x": 1}}
     )
     assert all(key in said for key in ("devise", "mixed_precision", "launcher.nnodes", "launcher.x"))
+
+
+@pytest.mark.parametrize(("kind", "hint"), [("tochrun", " (did you mean torchrun?)"), ("pbs", "")])
+def test_an_unknown_kind_does_not_hide_other_mistakes_of_the_launcher(kind, hint):
+    assert problems({"launcher": {"kind": kind, "nprocs": 3}}).splitlines() == [
+        f"f.yaml: launcher.kind: expected single, torchrun, slurm, xla or sagemaker, got '{kind}'{hint}",
+        "f.yaml: launcher.nprocs: this key is not known (did you mean launcher.nproc_per_node?)",
+    ]
+    more = problems({"launcher": {"kind": "tochrun", "nproc_per_node": 0}})
+    assert "launcher.nproc_per_node: expected a whole number of at least 1" in more
 
 
 def test_numbers_in_env_are_the_text_a_shell_would_pass():

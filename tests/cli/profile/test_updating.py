@@ -48,3 +48,10 @@ def test_what_could_not_be_used_is_refused_and_nothing_is_written(where):
     with pytest.raises(ProfileError, match="test"):
         update(where, file, {"parallel.dp_shard": 0}, "test")
     assert not file.exists()
+
+
+def test_a_mistake_of_a_section_that_is_set_does_not_name_a_file_that_is_not_there(where):
+    with pytest.raises(
+        ProfileError, match=r"^test: launcher.kind: expected .* \(set launcher.kind too: torchrun"
+    ):
+        update(where, where.path("gpu"), {"launcher.nproc_per_node": 2}, "test")
