@@ -12,6 +12,7 @@ from typing_extensions import override
 __all__ = ["FLAGS", "RENAMED", "ForeignCommand", "ForeignGroup", "normalize_option"]
 
 _MEET = "Use --rdzv-endpoint HOST:PORT, with the address of one machine and a port that is free there"
+_MEET_OR_LEAVE = f"{_MEET}; on one machine, leave it out"
 _PROFILE = (
     "Use --profile NAME, for the profile that accel config import FILE --profile NAME has made of the file"
 )
@@ -37,13 +38,17 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "num-processes": f"{_PER_NODE}, where num_processes counts those of all machines",
         "num-machines": "Use --nnodes N",
         "machine-rank": "Leave it out, since machines number themselves, or use --node-rank N",
-        "main-process-ip": _MEET,
-        "main-process-port": _MEET,
-        "master-addr": _MEET,
-        "master-port": _MEET,
+        "num-nodes": "Use --nnodes N",
+        "world-size": "Use --nproc-per-node N and --nnodes N, whose product it is",
+        "main-process-ip": _MEET_OR_LEAVE,
+        "main-process-port": _MEET_OR_LEAVE,
+        "master-addr": _MEET_OR_LEAVE,
+        "master-port": _MEET_OR_LEAVE,
+        "backend": "Use --set process_group_backend=gloo or nccl",
         "multi-gpu": "Use --nproc-per-node auto, a process for each GPU",
         "use-cpu": "Use --cpu",
         "config-file": _PROFILE,
+        "config": _PROFILE,
         "tpu": "Use --set launcher.kind=xla",
         "num-cpu-threads-per-process": "Use --set launcher.omp_num_threads=N",
         "enable-cpu-affinity": "Leave it out: accel does not bind processes to processor cores",
@@ -128,38 +133,51 @@ class ForeignGroup(TyperGroup):
 
 
 def _refuse(command: Any, ctx: Any, args: Sequence[str]) -> None:
-    """Refuse all options that are called otherwise here, one line each.
+    """Refuse all options that are called otherwise here, one line each, up to the first that is not known at all.
 
     Raises:
         UsageError: There is one.
     """
-    options = {name: option for option in command.get_params(ctx) for name in option.opts}
+    if ctx.resilient_parsing:  # a shell asks how to complete the line
+        return
+    params = command.get_params(ctx)
+    options = {name: option for option in params for name in (*option.opts, *option.secondary_opts)}
     if found := dict(_find_foreign(options, args)):
         from accel_cli.errors import UsageError
 
-        raise UsageError(
-            "\n".join(f"{ctx.command_path} has no option {typed}. {cure}." for typed, cure in found.items())
-        )
+        lines = (f"{ctx.command_path} has no option {typed}. {cure}." for typed, cure in found.items())
+        raise UsageError("\n".join(lines))
 
 
 def _find_foreign(options: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Find the options in front of the script that are called otherwise here, each with what to use."""
+    """Find the options in front of the script that are not known by their name here, each with what to use."""
     rest = list(args)
     while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
         typed, equals, _ = rest.pop(0).partition("=")
         name = normalize_option(typed.lstrip("-"))
         own = options.get(typed if len(typed) == 2 else f"--{name}")  # noqa: PLR2004 - `-m`
-        cure = (
-            None
-            if own
-            else RENAMED.get(name)
-            or next(
-                (cure for begin, cure in RENAMED.items() if begin.endswith("-") and name.startswith(begin)),
-                None,
-            )
-        )
+        cure = None if own else _find_cure(name)
         if cure:
             yield typed, cure
+        elif not own and typed.startswith("--"):
+            # Behind it, nobody knows what is its value.
+            yield typed, _guess_option(name, options)
+            return
         takes_value = not own.is_flag if own else name not in FLAGS
         if takes_value and not equals:
             del rest[:1]
+
+
+def _find_cure(name: str) -> str | None:
+    """Return what to use instead of an option of another launcher."""
+    begins = (cure for begin, cure in RENAMED.items() if begin.endswith("-") and name.startswith(begin))
+    return RENAMED.get(name) or next(begins, None)
+
+
+def _guess_option(name: str, options: Mapping[str, Any]) -> str:
+    """Return the option that was probably meant, in a sentence, or where all of them are listed."""
+    from accel_runtime.env import nearest
+
+    known = [option[2:] for option in options if option.startswith("--")]
+    meant = next((option for option in known if option.startswith(name)), None) or nearest(name, known)
+    return f"Did you mean --{meant}? See --help for all options" if meant else "See --help for all options"

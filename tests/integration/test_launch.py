@@ -220,7 +220,7 @@ def test_a_signal_reaches_every_process_and_leaves_none(script, cwd, count, numb
         (("-m", "--no-python", "train.py"), "-m and --no-python contradict each other"),
         (("-m", "no_such_module_x"), "there is no module named 'no_such_module_x'"),
         (("--no-python", "no-such-program-x"), "was not found"),
-        (("--frobnicate", "train.py"), "No such option"),
+        (("--frobnicate", "train.py"), "has no option --frobnicate"),
         ((), "Missing argument"),
     ],
 )

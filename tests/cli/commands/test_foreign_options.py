@@ -104,6 +104,47 @@ def test_the_number_of_processes_by_other_names_is_named(launch, args):
     assert f"accel launch has no option {name}. Use --nproc-per-node N" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--nproc", "--nproc-per-node"),
+        ("--nproc_per_nod", "--nproc-per-node"),
+        ("--log_dirr", "--log-dir"),
+        ("--rdzv", "--rdzv-endpoint"),
+        ("--xyz", None),
+    ],
+)
+def test_an_option_that_is_not_known_is_named_as_typed_with_the_one_that_was_meant(launch, option, meant):
+    guess = f"Did you mean {meant}? " if meant else ""
+    done = launch("--cpu", f"{option}", "2", "train.py", "--lr", "1")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"accel: error: accel launch has no option {option}. {guess}See --help for all options.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "cure"),
+    [
+        ("--num_nodes", "Use --nnodes N"),
+        ("--world_size", "Use --nproc-per-node N and --nnodes N"),
+        ("--config", "Use --profile NAME"),
+        ("--backend", "Use --set process_group_backend="),
+        ("--main_process_port", "on one machine, leave it out."),
+        ("--master-port", "on one machine, leave it out."),
+    ],
+)
+def test_names_that_people_try_are_named_with_what_to_use(launch, option, cure):
+    done = launch(f"{option}=2", "train.py")
+    assert (done.returncode, cure in done.stderr) == (2, True)
+
+
+def test_options_that_are_not_known_do_not_disturb_the_completion_of_a_shell():
+    command, args = COMMANDS["launch",], ["--num_processes", "2", "--xyz"]
+    assert command.make_context("launch", args, resilient_parsing=True)
+
+
 def test_options_of_other_launchers_in_the_arguments_of_the_script_are_its_own(launch):
     assert launch("--cpu", "--dry-run", "train.py", "--num_processes", "8").returncode == 0
 
