@@ -9,7 +9,7 @@ from typing import Any
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile.schema import SCHEMA_VERSION
 
-__all__ = ["MIGRATIONS", "UnversionedError", "migrated"]
+__all__ = ["MIGRATIONS", "UnversionedError", "is_accelerate", "migrated"]
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -22,6 +22,11 @@ MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
 """For every older version, what makes it the next one; a release that changes the layout adds a line."""
 
 
+def is_accelerate(data: Mapping[str, Any]) -> bool:
+    """Return True if this is a config file of Accelerate rather than a profile."""
+    return "compute_environment" in data or "distributed_type" in data
+
+
 def migrated(
     data: dict[str, Any],
     where: str,
@@ -32,9 +37,14 @@ def migrated(
 
     Raises:
         UnversionedError: The version is missing, or is no version.
-        ProfileError: The version is newer than this accel.
+        ProfileError: The version is newer than this accel, or this is a config file of Accelerate.
     """
     version = data.get("schema_version")
+    if version is None and is_accelerate(data):
+        cure = "Make a profile of it: accel config import FILE"
+        raise ProfileError(
+            [Problem(where, "", f"this is a config file of Accelerate, not a profile. {cure}")]
+        )
     if version is None:
         hint = f"add the line: schema_version: {newest}"
         raise UnversionedError(

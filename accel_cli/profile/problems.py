@@ -34,6 +34,35 @@ _WORDS = {
 _LONGEST = 60
 _SHORTEST_PREFIX, _LONGEST_REST = 4, 3
 """A beginning that two names share says what was meant from this length on, with at most so much behind it."""
+_SHORTEST_WHOLE = 3
+"""A name that is all of the beginning of another says what was meant from this length on."""
+_EXAMPLES = {
+    "launcher": "launcher.kind",
+    "parallel": "parallel.dp_shard",
+    "fully_shard": "fully_shard.wrap",
+    "env": "env.NAME, a variable",
+}
+_MEET = "launcher.rdzv_endpoint, HOST:PORT"
+_RENAMED = {
+    "num_processes": "launcher.nproc_per_node, the number of processes on each machine",
+    "num_machines": "launcher.nnodes",
+    "machine_rank": "the option --node-rank of accel launch, if machines do not number themselves",
+    "node_rank": "the option --node-rank of accel launch, if machines do not number themselves",
+    "main_process_ip": _MEET,
+    "main_process_port": _MEET,
+    "master_addr": _MEET,
+    "master_port": _MEET,
+    "use_cpu": "device: cpu",
+    "compute_environment": "launcher.kind",
+    "distributed_type": "launcher.kind, and the sections parallel and fully_shard",
+    "fsdp_config": "the sections parallel and fully_shard",
+    "deepspeed_config": "the sections parallel and fully_shard",
+    "parallelism_config": "the section parallel",
+    "dynamo_config": "Accelerator(dynamo_backend=...) in the script",
+    "num_cpu_threads_per_process": "launcher.omp_num_threads",
+    "downcast_bf16": "mixed_precision: bf16",
+}
+"""How a profile says keys of Accelerate and torchrun."""
 
 
 def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
@@ -66,14 +95,34 @@ def unknown_key(key: str, where: str, kind: object = None) -> Problem:
         where: File and line, or option.
         kind: The `launcher.kind` in force, whose keys are guessed first; None if it is not known.
     """
-    kinds = [
-        kind for kind, section in LAUNCHERS.items() if key.removeprefix("launcher.") in section.model_fields
-    ]
-    if key.startswith("launcher.") and kinds:
+    kinds = _list_kinds(key)
+    if key in SECTIONS:
+        return Problem(where, key, f"this is a section. Name a key of it, such as {_EXAMPLES[key]}")
+    if kinds:
         return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
     if instead := fsdp1(key.rpartition(".")[2]):
         return Problem(where, key, f"this is a word of FSDP1; under fully_shard, {instead}")
-    return Problem(where, key, "this key is not known", hint=did_you_mean(_guess_key(key, kind)))
+    return Problem(where, key, "this key is not known", hint=_hint_key(key, kind))
+
+
+def _list_kinds(key: str) -> list[str]:
+    """Return the launchers that have a key of the section `launcher`; none for a key of another section."""
+    section, _, name = key.rpartition(".")
+    return [kind for kind, each in LAUNCHERS.items() if section == "launcher" and name in each.model_fields]
+
+
+def _hint_key(key: str, kind: object) -> str:
+    """Return the hint for an unknown key: what it is called here, or which key was probably meant."""
+    section, _, name = key.rpartition(".")
+    if section in {"", "launcher"} and name in _RENAMED:
+        return f"use {_RENAMED[name]}"
+    if name.isdigit():
+        return "quote a value that has commas: '0,1'"
+    meant = _guess_key(key, kind)
+    kinds = _list_kinds(meant or "")
+    if kind in LAUNCHERS and kinds and kind not in kinds:
+        return f"did you mean {meant}, a key of launcher.kind: {' or '.join(kinds)}?"
+    return did_you_mean(meant)
 
 
 def did_you_mean(meant: str | None) -> str:
@@ -102,20 +151,28 @@ def _guess_key(key: str, kind: object) -> str | None:
         if name in group:
             return group[name]
     for group in groups:
-        if meant := _match_prefix(name, reversed(group)) or nearest(name, list(group)):
+        if meant := _match_prefix(name, reversed(group)) or _match_letters(name, group):
             return group[meant]
     # Behind a known section, any short name looks like any other.
-    return nearest(key, known) if section and section not in SECTIONS else None
+    return nearest(key, known) if section and section.partition(".")[0] not in SECTIONS else None
 
 
 def _match_prefix(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that shares most of the beginning of a name, if that is most of it."""
+    """Return the known name that begins with a name, or shares most of its beginning, if that is most of it."""
+    known = list(known)
+    if whole := [other for other in known if len(name) >= _SHORTEST_WHOLE and other.startswith(name)]:
+        return whole[0]
     shared = {
         other: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
         for other in known
     }
     best = max(shared, key=lambda other: shared[other], default="")
     return best if shared.get(best, 0) >= max(_SHORTEST_PREFIX, len(name) - _LONGEST_REST) else None
+
+
+def _match_letters(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name with nearly the letters of a name; in front of few letters, the first has to be right."""
+    return nearest(name, [other for other in known if len(name) > _SHORTEST_PREFIX or other[0] == name[:1]])
 
 
 def _locate(loc: list[str]) -> tuple[type[Section], str]:

@@ -249,6 +249,17 @@ def test_the_project_file_holds_in_the_project(typed, cwd):
     assert "(project)" in typed("config", "list").stdout
 
 
+def test_a_section_is_no_value_and_named_with_a_key_of_it(typed):
+    for section, key in (
+        ("env", "env.NAME"),
+        ("launcher", "launcher.kind"),
+        ("parallel", "parallel.dp_shard"),
+    ):
+        done = typed("config", "get", section)
+        assert done.returncode == 2
+        assert f"get: {section}: this is a section. Name a key of it, such as {key}" in done.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -17,6 +17,7 @@ from accel_cli.profile.accelerate.jobs import AskedJob
 from accel_cli.profile.accelerate.keys import CLUSTER, DIVIDING, JOB, Key
 from accel_cli.profile.accelerate.sections import SECTIONS
 from accel_cli.profile.accelerate.values import Refused, shown, without_secrets
+from accel_cli.profile.migrate import is_accelerate
 from accel_cli.profile.problems import did_you_mean, explain
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import Parallel, SettingsError, nearest
@@ -37,11 +38,6 @@ class Imported:
     """The keys that took effect, or ask for what accel does anyway: `num_processes: 8`, and what it became."""
     left: tuple[tuple[str, str], ...]
     """The other keys: `fsdp_config.fsdp_version: 2`, and the reason."""
-
-
-def is_accelerate(data: Mapping[str, Any]) -> bool:
-    """Whether this is an Accelerate config file rather than a profile."""
-    return "compute_environment" in data or "distributed_type" in data
 
 
 def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, Any] | None = None) -> Imported:

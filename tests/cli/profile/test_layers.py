@@ -144,10 +144,19 @@ def test_an_assignment_that_cannot_be_used_says_why(text, said):
 @pytest.mark.parametrize(
     ("key", "kind", "meant"),
     [
-        ("launcher.nprocs", "single", "launcher.nproc_per_node"),
+        (
+            "launcher.nprocs",
+            "single",
+            "launcher.nproc_per_node, a key of launcher.kind: torchrun or slurm or sagemaker",
+        ),
+        ("launcher.log", "torchrun", "launcher.log_dir"),
+        ("launcher.max", "torchrun", "launcher.max_restarts"),
+        ("launcher.gpu", "slurm", "launcher.gpus_per_node"),
+        ("launcher.port", "torchrun", None),
+        ("launcher.xyz.abc", "torchrun", None),
         ("launcher.timeout", "slurm", "launcher.time"),
         ("launcher.timeout", "torchrun", "launcher.rdzv_timeout"),
-        ("launcher.instance", "torchrun", "launcher.instance_type"),
+        ("launcher.instance", "torchrun", "launcher.instance_type, a key of launcher.kind: sagemaker"),
         ("launcher.rdzv", "torchrun", "launcher.rdzv_endpoint"),
         ("nprocs", None, "launcher.nproc_per_node"),
         ("launcher.xyz", "torchrun", None),
@@ -157,6 +166,48 @@ def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_fi
     with pytest.raises(ProfileError) as caught:
         assigned([f"{key}=2"], kind=kind)
     assert caught.value.problems[0].hint == (f"did you mean {meant}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("num_processes", "launcher.nproc_per_node, the number of processes on each machine"),
+        ("launcher.num_machines", "launcher.nnodes"),
+        ("main_process_ip", "launcher.rdzv_endpoint, HOST:PORT"),
+        (
+            "launcher.node_rank",
+            "the option --node-rank of accel launch, if machines do not number themselves",
+        ),
+        ("use_cpu", "device: cpu"),
+        ("distributed_type", "launcher.kind, and the sections parallel and fully_shard"),
+        ("fsdp_config", "the sections parallel and fully_shard"),
+    ],
+)
+def test_a_key_of_accelerate_or_torchrun_is_named_with_what_it_is_called_here(key, instead):
+    with pytest.raises(ProfileError) as caught:
+        assigned([f"{key}=2"])
+    assert str(caught.value) == f"--set: {key}: this key is not known (use {instead})"
+
+
+def test_a_value_with_commas_that_yaml_divides_is_named_with_the_cure(store, cwd):
+    put(cwd / "accel.yaml", "launcher: {kind: single, gpu_ids: 3,1}\n")
+    with pytest.raises(
+        ProfileError, match=r"launcher.1: this key is not known \(quote a value that has commas: '0,1'"
+    ):
+        resolve(stack(store, {}, None))
+
+
+@pytest.mark.parametrize(
+    "text", ["compute_environment: LOCAL_MACHINE\n", "num_processes: 2\ndistributed_type: NO\n"]
+)
+def test_a_config_file_of_accelerate_in_place_of_a_profile_is_named_with_how_to_import_it(store, cwd, text):
+    path = cwd / "accel.yaml"
+    path.write_text(text)
+    with pytest.raises(ProfileError) as caught:
+        resolve(stack(store, {}, None))
+    assert str(caught.value) == (
+        f"{path}:1: this is a config file of Accelerate, not a profile. Make a profile of it: accel config import FILE"
+    )
 
 
 def test_the_launcher_that_an_assignment_names_is_the_active_one():
