@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
@@ -43,11 +43,29 @@ def _check_ids(value: int | str | None) -> int | str | None:
     return value if isinstance(value, int) else ids
 
 
+def _join_ids(value: Any) -> Any:
+    """Return the text that a list of ids stands for."""
+    if not isinstance(value, list):
+        return value
+    if not value or not all(type(name) in {int, str} for name in value):
+        raise ValueError("expected all, or ids as in 0,2 or [0, 2]")
+    return ",".join(map(str, value))
+
+
 GpuIds = Annotated[
     int | str | None,
+    BeforeValidator(_join_ids),
     AfterValidator(_check_ids),
     Field(
-        description="GPUs to use, by the ids that the vendor's variable takes (`CUDA_VISIBLE_DEVICES`, ...), as in `0,2`; unset "
+        json_schema_extra={
+            "anyOf": [
+                {"type": ["integer", "string", "null"]},
+                {"type": "array", "items": {"type": ["integer", "string"]}, "minItems": 1},
+            ]
+        }
+    ),
+    Field(
+        description="GPUs to use, by the ids that the vendor's variable takes (`CUDA_VISIBLE_DEVICES`, ...), as in `0,2` or `[0, 2]`; unset "
         "or `all` uses every one. If that variable is set already, they must be among those that it names. On the CPU it "
         "has no effect."
     ),
@@ -76,8 +94,8 @@ def choose_gpus(job: Job, gpu_ids: int | str | None) -> tuple[Job, dict[str, str
         return job, {}
     if not visible:
         raise UsageError(
-            f"launcher.gpu_ids: {gpu_ids} was asked for, but this machine has {machine.summary}: no GPUs that can be chosen. "
-            "Take the key out, or use --cpu."
+            f"launcher.gpu_ids: {gpu_ids} was asked for, but this machine has no GPUs to choose from ({machine.summary}). "
+            "Leave out --gpu-ids, or the key launcher.gpu_ids."
         )
     ids = str(gpu_ids).split(",")
     if unseen := [name for name in ids if name not in visible]:

@@ -54,8 +54,8 @@ def test_a_number_of_processes_that_is_said_has_to_fit_the_chosen_gpus():
         (GPUS, {}, "GPU-7f", "this machine has no GPU GPU-7f"),
         (GPUS, {}, "7,8", "no GPU 7 and no GPU 8"),
         (TWO, {CUDA: "4,6"}, "0", "CUDA_VISIBLE_DEVICES=4,6 shows no GPU 0. Choose among 4, 6."),
-        (Machine(cpus=8), {}, "0", "this machine has 8 CPU cores: no GPUs that can be chosen"),
-        (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "no GPUs that can be chosen"),
+        (Machine(cpus=8), {}, "0", "this machine has no GPUs to choose from (8 CPU cores). Leave out --gpu-ids, or the key"),
+        (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "no GPUs to choose from"),
     ],
 )  # fmt: skip
 def test_ids_that_are_no_gpus_of_this_launch_are_refused(found, environ, ids, said):
@@ -90,10 +90,20 @@ def test_the_cpu_needs_no_gpus_to_choose_from():
     assert CUDA not in Torchrun(gpu_ids="0,1").plan(job(device="cpu")).env
 
 
-@pytest.mark.parametrize("ids", ["", "0,", "0;1", "0 1,,2", "-1", "0,0", True, 1.5, [0, 1]])
+@pytest.mark.parametrize(
+    "ids", ["", "0,", "0;1", "0 1,,2", "-1", "0,0", True, 1.5, [], [0, 0], [[0]], [True]]
+)
 def test_text_that_names_no_gpus_is_refused(ids):
     with pytest.raises(ValueError, match=r"expected (all, or ids as in 0,2|every id once)|valid"):
         Profile(launcher={"kind": "torchrun", "gpu_ids": ids})
+
+
+@pytest.mark.parametrize("ids", [[0, 2], ["0", 2], "0,2"])
+def test_a_list_of_gpus_is_what_their_ids_with_commas_are(ids):
+    profile = Profile(launcher={"kind": "torchrun", "gpu_ids": ids})
+    assert profile.launcher.gpu_ids == "0,2"
+    types = [each["type"] for each in Torchrun.model_json_schema()["properties"]["gpu_ids"]["anyOf"]]
+    assert "array" in types
 
 
 @pytest.fixture
