@@ -28,6 +28,7 @@ __all__ = [
     "ShutdownTimeout",
     "StallTimeout",
     "command",
+    "is_endpoint",
 ]
 
 _ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):(\d{1,5})")
@@ -35,11 +36,16 @@ _TOO_BIG_PORT = 65536
 _RANGE = re.compile(r"([1-9]\d*):([1-9]\d*)")
 
 
+def is_endpoint(text: str) -> bool:
+    """Return True if a text is host:port with a port that there can be."""
+    matched = _ENDPOINT.fullmatch(text)
+    return matched is not None and 0 < int(matched[2]) < _TOO_BIG_PORT
+
+
 def _endpoint(text: str | None) -> str | None:
     if text is None:
         return None
-    matched = _ENDPOINT.fullmatch(text)
-    if not matched or not 0 < int(matched[2]) < _TOO_BIG_PORT:
+    if not is_endpoint(text):
         raise ValueError("expected host:port with a port from 1 to 65535")
     return text
 

@@ -38,6 +38,13 @@ def _endpoint(*_: object) -> str:
     return str(network.Endpoint(network.own_address() or socket.gethostname(), PORT))
 
 
+def _doubt_endpoint(endpoint: str | None) -> str | None:
+    """Return why no other machine reaches an endpoint, in one line of a terminal; None if nothing is known of it."""
+    if not endpoint or not elastic.is_endpoint(endpoint) or not network.Endpoint.parse(endpoint).loopback:
+        return None
+    return "only this machine reaches it: give an address that all machines reach"
+
+
 class Torchrun(elastic.Elastic):
     """Several processes that train together, through torch.distributed.run's elastic agent."""
 
@@ -69,6 +76,7 @@ class Torchrun(elastic.Elastic):
             suggest=_endpoint,
             when=lambda answers: answers.get("nnodes", 1) != 1,
             hint="an address every machine reaches",
+            doubt=_doubt_endpoint,
         ),
     ] = None
     allow_loopback: elastic.AllowLoopback = False

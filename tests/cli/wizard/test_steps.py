@@ -61,7 +61,10 @@ def test_where_machines_meet_is_suggested_by_an_address_that_others_reach(monkey
     monkeypatch.setattr(socket, "gethostname", lambda: "node0")
     assert step.suggestion(MACHINES[0], answers, {}) == "node0:29400"
     assert step.problem("node0:29400", answers) is None
-    assert step.problem("localhost:29400", answers).startswith("no other machine reaches localhost:29400")
+    refused = step.problem("localhost:29400", answers)
+    assert refused == "only this machine reaches it: give an address that all machines reach"
+    assert step.problem("localhost", answers).startswith("expected host:port")
+    assert len(refused) < 80  # what the line of a terminal shows
     before = {"launcher.rdzv_endpoint": "localhost:29400"}
     assert step.suggestion(MACHINES[0], answers, before) == "node0:29400"
 
