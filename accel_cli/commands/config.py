@@ -211,19 +211,23 @@ def unset(
     from accel_cli import console
     from accel_cli.errors import UsageError
     from accel_cli.profile import layers
-    from accel_cli.profile.updating import update
+    from accel_cli.profile.updating import remove
 
     target = _existing(_writable_target(profile, project=project))
+    if "schema_version" in keys:
+        raise UsageError(
+            "schema_version cannot be taken out: every profile has it. Leave it out of the command."
+        )
     there = layers.file(target, "file").values
     gone = {key: [name for name in there if name == key or name.startswith(f"{key}.")] for key in keys}
     if missing := [key for key, names in gone.items() if not names]:
         raise UsageError(
             f"{target} does not say {', '.join(missing)}. Use one of: {', '.join(there) or 'none, it says nothing'}."
         )
-    update(
-        _store(), target, dict.fromkeys((name for names in gone.values() for name in names), None), "unset"
-    )
+    left = remove(_store(), target, [name for names in gone.values() for name in names], "unset")
     console.note(f"{target} no longer says {', '.join(keys)}")
+    for problem in left:
+        console.note(f"a mistake is left: {problem}")
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile import document
 from accel_cli.profile.document import Document
 from accel_cli.profile.layers import flat, nested
+from accel_cli.profile.schema import describe
 from accel_cli.profile.store import render
 
 __all__ = ["changed", "edited"]
@@ -60,12 +61,11 @@ def edited(
         key.partition(".")[0] for key in after
     }
     gone += [section for section in sections if (section,) in found.lines]
-    for key in sorted(gone, key=lambda key: -_line(found, key)):
-        del lines[_line(found, key)]
     for key, value in after.items():
         if key in before and before[key] != value:
-            index = _line(found, key) - sum(_line(found, other) < _line(found, key) for other in gone)
-            lines[index] = _replaced(lines[index], key, value)
+            lines[_line(found, key)] = _replaced(lines[_line(found, key)], key, value)
+    for index in sorted(_list_lines(lines, found, gone), reverse=True):
+        del lines[index]
     for key in (key for key in after if key not in before):
         _insert(lines, key, after[key], comments.get(key, ""))
     result = "\n".join(lines) + "\n"
@@ -79,6 +79,19 @@ def edited(
 def _line(found: Document, key: str) -> int:
     """The index of the line a key stands on."""
     return found.lines.get(tuple(key.split(".", 1)), found.lines.get((key,), 1)) - 1
+
+
+def _list_lines(lines: list[str], found: Document, keys: Iterable[str]) -> set[int]:
+    """Return the indices of the lines that keys stand on, with the comments above them that accel wrote."""
+    kind = flat(found.data).get("launcher.kind")
+    described = describe(kind) if isinstance(kind, str) and kind in LAUNCHERS else {}
+    indices: set[int] = set()
+    for key in keys:
+        index = _line(found, key)
+        comment = document.comment_lines(described.get(key, ""), "  " if "." in key else "")
+        first = max(0, index - len(comment))
+        indices |= {index, *(range(first, index) if lines[first:index] == comment else ())}
+    return indices
 
 
 def _replaced(line: str, key: str, value: Any) -> str:

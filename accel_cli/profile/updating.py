@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_cli.errors import ProfileError
+from accel_cli.errors import Problem, ProfileError
 from accel_cli.profile import document, edit, layers, store
 from accel_cli.profile.layers import Layer, flat
 from accel_cli.profile.schema import SCHEMA_VERSION, Profile
 from accel_cli.profile.store import DEFAULT, Store
 
-__all__ = ["below", "layer", "update"]
+__all__ = ["below", "layer", "remove", "update"]
 
 
 def update(where: Store, target: Path, updates: Mapping[str, Any], by: str) -> tuple[Profile, list[str]]:
@@ -40,6 +40,44 @@ def update(where: Store, target: Path, updates: Mapping[str, Any], by: str) -> t
         resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
         store.write(target, edit.edited(text, found, data))
     return resolved.profile, lost
+
+
+def remove(where: Store, target: Path, keys: Collection[str], by: str) -> list[Problem]:
+    """Take keys out of a profile file, which may have other mistakes.
+
+    Args:
+        where: The folders of profiles.
+        target: The file.
+        keys: Dotted keys.
+        by: The command, for messages.
+
+    Returns:
+        The mistakes that the file still has.
+
+    Raises:
+        UsageError: The file cannot be read or written, or it would have a mistake that it does not have yet.
+    """
+    with store.lock(target):
+        text, found = store.read_text(target), store.read(target)
+        data, _ = edit.changed(found.data, dict.fromkeys(keys))
+        before, after = (
+            [*found.problems, *_find_problems([*below(where, target), layer(each, target, keys, by)])]
+            for each in (found.data, data)
+        )
+        known = {(problem.key, problem.expected) for problem in before}
+        if added := [problem for problem in after if (problem.key, problem.expected) not in known]:
+            raise ProfileError(added)
+        store.write(target, edit.edited(text, found, data))
+        return _find_problems([*below(where, target), layers.file(target, "file")])
+
+
+def _find_problems(stack: Iterable[Layer]) -> list[Problem]:
+    """Return the mistakes of layers."""
+    try:
+        layers.resolve(stack)
+    except ProfileError as error:
+        return error.problems
+    return []
 
 
 def below(where: Store, target: Path) -> list[Layer]:

@@ -151,6 +151,11 @@ def test_values_and_sections_are_taken_out_of_a_profile(typed, home):
         done = typed("config", "unset", *keys)
         assert (done.returncode, said in done.stderr) == (2, True)
     assert "there is no profile at" in typed("config", "unset", "resume", "--profile", "gone").stderr
+    path.write_text("schema_version: 1\nresume: 3\ndevise: cpu\n")
+    assert "schema_version cannot be taken out" in typed("config", "unset", "schema_version").stderr
+    done = typed("config", "unset", "devise")
+    assert (done.returncode, path.read_text()) == (0, "schema_version: 1\nresume: 3\n")
+    assert f"a mistake is left: {path}:2: resume: expected true or false, got 3\n" in done.stderr
 
 
 def test_a_profile_is_deleted_after_a_yes_only(typed, home, terminal):

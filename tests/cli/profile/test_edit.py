@@ -3,6 +3,8 @@ from hypothesis import strategies as st
 
 from accel_cli.profile.document import parse
 from accel_cli.profile.edit import changed, edited
+from accel_cli.profile.schema import describe
+from accel_cli.profile.store import render
 
 TEXT = """\
 # mine
@@ -54,6 +56,24 @@ def test_lists_and_keys_with_values_go_on_one_line_and_comments_stay():
     assert text.startswith(TEXT)
     assert parse(text, "x").data["fully_shard"] == {"wrap": names}
     assert parse(text, "x").data["parallel"] == {"tp_plan": {"*.up": "colwise"}}
+
+
+def test_the_comment_that_accel_wrote_above_a_key_goes_with_it_and_no_other_does():
+    described = describe("torchrun")
+    data = {
+        "schema_version": 1,
+        "launcher": {"kind": "torchrun", "nproc_per_node": 2, "ranks": "all"},
+        "device": "cpu",
+        "env": {"A": "1"},
+    }
+    text = render(data, described)
+    assert f"  # {described['launcher.ranks']}\n" in text
+    changed_, _ = change(text, {"launcher.ranks": None, "device": None, "env.A": None})
+    assert changed_ == render(
+        {"schema_version": 1, "launcher": {"kind": "torchrun", "nproc_per_node": 2}}, described
+    )
+    mine = text.replace(described["launcher.ranks"], "mine")
+    assert "  # mine\n" in change(mine, {"launcher.ranks": None})[0]
 
 
 def test_another_kind_of_launcher_loses_the_keys_it_does_not_have_and_says_so():

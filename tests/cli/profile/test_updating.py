@@ -6,7 +6,7 @@ import pytest
 
 from accel_cli.errors import ProfileError
 from accel_cli.profile.store import Store
-from accel_cli.profile.updating import update
+from accel_cli.profile.updating import remove, update
 
 Process = get_context("fork").Process
 
@@ -55,3 +55,16 @@ def test_a_mistake_of_a_section_that_is_set_does_not_name_a_file_that_is_not_the
         ProfileError, match=r"^test: launcher.kind: expected .* \(set launcher.kind too: torchrun"
     ):
         update(where, where.path("gpu"), {"launcher.nproc_per_node": 2}, "test")
+
+
+def test_a_profile_with_several_mistakes_is_repaired_key_by_key(where):
+    file = where.path("gpu")
+    file.parent.mkdir()
+    file.write_text("launcher:\n  kind: torchrun\n  nprocs: 3\n  ranks: all\ndevise: cpu\n")
+    left = remove(where, file, ["launcher.nprocs"], "test")
+    assert [problem.key for problem in left] == ["schema_version", "devise"]
+    assert [problem.key for problem in remove(where, file, ["devise"], "test")] == ["schema_version"]
+    with pytest.raises(ProfileError) as caught:
+        remove(where, file, ["launcher.kind"], "test")
+    assert [problem.key for problem in caught.value.problems] == ["launcher.kind"]
+    assert file.read_text() == "launcher:\n  kind: torchrun\n  ranks: all\n"
