@@ -169,7 +169,7 @@ class Local(LocalElasticAgent):
             return
         if self._attempt == 0 and self._on_screen and self._on_screen.isdisjoint(here):
             where = f"in {console.short(str(self._room.folder.path))}, and on the screen with --ranks all"
-            console.note(f"what {ranks.in_words(here)} on {self._room.host} write is {where}")
+            console.note(f"the output of {ranks.in_words(here)} on {self._room.host} is {where}")
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

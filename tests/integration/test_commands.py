@@ -272,6 +272,7 @@ def test_a_section_is_no_value_and_named_with_a_key_of_it(typed):
         ("unset", "device"),
         ("edit",),
         ("default", "--force"),
+        ("--default", "--force"),
         ("import", "x.yaml", "--force"),
     ],
 )
