@@ -154,6 +154,14 @@ class ConfigurationObjects(Processes):
         """Return the arguments of DDP and of its hook that differ from their defaults."""
         return {} if self.ddp_handler is None else changed_fields(self.ddp_handler)
 
+    def _options_of_torch(self) -> list[KwargsHandler]:
+        """Return the objects whose fields must be equal on all ranks, with torch's defaults for those not given."""
+        return [
+            self.ddp_handler or DistributedDataParallelKwargs(),
+            self.autocast_handler or AutocastKwargs(),
+            self.scaler_handler or GradScalerKwargs(),
+        ]
+
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
         """The arguments of autocast; None for torch's own."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
 from numbers import Number
 from typing import Any
 
@@ -17,7 +19,7 @@ from accel_runtime.data.script import batch_size_of, sampler_of
 from accel_runtime.exchange.agreement import MismatchError
 from accel_runtime.exchange.objects import share_objects
 
-__all__ = ["check_consistent"]
+__all__ = ["check_consistent", "collect_option_facts"]
 
 _SHOWN = 10
 """The number of differences in a message."""
@@ -53,6 +55,19 @@ def check_consistent(
         "Create them in the same way on every rank. If each rank has a part of the data of its own, prepare the loader "
         'with prepare_data_loader(loader, data="sharded").'
     )
+
+
+def collect_option_facts(configurations: Iterable[Any]) -> Facts:
+    """Return the fields of configuration objects by class and name; those that cannot be compared are left out."""
+    facts: Facts = {}
+    for configuration in configurations:
+        for field in fields(configuration):
+            value = getattr(configuration, field.name)
+            if isinstance(value, Mapping):
+                value = tuple(item for item in sorted(value.items()) if _is_plain(item))
+            if _is_plain(value) or isinstance(value, Enum):
+                facts[f"{type(configuration).__name__}.{field.name}"] = value
+    return facts
 
 
 def _collect_facts(item: Any, options: LoaderOptions) -> Facts:

@@ -22,8 +22,9 @@ from accel_runtime.compilation import compile_in_place
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.loops import Feeding, Loops
 from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.env import flat
 from accel_runtime.facade.configuration import ConfigurationObjects
-from accel_runtime.facade.consistency import check_consistent
+from accel_runtime.facade.consistency import check_consistent, collect_option_facts
 from accel_runtime.first_input import FirstInput
 from accel_runtime.gradients import Gradients
 from accel_runtime.optimizer import PreparedOptimizer
@@ -94,12 +95,24 @@ class Preparing(ConfigurationObjects):
         ]
         self._compared.update(new)
         if new:
+            plugin = self._accumulation.plugin
             settings = {
                 "mixed_precision": self.settings.mixed_precision,
                 "gradient_accumulation_steps": self._accumulation.steps,
+                "sync_each_batch": plugin.sync_each_batch,
+                "sync_with_dataloader": plugin.sync_with_dataloader,
+                "adjust_scheduler": plugin.adjust_scheduler,
                 "step_scheduler_with_optimizer": self._step_with_optimizer,
+                "rng_types": self._rng_types,
+                **{
+                    name: value
+                    for name, value in flat(self.settings)
+                    if name.startswith(("parallel", "fully_"))
+                },
             }
-            check_consistent(new, self._backend, options, settings)
+            check_consistent(
+                new, self._backend, options, settings | collect_option_facts(self._options_of_torch())
+            )
 
     def _prepare_model(self, item: Any, place: bool | None) -> Any:
         return self.prepare_model(item, place) if isinstance(item, nn.Module) else item

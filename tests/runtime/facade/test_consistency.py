@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accel_runtime import Accelerator
+from accel_runtime import (
+    Accelerator,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+)
 from accel_runtime.exchange.agreement import MismatchError
 
 
@@ -150,6 +157,87 @@ def test_settings_that_change_a_step_are_compared_too(pair, name, first, second)
 
     for text in pair.run(refusal, name, first, second):
         assert f"Accelerator, {name}: {first} on rank 0; {second} on rank 1" in text
+
+
+DDP_OPTIONS = {
+    "broadcast_buffers": (True, False),
+    "bucket_cap_mb": (None, 1),
+    "find_unused_parameters": (True, False),
+    "gradient_as_bucket_view": (True, False),
+    "static_graph": (False, True),
+}
+
+
+def test_options_of_ddp_that_differ_are_refused_with_ranks_and_values(pair):
+    def refusal():
+        rank = Accelerator().process_index
+        handler = DistributedDataParallelKwargs()
+        accelerator = Accelerator(kwargs_handlers=[handler] if rank else None)
+        if rank == 0:
+            accelerator.ddp_handler = handler
+        for name, values in DDP_OPTIONS.items():
+            setattr(handler, name, values[rank])
+        handler.comm_hook = ("power_sgd", "fp16")[rank]
+        if rank == 0:
+            handler.comm_state_option = {"matrix_approximation_rank": 2}
+        with pytest.raises(MismatchError) as error:
+            accelerator.prepare(nn.Linear(1, 1))
+        return str(error.value)
+
+    for text in pair.run(refusal):
+        for name, (first, second) in DDP_OPTIONS.items():
+            line = f"Accelerator, DistributedDataParallelKwargs.{name}: {first} on rank 0; {second} on rank 1"
+            assert line in text
+        assert (
+            "comm_hook: DDPCommunicationHookType.POWER_SGD on rank 0; DDPCommunicationHookType.FP16" in text
+        )
+        assert "comm_state_option: (('matrix_approximation_rank', 2),) on rank 0; () on rank 1" in text
+
+
+def test_handlers_that_hold_the_same_options_are_consistent(pair):
+    def unused():
+        rank = Accelerator().process_index
+        options = {
+            "comm_hook": "power_sgd",
+            "comm_state_option": {"warm_start": True, "start_powerSGD_iter": 10},
+        }
+        if rank:
+            options["comm_state_option"] = dict(reversed(options["comm_state_option"].items()))
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+        accelerator.prepare(nn.Linear(1, 1))
+        other = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs()] * rank)
+        return other.prepare(nn.Linear(1, 1)).find_unused_parameters
+
+    assert pair.run(unused) == [False, False]
+
+
+def test_other_options_that_differ_are_refused_too(pair):
+    def refusals():
+        rank = Accelerator().process_index
+        texts = []
+        for options in (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_each_batch=bool(rank))},
+            {"kwargs_handlers": [AutocastKwargs(cache_enabled=bool(rank))]},
+            {"kwargs_handlers": [GradScalerKwargs(init_scale=2.0**rank)]},
+            {"rng_types": ["torch"] * rank},
+            {"fsdp_plugin": FullyShardedDataParallelPlugin(reshard_after_forward=bool(rank))},
+        ):
+            accelerator = Accelerator(**options)
+            with pytest.raises(MismatchError) as error:
+                accelerator.prepare(nn.Linear(2, 2))
+            texts.append(str(error.value))
+        return texts
+
+    expected = [
+        "sync_each_batch: False on rank 0; True on rank 1",
+        "AutocastKwargs.cache_enabled: False on rank 0; True on rank 1",
+        "GradScalerKwargs.init_scale: 1.0 on rank 0; 2.0 on rank 1",
+        "rng_types: () on rank 0; ('torch',) on rank 1",
+        "fully_shard_reshard_after_forward: False on rank 0; True on rank 1",
+    ]
+    for texts in pair.run(refusals):
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text
 
 
 def test_parts_of_the_data_that_are_a_ranks_own_may_differ(pair):
