@@ -11,7 +11,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.kinds import DistributedType
 from accel_runtime.topology import DataPlace, Topology
 
-__all__ = ["DetachedBackend"]
+__all__ = ["DetachedBackend", "build_refusal"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,17 @@ class DetachedBackend:
 
     def refusal(self) -> RuntimeError:
         """Return the error of a call that needs the other processes."""
-        return RuntimeError(
-            f"This object cannot be used here: it was pickled on rank {self.topology.rank}, and this process has not joined "
-            "the ranks, as a worker of a DataLoader or of a pool has not. Make the call on the rank itself; in a function "
-            "that is launched on several processes, make an Accelerator() first."
-        )
+        return build_refusal(f"it was pickled on rank {self.topology.rank}")
+
+
+def build_refusal(origin: str) -> RuntimeError:
+    """Return the error of a call that needs the other processes, in one that has not joined them.
+
+    Args:
+        origin: How the object came to this process.
+    """
+    return RuntimeError(
+        f"This object cannot be used here: {origin}, and this process has not joined the ranks, as a worker of a DataLoader or "
+        "of a pool has not. Make the call on the rank itself; in a function that is launched on several processes, make an "
+        "Accelerator() first."
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import multiprocessing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -16,12 +17,14 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import get_worker_info
 from typing_extensions import override
 
 from accel_runtime.backends import buckets
 from accel_runtime.backends.attendance import Absence, attendance_of
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.ddp import replicated, synced
+from accel_runtime.backends.detached import build_refusal
 from accel_runtime.backends.settling import forks_wait, wait_for_threads
 from accel_runtime.backends.status import explained
 from accel_runtime.backends.wire import control_group, side_wire, wire_of
@@ -69,6 +72,7 @@ class Distributed(InStore):
             # A process by itself, which divides a model as many do.
             wanted |= {"store": HashStore(), "rank": 0, "world_size": 1}
         if not dist.is_initialized():
+            _check_is_rank(topology)
             if wanted["backend"] == _SMDDP:
                 _register_smddp(device)
             dist.init_process_group(**wanted)
@@ -226,6 +230,25 @@ class Distributed(InStore):
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return synced(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def _check_is_rank(topology: Topology) -> None:
+    """Raise if this process is a spawned child that has the variables of its rank, and would wait for the others for ever.
+
+    Raises:
+        RuntimeError: It runs the script again to import it, or is a worker of a DataLoader.
+    """
+    if not topology.launched:
+        return
+    # multiprocessing refuses to start processes by this attribute too (Python 3.11).
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            f"Cannot connect to the other processes: this one was spawned by rank {topology.rank}, such as a worker of a "
+            "DataLoader, and imports the script, which makes an Accelerator or a PartialState outside of functions. Guard "
+            "the script with if __name__ == '__main__': main()."
+        )
+    if get_worker_info() is not None:
+        raise build_refusal(f"this process was spawned by rank {topology.rank}")
 
 
 def _name(settings: Settings, device: torch.device) -> str:

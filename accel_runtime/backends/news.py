@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from accel_runtime.backends.detached import build_refusal
 from accel_runtime.exchange.agreement import SilenceError
 
 __all__ = ["News"]
@@ -25,10 +28,11 @@ class News:
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._lost: SilenceError | None = None
+        self._lost: RuntimeError | None = None
+        _refuse_in_children(self)
 
     def check(self) -> None:
-        """Raise what was raised before: a wire that has broken stays broken."""
+        """Raise what was raised before: a wire that has broken stays broken. In a forked process, raise always."""
         if self._lost:
             raise self._lost
 
@@ -41,8 +45,9 @@ class News:
             let_go()
         news = {self._rank: mine} | self._others()
         timed_out = any(text[0] == "T" for text in news.values())
-        self._lost = SilenceError({rank: text[1:] for rank, text in news.items()}, timed_out=timed_out)
-        return self._lost
+        error = SilenceError({rank: text[1:] for rank, text in news.items()}, timed_out=timed_out)
+        self._lost = error
+        return error
 
     def _others(self) -> dict[int, str]:
         """What the ranks have left in the store; those who can do so do it soon."""
@@ -55,3 +60,14 @@ class News:
                         news[rank] = self._store.get(f"{rank}").decode()
                 time.sleep(0.05)
         return news
+
+
+def _refuse_in_children(news: News) -> None:
+    """Make forked processes refuse the wire: its connections, and that of the store, are those of the rank."""
+    reference = weakref.ref(news)
+
+    def refuse() -> None:
+        if (inherited := reference()) is not None:
+            inherited._lost = build_refusal(f"this process was forked from rank {inherited._rank}")  # noqa: SLF001 - its own
+
+    os.register_at_fork(after_in_child=refuse)

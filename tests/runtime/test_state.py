@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accel_runtime import (
     Accelerator,
@@ -281,6 +282,88 @@ def test_in_a_process_that_has_not_joined_an_accelerator_says_where_it_was_pickl
 
     sent = pair.run(send)[1]
     assert in_a_process_that_has_not_joined(receive)
+
+
+class Refusals(Dataset):
+    """The errors of functions, called in a worker."""
+
+    def __init__(self, functions):
+        self.functions = functions
+
+    def __len__(self):
+        return len(self.functions)
+
+    def __getitem__(self, index):
+        with pytest.raises(RuntimeError) as error:
+            self.functions[index]()
+        return str(error.value)
+
+
+@pytest.mark.parametrize("size", [2, "apart"])
+def test_a_forked_worker_refuses_collectives_and_its_rank_continues(clusters, size):
+    def call():
+        accelerator = Accelerator()
+        calls = Refusals(
+            [
+                lambda: accelerator.gather(torch.ones(1)),
+                lambda: accelerator.reduce(torch.ones(1)),
+                lambda: broadcast_object_list([1]),
+                accelerator.wait_for_everyone,
+                lambda: Accelerator().gather(torch.ones(1)),
+            ]
+        )
+        texts = list(DataLoader(calls, None, num_workers=1, multiprocessing_context="fork"))
+        return accelerator.reduce(torch.ones(1)).item(), texts
+
+    ranks = clusters[size]
+    for rank, (total, texts) in enumerate(ranks.run(call)):
+        assert total == ranks.size
+        assert len(texts) == 5
+        for text in texts:
+            assert f"This object cannot be used here: this process was forked from rank {rank}, and" in text
+            assert "Make the call on the rank itself" in text
+
+
+@pytest.fixture
+def rank_variables(monkeypatch):
+    """The variables of a rank, which a child of it inherits; nothing listens at the address."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, (1, 1, 2, 2, "127.0.0.1", 1), strict=True):
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("make", [Accelerator, PartialState])
+def test_a_spawned_worker_that_imports_an_unguarded_script_is_refused(rank_variables, monkeypatch, make):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(
+        RuntimeError, match=r"spawned by rank 1.*Guard the script with if __name__ == '__main__'"
+    ):
+        in_a_process_that_has_not_joined(make)
+
+
+def test_a_spawned_worker_does_not_connect_in_the_place_of_its_rank(rank_variables, monkeypatch):
+    monkeypatch.setattr("accel_runtime.backends.distributed.get_worker_info", lambda: "a worker")
+    with pytest.raises(
+        RuntimeError, match="cannot be used here: this process was spawned by rank 1, and this"
+    ):
+        in_a_process_that_has_not_joined(PartialState)
+
+
+UNGUARDED = """
+from accel_runtime import Accelerator
+from torch.utils.data import DataLoader, Dataset
+Accelerator()
+list(DataLoader(range(2), num_workers=1, multiprocessing_context="spawn"))
+"""
+
+
+@pytest.mark.slow
+def test_an_unguarded_script_with_spawned_workers_ends_with_the_reason(script, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, script(UNGUARDED)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Guard the script with if __name__ == '__main__'" in done.stderr
 
 
 def test_a_prepared_loader_is_not_pickled_and_says_what_is(alone):
