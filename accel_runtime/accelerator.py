@@ -341,8 +341,8 @@ def _loader_config(
         raise ValueError("dispatch_batches and dataloader_config contradict each other; give one")
     if dispatch_batches is not None:
         config.dispatch_batches = dispatch_batches
-    if split_batches:
-        config.split_batches = True
+    if split_batches is not False:
+        config.split_batches = split_batches
     return config
 
 

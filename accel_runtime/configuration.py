@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 from weakref import WeakMethod
 
 from accel_runtime.env import nearest
 
 __all__ = ["Configuration"]
+
+_OPEN_SWITCHES = ("bool | None", bool | None)
+_SWITCHES = ("bool", bool, *_OPEN_SWITCHES)
+"""Types of fields that are True or False, as text in modules whose annotations are not evaluated."""
 
 
 class Configuration:
@@ -23,7 +28,18 @@ class Configuration:
     __slots__ = ("_observers",)
 
     def __post_init__(self) -> None:
+        self._check_switches()
         self._check()
+
+    def _check_switches(self) -> None:
+        """Raise ValueError if a field that is True or False has another value: a text such as 'False' would count as True."""
+        for field in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
+            value = getattr(self, field.name)
+            if field.type not in _SWITCHES or (value is None and field.type in _OPEN_SWITCHES):
+                continue
+            if isinstance(value, str) or value not in (True, False):
+                choices = "True, False or None" if field.type in _OPEN_SWITCHES else "True or False"
+                raise ValueError(f"{type(self).__name__}.{field.name} must be {choices}; it is {value!r}")
 
     def _check(self) -> None:
         """Raise ValueError if the fields contradict each other, or one has a value without a meaning."""
@@ -38,6 +54,7 @@ class Configuration:
         before = vars(self)[name]
         object.__setattr__(self, name, value)
         try:
+            self._check_switches()
             self._check()
             if getattr(self, name) != before:
                 self._notify(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from numbers import Integral
 from typing import Any
 
 from typing_extensions import override
@@ -172,11 +173,11 @@ class GradientAccumulationPlugin(Configuration, KwargsHandler):
     """How gradients accumulate, for `Accelerator(gradient_accumulation_plugin=...)`.
 
     Raises:
-        ValueError: `num_steps` is below 1.
+        ValueError: `num_steps` is below 1, or no whole number.
     """
 
-    num_steps: int
-    """Micro-batches whose gradients make one optimizer step."""
+    num_steps: int = 1
+    """Micro-batches whose gradients make one optimizer step; None, Accelerate's default, becomes 1."""
     adjust_scheduler: bool = True
     """Whether calls of a prepared scheduler inside a window count in its `_step_count`, for schedules written
     in micro-batches. The learning rate moves once a window either way."""
@@ -188,6 +189,12 @@ class GradientAccumulationPlugin(Configuration, KwargsHandler):
 
     @override
     def _check(self) -> None:
+        if self.num_steps is None:
+            object.__setattr__(self, "num_steps", 1)
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, Integral):
+            raise ValueError(  # noqa: TRY004 - the kind of all refused values
+                f"gradient_accumulation_steps must be a whole number of at least 1; it is {self.num_steps!r}"
+            )
         if self.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {self.num_steps}")
 

@@ -37,6 +37,15 @@ REFUSED = [
     (DistributedDataParallelKwargs, {}, "comm_wrapper", "fp16"),
     (DistributedDataParallelKwargs, {"comm_hook": "fp16"}, "comm_state_option", {"warm_start": True}),
     (GradientAccumulationPlugin, {"num_steps": 2}, "num_steps", 0),
+    (GradientAccumulationPlugin, {}, "num_steps", "4"),
+    (GradientAccumulationPlugin, {}, "num_steps", 2.0),
+    (GradientAccumulationPlugin, {}, "num_steps", True),
+    (GradientAccumulationPlugin, {}, "sync_each_batch", "no"),
+    (DataLoaderConfiguration, {}, "dispatch_batches", "yes"),
+    (DataLoaderConfiguration, {}, "even_batches", "False"),
+    (DataLoaderConfiguration, {}, "split_batches", None),
+    (DistributedDataParallelKwargs, {}, "static_graph", "False"),
+    (TorchDynamoPlugin, {}, "dynamic", "auto"),
     (TorchDynamoPlugin, {"backend": "eager", "mode": "default"}, "options", {"a": 1}),
     (TorchDynamoPlugin, {}, "backend", "fast"),
     (ProfileKwargs, {}, "activities", ["gpu"]),
@@ -77,7 +86,7 @@ def pickled(item):
 @pytest.mark.parametrize(
     ("kind", "fields", "name", "value"),
     REFUSED,
-    ids=[f"{kind.__name__}.{name}" for kind, _, name, _ in REFUSED],
+    ids=[f"{kind.__name__}.{name}={value}" for kind, _, name, value in REFUSED],
 )
 def test_an_assignment_is_refused_as_the_constructor_refuses_it_and_changes_nothing(
     kind, fields, name, value
@@ -125,6 +134,34 @@ def test_a_misspelled_field_is_refused(kind):
         AttributeError, match=rf"{kind.__name__}.{name}s: it has no such field. Did you mean {name}"
     ):
         setattr(configuration, f"{name}s", 1)
+
+
+def test_a_refused_value_is_named_with_its_field():
+    with pytest.raises(
+        ValueError, match=r"DataLoaderConfiguration.even_batches must be True or False; it is 'False'"
+    ):
+        DataLoaderConfiguration(even_batches="False")
+    with pytest.raises(
+        ValueError, match=r"DataLoaderConfiguration.dispatch_batches must be True, False or None; it is 'yes'"
+    ):
+        DataLoaderConfiguration(dispatch_batches="yes")
+
+
+@pytest.mark.parametrize("steps", [1.5, "4", True])
+def test_steps_of_accumulation_that_are_no_whole_number_are_refused(steps):
+    refusal = rf"gradient_accumulation_steps must be a whole number of at least 1; it is {steps!r}"
+    with pytest.raises(ValueError, match=refusal):
+        Accelerator(gradient_accumulation_steps=steps)
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    with pytest.raises(ValueError, match=refusal):
+        accelerator.gradient_accumulation_steps = steps
+    assert accelerator.gradient_accumulation_steps == 3
+
+
+def test_steps_of_accumulation_that_are_not_given_are_one():
+    plugin = GradientAccumulationPlugin(num_steps=None)
+    assert plugin == GradientAccumulationPlugin() == GradientAccumulationPlugin(1)
+    assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 1
 
 
 def test_a_text_becomes_a_member_of_the_enumeration_on_assignment_too():
