@@ -25,8 +25,9 @@ class Accumulation:
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin | int) -> None:
-        known = isinstance(plugin, GradientAccumulationPlugin)
-        self.plugin = plugin if known else GradientAccumulationPlugin(plugin)
+        if not isinstance(plugin, GradientAccumulationPlugin):
+            plugin = GradientAccumulationPlugin(plugin)
+        self.plugin = plugin
         """What the script asked for; a field that is assigned has an effect from the next micro-batch on."""
         self.synced = True
         """Whether the backward pass in hand completes a window, so that the optimizer steps after it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 from accel_runtime.env import nearest
@@ -33,7 +33,7 @@ class Configuration:
 
     def _check_switches(self) -> None:
         """Raise ValueError if a field that is True or False has another value: a text such as 'False' would count as True."""
-        for field in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
+        for field in fields(cast("Any", self)):
             value = getattr(self, field.name)
             if field.type not in _SWITCHES or (value is None and field.type in _OPEN_SWITCHES):
                 continue

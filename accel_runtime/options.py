@@ -189,11 +189,13 @@ class GradientAccumulationPlugin(Configuration, KwargsHandler):
 
     @override
     def _check(self) -> None:
-        if self.num_steps is None:
-            object.__setattr__(self, "num_steps", 1)
-        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, Integral):
+        steps: Any = self.num_steps
+        if steps is None:
+            steps = 1
+            object.__setattr__(self, "num_steps", steps)
+        if isinstance(steps, bool) or not isinstance(steps, Integral):
             raise ValueError(  # noqa: TRY004 - the kind of all refused values
-                f"gradient_accumulation_steps must be a whole number of at least 1; it is {self.num_steps!r}"
+                f"gradient_accumulation_steps must be a whole number of at least 1; it is {steps!r}"
             )
         if self.num_steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1; it is {self.num_steps}")

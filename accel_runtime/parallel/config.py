@@ -203,6 +203,10 @@ class FullyShardedDataParallelPlugin(Configuration):
     """The number of parameters from which a module is gathered by itself."""
 
     @override
+    def _check_switches(self) -> None:
+        """Leave switches to `fully_shard`, which reads texts too: config files of Accelerate have them."""
+
+    @override
     def _check(self) -> None:
         for name, word in first_version.WORDS.items():
             value = getattr(self, name)
