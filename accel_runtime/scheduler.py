@@ -46,14 +46,18 @@ class PreparedScheduler(LRScheduler):
         """The script's own scheduler."""
         self._optimizers = optimizers
         self._accumulation = accumulation
-        # A plateau is judged once a metric, not once a batch.
-        self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
+        self.set_strides(strides)
         self._ends = hasattr(scheduler, "total_steps")
         self._with_optimizer = with_optimizer
         self._optimizer_steps: int | None = None
         """How many steps the first optimizer had made at the last call of `step`."""
         self._interval = 1
         """Optimizer steps between two calls of `step`, once there were several."""
+
+    def set_strides(self, strides: int) -> None:
+        """Set how many steps of the schedule a step of the run is."""
+        # A plateau is judged once a metric, not once a batch.
+        self._strides = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else strides
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:

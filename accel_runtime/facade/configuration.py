@@ -31,6 +31,7 @@ from accel_runtime.options import (
 )
 from accel_runtime.precision import Precision
 from accel_runtime.profiling import ProfileKwargs
+from accel_runtime.scheduler import PreparedScheduler
 
 if TYPE_CHECKING:
     from accel_runtime.parallel.config import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -64,6 +65,7 @@ class ConfigurationObjects(Processes):
     _origins: Mapping[str, OptionFacts]
     _precision: Precision
     _rng_types: tuple[str, ...]
+    _schedulers: list[PreparedScheduler]
 
     def _hold_handlers(self, handlers: Iterable[object] | None) -> None:
         self._handlers = find_handlers(handlers, _HANDLERS)
@@ -118,8 +120,23 @@ class ConfigurationObjects(Processes):
                 self._loader_config_changed(config, name)
 
     def _loader_config_changed(self, config: DataLoaderConfiguration, name: str) -> None:
-        if config is self._loader_config and name != "use_stateful_dataloader":
+        if config is not self._loader_config or name == "use_stateful_dataloader":
+            return
+        if name != "split_batches":
             self._warn_if_prepared(config, name, self._loaders, "DataLoader(s)")
+        elif self._loaders:
+            # A scheduler counts the batches of the loaders that it was prepared with.
+            prepared = [*self._loaders.values(), *self._schedulers]
+            nouns = "DataLoader(s) and scheduler(s)" if self._schedulers else "DataLoader(s)"
+            self._warn_if_prepared(config, name, prepared, nouns)
+        else:
+            for scheduler in self._schedulers:
+                scheduler.set_strides(self._strides)
+
+    @property
+    def _strides(self) -> int:
+        """Return how many steps of a schedule, which counts batches of one process, a step of the run is."""
+        return 1 if self._loader_config.split_batches else self._backend.data.world_size
 
     @property
     def _loading(self) -> LoaderOptions:

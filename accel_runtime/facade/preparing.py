@@ -46,7 +46,6 @@ class Preparing(ConfigurationObjects):
     _gradients: Gradients
     _optimizers: list[PreparedOptimizer]
     _replaced: Replaced
-    _schedulers: list[PreparedScheduler]
     _reserve: Callable[[PreparedOptimizer], None]
     _step_with_optimizer: bool
 
@@ -277,7 +276,7 @@ class Preparing(ConfigurationObjects):
             scheduler,
             own or self._optimizers,
             self._accumulation,
-            strides=1 if self._loader_config.split_batches else self._backend.data.world_size,
+            strides=self._strides,
             with_optimizer=self._step_with_optimizer,
         )
         self._schedulers.append(prepared)

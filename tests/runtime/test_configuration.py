@@ -210,6 +210,30 @@ def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_
     assert untold == []
 
 
+def test_a_scheduler_counts_the_batches_of_loaders_that_are_prepared_after_it(pair):
+    def advance(loader_first):
+        accelerator = Accelerator()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        before = [accelerator.prepare(DataLoader(range(4)))] * loader_first
+        with warned() as messages:
+            accelerator.dataloader_config.split_batches = True
+        loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
+        for _ in loader:
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+        return scheduler.last_epoch, len(loader), len(before), messages
+
+    for last, steps, _, messages in pair.run(advance, False):
+        assert (last, steps, messages) == (2, 2, [])
+    (last, steps, _, messages), _ = pair.run(advance, True)
+    assert (last, steps) == (4, 2)
+    assert "2 DataLoader(s) and scheduler(s) are prepared already, and keep the value before" in messages[0]
+
+
 def test_a_loader_configuration_is_replaced_as_a_whole():
     accelerator = Accelerator()
     accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
