@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -75,16 +74,6 @@ def test_a_torch_that_is_too_old_has_no_mps(monkeypatch):
     assert imports.is_mps_available()
     assert imports.is_mps_available("2.9")
     assert not imports.is_mps_available(min_version="99.0")
-
-
-def test_cuda_is_looked_for_without_initializing_it(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: seen.append(os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"])
-    )
-    imports.is_cuda_available()
-    assert seen == ["1"]
-    assert "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
 
 
 def test_a_model_of_peft_is_known_prepared_or_not(package):
