@@ -62,7 +62,7 @@ def register_accelerator(accelerator: Any, state: Any) -> int:
     return number
 
 
-def find_accelerator(number: int) -> Any:
+def find_accelerator(number: int = -1) -> Any:
     """Return the `Accelerator` of this number, else the newest of this thread; None if it has none."""
     known = _accelerators()
     if known is None or not known[2]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from accel_runtime.accumulation import Accumulation
 from accel_runtime.backends.detached import DetachedBackend
-from accel_runtime.current import connected, current_state, known_backend, set_current_backend
+from accel_runtime.current import (
+    connected,
+    current_state,
+    find_accelerator,
+    known_backend,
+    set_current_backend,
+)
+from accel_runtime.data.loops import Loops
 from accel_runtime.data.source import Share
 from accel_runtime.env import MixedPrecision
 from accel_runtime.facade.processes import Processes
@@ -174,14 +181,42 @@ def is_initialized() -> bool:
 class GradientState:
     """What `accelerator.gradient_state` says about the step in hand.
 
-    Args:
-        accumulation: Counts the window.
-        share: Gives the step of the innermost loop, or None outside of all loops.
+    Made by a script, it is the state of the newest `Accelerator` of this thread. Before there is one, every backward pass is
+    an optimizer step, and the object becomes the state of the `Accelerator` that is made next.
     """
 
-    def __init__(self, accumulation: Accumulation, share: Callable[[], Share | None]) -> None:
-        self._accumulation = accumulation
-        self._share = share
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._parts: tuple[Accumulation, Loops | None] | None = None
+
+    @classmethod
+    def of(cls, number: int, accumulation: Accumulation, loops: Loops) -> GradientState:
+        """Return the state of the `Accelerator` with a number, of its count of micro-batches and its loops."""
+        state = cls()
+        state._number, state._parts = number, (accumulation, loops)
+        return state
+
+    def _find_parts(self) -> tuple[Accumulation, Loops | None]:
+        if self._parts is None:
+            newest = find_accelerator()
+            if newest is None:
+                return Accumulation(1), None
+            vars(self).update(vars(newest.gradient_state))
+            assert self._parts is not None
+        return self._parts
+
+    @property
+    def _accumulation(self) -> Accumulation:
+        return self._find_parts()[0]
+
+    def _share(self) -> Share | None:
+        """Return the step of the innermost loop, or None outside of all loops."""
+        _, loops = self._find_parts()
+        return None if loops is None else loops.current
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        accumulation = self._accumulation
+        return _unpickle_gradient_state, (self._number, accumulation.steps, accumulation.synced)
 
     @property
     def sync_gradients(self) -> bool:
@@ -215,3 +250,14 @@ class GradientState:
     def __repr__(self) -> str:
         names = ("sync_gradients", "num_steps", "in_dataloader", "end_of_dataloader", "remainder")
         return "\n".join(f"{name}: {getattr(self, name)}" for name in names)
+
+
+def _unpickle_gradient_state(number: int | None, steps: int, synced: bool) -> GradientState:
+    """Return the state of the `Accelerator` of this process with a number, else one outside of all loops."""
+    found = None if number is None else find_accelerator(number)
+    state: GradientState = GradientState() if found is None else found.gradient_state
+    if number is not None and found is None:
+        accumulation = Accumulation(steps)
+        accumulation.synced = synced
+        state._number, state._parts = number, (accumulation, None)  # noqa: SLF001 - of this module
+    return state

@@ -32,6 +32,7 @@ class InForce(ConfigurationObjects):
 
     _accumulation: Accumulation
     _loops: Loops
+    _number: int
     _optimizers: list[PreparedOptimizer]
     project_configuration: ProjectConfiguration
     _schedulers: list[PreparedScheduler]
@@ -155,7 +156,7 @@ class InForce(ConfigurationObjects):
     @property
     def gradient_state(self) -> GradientState:
         """Accumulation and the batch in hand, as one object to read."""
-        return GradientState(self._accumulation, lambda: self._loops.current)
+        return GradientState.of(self._number, self._accumulation, self._loops)
 
     @property
     def dispatch_batches(self) -> bool | None:

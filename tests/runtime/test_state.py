@@ -397,3 +397,44 @@ def test_the_gradient_state_follows_the_loop(ranks, length, remainders):
     outside = (False, False, -1, 2)
     inside = [(True, False, -1, 2)] * (steps - 1) + [(True, True, remainders[ranks.size], 2)]
     assert ranks.run(walked, length) == [[outside, *inside, outside]] * ranks.size
+
+
+def test_a_gradient_state_that_a_script_makes_is_that_of_the_newest_accelerator(alone):
+    def look():
+        state = GradientState()
+        facts = [(state.sync_gradients, state.num_steps, state.in_dataloader, state.remainder)]
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        loader = accelerator.prepare(DataLoader(range(2)))
+        for _ in loader:
+            with accelerator.accumulate():
+                made = GradientState()
+                assert repr(made) == repr(state) == repr(accelerator.gradient_state)
+                facts.append(
+                    (made.sync_gradients, made.num_steps, made.in_dataloader, made.end_of_dataloader)
+                )
+        Accelerator(gradient_accumulation_steps=3)
+        return [*facts, state.num_steps]
+
+    before, inside = (True, 1, False, -1), [(False, 2, True, False), (True, 2, True, True)]
+    assert in_a_process_that_has_not_joined(look) == [before, *inside, 2]
+
+
+def test_a_gradient_state_is_pickled_as_that_of_its_accelerator_and_elsewhere_as_numbers(alone):
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    Accelerator()
+    for _ in accelerator.prepare(DataLoader(range(2))):
+        with accelerator.accumulate():
+            sent = pickle.dumps(accelerator.gradient_state)
+            state = accelerator.gradient_state
+            for here in (pickle.loads(sent), copy.deepcopy(state)):  # noqa: S301 - our own
+                assert repr(here) == repr(state)
+            break
+
+    def receive():
+        state = pickle.loads(sent)  # noqa: S301
+        again = pickle.loads(pickle.dumps(state))  # noqa: S301
+        assert repr(again) == repr(state)
+        return state.num_steps, state.sync_gradients, state.in_dataloader, state.remainder
+
+    assert in_a_process_that_has_not_joined(receive) == (3, False, False, -1)
+    assert repr(pickle.loads(pickle.dumps(GradientState()))) == repr(GradientState())  # noqa: S301
