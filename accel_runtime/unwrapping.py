@@ -25,7 +25,12 @@ def unwrapped(model: nn.Module, backend: Backend, *, keep_autocast: bool, keep_c
         backend: Knows what it put around the module.
         keep_autocast: False also takes autocast off its forward pass.
         keep_compiled: False also takes `torch.compile` off it.
+
+    Raises:
+        TypeError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwrap_model() failed: {model!r} is no torch.nn.Module. Pass a model.")
     original = _without_wrappers(backend.original(model))
     if not keep_compiled:
         original = restore(original)

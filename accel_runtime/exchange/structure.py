@@ -62,7 +62,11 @@ def survey(data: Any) -> Survey:
 
 
 def _walk(data: Any, found: list[Any], tensors: list[torch.Tensor], strangers: list[str]) -> None:
-    if isinstance(data, torch.Tensor) and data.layout is torch.strided and not data.is_quantized:
+    if (
+        isinstance(data, torch.Tensor)
+        and data.layout is torch.strided
+        and not (data.is_quantized or data.is_nested)
+    ):
         found.append(Spec(data.dtype, data.shape, data.device.type))
         tensors.append(data)
     elif isinstance(data, (list, tuple)):
@@ -76,8 +80,12 @@ def _walk(data: Any, found: list[Any], tensors: list[torch.Tensor], strangers: l
             _walk(value, found, tensors, strangers)
     else:
         # Other layouts, such as sparse, are not rows of numbers.
-        dense = not isinstance(data, torch.Tensor)
-        found.append(type(data).__name__ if dense else f"{str(data.layout).removeprefix('torch.')} tensor")
+        if not isinstance(data, torch.Tensor):
+            found.append(type(data).__name__)
+        elif data.is_nested and data.layout is torch.strided:
+            found.append("nested tensor")
+        else:
+            found.append(f"{str(data.layout).removeprefix('torch.')} tensor")
         strangers.append(found[-1])
 
 

@@ -189,16 +189,18 @@ def _merge(source: Path, output: Path) -> Path:
             f"{source} cannot be merged: torch.distributed.checkpoint wrote it, and reading its metadata runs code in it. "
             "Run Accelerate's own `accelerate merge-weights` on a directory whose writer you know."
         )
-    output.mkdir(parents=True, exist_ok=True)
     if source.is_dir() and not (source / NAME).exists():
         first, indexed = files_of(source)
+        output.mkdir(parents=True, exist_ok=True)
         for file in [*(shards(first) if indexed else []), first]:
             shutil.copyfile(file, output / file.name)
         return source
     index = source.name.removeprefix(_MODEL)
     number, checkpoint = (int(index), source.parent) if index.isdigit() else (0, source)
     item = f"model_{number}" if number else "model"
-    merge(folder.find(checkpoint), output / "model.safetensors", Wish(item=item))
+    found = folder.find(checkpoint)
+    output.mkdir(parents=True, exist_ok=True)
+    merge(found, output / "model.safetensors", Wish(item=item))
     return checkpoint
 
 

@@ -171,6 +171,12 @@ def test_unwrapping_gives_the_model_of_the_script_with_the_names_of_the_script(r
     assert ranks.run(names) == [(list(network().state_dict()), [False, True])] * ranks.size
 
 
+@pytest.mark.parametrize("model", [None, 3, network])
+def test_unwrapping_refuses_what_is_no_module(model):
+    with pytest.raises(TypeError, match=r"unwrap_model\(\) failed: .* is no torch.nn.Module. Pass a model"):
+        Accelerator().unwrap_model(model)
+
+
 def test_the_state_of_a_model_has_the_names_of_the_script_unless_asked_otherwise(ranks):
     def names():
         accelerator = Accelerator()

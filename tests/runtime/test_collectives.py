@@ -356,6 +356,16 @@ def test_an_object_that_cannot_travel_is_an_error_on_every_rank(several):
     assert several.run(refused) == [list(range(several.size))] * several.size
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_is_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=layout)
+    with pytest.raises(
+        TypeError, match=r"only dense tensors can travel here; data is (jagged|nested) tensor"
+    ):
+        gather(nested, backend())
+
+
 # Without repeats -------------------------------------------------------------------------
 
 

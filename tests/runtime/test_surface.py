@@ -255,6 +255,7 @@ FUNCTIONS = {
 }
 PLACES = {
     "accelerator": "Accelerator",
+    "big_modeling": "init_empty_weights init_on_device",
     "data_loader": "DataLoaderDispatcher DataLoaderShard prepare_data_loader skip_first_batches",
     "launchers": "debug_launcher notebook_launcher",
     "local_sgd": "LocalSGD",

@@ -84,5 +84,6 @@ def test_what_cannot_be_merged_is_named(tmp_path):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "one")
     with pytest.raises(CheckpointError, match="does not exist"):
         utils.merge_fsdp_weights(tmp_path / "none", tmp_path / "one")
+    assert not (tmp_path / "one").exists()
     with pytest.raises(ValueError, match="Leave safe_serialization out"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "one", safe_serialization=False)
