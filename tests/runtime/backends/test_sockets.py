@@ -243,7 +243,8 @@ def test_a_connection_whose_process_belongs_to_another_user_is_refused(pair):
 
     said = pair.run(attempt)
     assert "a process of user 4242 answers for a rank" in said[0]
-    assert "another process could not" in said[1]
+    # Rank 0 may have closed the connection before rank 1 has written its number into it.
+    assert "another process could not" in said[1] or "Broken pipe" in said[1]
 
 
 def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
