@@ -65,6 +65,20 @@ def _loggers():
         logger.propagate = propagate
 
 
+@pytest.fixture(autouse=True)
+def _process_group():
+    """No process group of a test is left: a process that is forked later would collect it, and wait for its threads."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        from accel_runtime.backends.distributed import _leave
+        from accel_runtime.current import set_current_backend
+
+        set_current_backend(None)
+        _leave()
+        gc.collect()
+
+
 @pytest.fixture
 def cwd(tmp_path, monkeypatch):
     """An empty working folder that no project file reaches."""

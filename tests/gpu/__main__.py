@@ -43,7 +43,6 @@ def main(arguments):
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "TMPDIR": str(scratch),
     }
     command = [
         sys.executable,
