@@ -8,6 +8,7 @@ from itertools import chain, product
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -189,11 +190,12 @@ def test_one_rank_may_read_a_loader_through_a_library(pair, kind):
             loader = accelerator.prepare_data_loader(own, data="sharded")
         else:
             loader = accelerator.prepare(loader)
-        batches = loader if rank else read_on_by(loader)
-        return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches)
+        with collect_messages("accel_runtime.exchange") as messages:
+            batches = list(loader if rank else read_on_by(loader))
+        return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches), messages
 
     wanted = {"sampler": COUNT // 2, "sharded": 7}.get(kind, COUNT)
-    assert pair.run(read, kind) == [wanted] * 2
+    assert pair.run(read, kind) == [(wanted, [])] * 2
 
 
 def test_ranks_that_read_different_loaders_get_an_error_from_any_line(pair):
