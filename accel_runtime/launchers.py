@@ -10,8 +10,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.multiprocessing.spawn import (
 
 from accel_runtime.current import set_current_backend
 from accel_runtime.env import MixedPrecision, Settings, placed_by_device
+from accel_runtime.utils.environment import patch_environment
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
@@ -113,7 +113,7 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         )
     settings = _precise(Settings.from_env(os.environ), mixed_precision)
     if num_processes == num_nodes == 1:
-        with _environment(settings.to_env()):
+        with patch_environment(**settings.to_env()):
             function(*args)
         return
     if placed_by_device(os.environ):
@@ -285,20 +285,6 @@ def _refuse(**arguments: tuple[Any, Any]) -> None:
             raise ValueError(
                 f"{name}={given!r} cannot be honoured here; leave it at {only!r}, or use `accel launch`"
             )
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _refuse_group() -> None:
