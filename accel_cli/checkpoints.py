@@ -32,7 +32,7 @@ def ask(command: str, directory: str, progress: Progress = lambda *_: None, **mo
         AccelError: A checkpoint is damaged, or a file cannot be written.
     """
     request = json.dumps({"command": command, "directory": directory, **more})
-    child = [sys.executable, "-m", "accel_runtime.checkpoint.shell", request]
+    child = [sys.executable, "-m", "accel_runtime.checkpoint", request]
     # In a session of its own: Ctrl-C would reach it twice, and interrupt its putting things in order.
     with subprocess.Popen(
         child,

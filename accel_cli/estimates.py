@@ -28,7 +28,7 @@ def ask(**options: Any) -> dict[str, Any]:
     """
     # What a factory prints goes where a person sees it. In a session of its own, Ctrl-C ends it without a traceback.
     done = subprocess.run(
-        [sys.executable, "-m", "accel_runtime.estimating", json.dumps(options)],
+        [sys.executable, "-m", "accel_runtime.estimate", json.dumps(options)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -23,7 +23,7 @@ _LOST = re.compile(
 _WAITED = re.compile(r"StallError|Watchdog caught collective|(?i:timed out|timeout)")
 _TELLS = re.compile(r"^accel_runtime\..*\.(StallError|RankLostError)$")
 _TALKS = re.compile(
-    r"^(accel_runtime\.exchange|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
+    r"^(accel_runtime\.collectives|torch\.distributed)\b|gloo|nccl|NCCL|smddp|TCPStore|c10d|ProcessGroup"
 )
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: Killed")
 """What torch says of a data-loader worker that SIGKILL ended."""

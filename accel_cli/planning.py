@@ -23,7 +23,7 @@ from accel_cli.profile import document, layers
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_cli.tpu import Tpu
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = [
     "Request",
@@ -290,7 +290,7 @@ def _beside(path: Path) -> str:
     missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
     if not missing.parent.is_dir():
         return ""
-    meant = nearest(missing.name, [item.name for item in missing.parent.iterdir()])
+    meant = find_nearest(missing.name, [item.name for item in missing.parent.iterdir()])
     found = missing.parent / meant / path.relative_to(missing) if meant else path
     return f"; did you mean {found}?" if found.is_file() else ""
 

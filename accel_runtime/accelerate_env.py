@@ -1,8 +1,8 @@
-"""Variables of Accelerate's launcher as settings of accel; standard library only.
+"""Translation of the variables of Accelerate's launcher to settings of accel; standard library only.
 
-A script may still be started by `accelerate launch`, or in an environment that was written for it. Each variable that changes
-a training there is taken over, refused with what to set instead, or named as one without effect. The facts are those of
-Accelerate 1.15.
+A script may still be started by `accelerate launch`, or in an environment that was written for it. Each variable that
+changes a training there is translated, rejected with its replacement, or reported as having no effect, as of Accelerate
+1.15.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Equivalent", "Translation", "translate"]
 
 _TRUE = frozenset({"1", "true", "yes", "y", "t", "on"})
 _UNSET = frozenset({"", "0", "false", "no", "n", "f", "off", "none"})
-"""What says nothing: Accelerate's launcher writes all variables of a kind, also those that were not chosen."""
+"""Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""Those of FSDP1, in the order of the numbers that may stand for them, from 1."""
+"""Strategies of FSDP1, in the order of their numbers, from 1."""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
@@ -31,12 +31,12 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "ACCELERATE_USE_DEEPSPEED": "accel shards models by torch's fully_shard instead of DeepSpeed; unset it, and set "
         "ACCEL_PARALLEL_DP_SHARD=auto, or convert the configuration file with `accel config import`",
-        "ACCELERATE_USE_MEGATRON_LM": "accel divides models by torch instead of Megatron-LM; unset it, and set "
+        "ACCELERATE_USE_MEGATRON_LM": "accel shards models by torch instead of Megatron-LM; unset it, and set "
         "ACCEL_PARALLEL_TP or ACCEL_PARALLEL_DP_SHARD",
         "ACCELERATE_DOWNCAST_BF16": "it rounds weights and optimizer state too; unset it, and set ACCEL_MIXED_PRECISION=bf16",
     }
 )
-"""Switches that accel does not honour."""
+"""Switches that accel rejects."""
 _HARMLESS = frozenset(
     {
         "ACCELERATE_DEBUG_MODE",  # collectives are always compared
@@ -47,7 +47,7 @@ _HARMLESS = frozenset(
         "ACCELERATE_USE_SAGEMAKER",
     }
 )
-"""Variables that change no training."""
+"""Variables that do not change a training."""
 _FSDP: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "FSDP_VERSION": ("1", "2"),
@@ -60,7 +60,7 @@ _FSDP: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (),
     }
 )
-"""Variables that change no number of a training, with values that ask for what accel does anyway."""
+"""Variables that do not change the results of a training, with the values that accel matches anyway."""
 _FSDP_READ = (
     "FSDP_SHARDING_STRATEGY",
     "FSDP_RESHARD_AFTER_FORWARD",
@@ -71,7 +71,7 @@ _FSDP_READ = (
     "FSDP_ACTIVATION_CHECKPOINTING",
     "FSDP_IGNORED_MODULES",
 )
-"""Variables that are taken over."""
+"""Variables that are translated."""
 _SIZES = {
     "DP_REPLICATE_SIZE": "parallel_dp_replicate",
     "DP_SHARD_SIZE": "parallel_dp_shard",
@@ -81,37 +81,32 @@ _SIZES = {
 
 
 class Equivalent(NamedTuple):
-    """What a variable of Accelerate is in accel."""
+    """Translation of one variable of Accelerate."""
 
     variable: str
-    """Of Accelerate."""
+    """Name of Accelerate's variable."""
     text: str
-    """The value, in the form that accel's own variable has."""
+    """Value, in the form of accel's own variable."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """What the variables of Accelerate in an environment are in accel."""
+    """Translation of the variables of Accelerate in an environment."""
 
     settings: Mapping[str, Equivalent]
-    """By the name of the field of `Settings`, in its flat form."""
+    """Translations by field of `Settings`, in its flat form."""
     arguments: Mapping[str, Equivalent]
-    """By what `Accelerator` takes: `gradient_accumulation_steps`, and what follows `dynamo_`."""
+    """Translations by argument of `Accelerator`: `gradient_accumulation_steps`, and names with the prefix `dynamo_`."""
     idle: tuple[str, ...]
-    """Sentences on variables that are set and change nothing."""
+    """Sentences on variables that are set and have no effect."""
 
 
 def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Translation:
-    """Translate the variables of Accelerate.
+    """Translate the variables of Accelerate; `overrides` are the variables of accel by field, which take precedence.
 
-    Args:
-        environ: The environment.
-        overrides: The texts of the variables of accel that are set, by the names of their fields: they take precedence.
-
-    Raises:
-        SettingsError: A variable asks for what accel does not do.
+    Raises SettingsError if a variable requires an unsupported feature.
     """
-    read = _Reader(environ)
+    read = _VariableReader(environ)
     settings: dict[str, Equivalent] = {}
     for field, translate_one in _SINGLE.items():
         if field not in overrides:
@@ -119,17 +114,17 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
         else:
             read.overrule(field, overrides[field], translate_one)
     if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
-        for name, why in _REFUSED.items():
+        for name, reason in _REFUSED.items():
             if read.is_on(name):
-                raise SettingsError(f"{name}={environ[name]} cannot be honoured: {why}.")
+                raise SettingsError(f"{name}={environ[name]} is not supported: {reason}.")
         settings |= _sizes(read)
         settings |= _sharding(read, settings)
     arguments = _arguments(read)
     return Translation(settings, arguments, read.idle())
 
 
-class _Reader:
-    """Reads variables, and remembers which."""
+class _VariableReader:
+    """Reader of variables that records which were read."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -137,27 +132,27 @@ class _Reader:
         self._idle: dict[str, str] = {}
 
     def text(self, name: str) -> str:
-        """Return a value, and nothing for one that says nothing."""
+        """Return a value; empty if it means unset."""
         self._used.add(name)
         value = self.environ.get(name, "").strip()
         return "" if value.lower() in _UNSET else value
 
     def is_on(self, name: str) -> bool:
-        """Return a switch."""
+        """Return the value of a switch."""
         text = self.text(name).lower()
         if text and text not in _TRUE:
             raise SettingsError(f"{name} must be true or false; it is {self.environ[name]!r}")
         return bool(text)
 
     def number(self, name: str) -> str:
-        """Return a whole number above 0, as text; nothing where there is none."""
+        """Return a whole number above 0 as text; empty if it is unset."""
         text = self.text(name)
         if text and not (text.isascii() and text.isdigit()):
             raise SettingsError(f"{name} must be a whole number; it is {self.environ[name]!r}")
         return text
 
     def one_of(self, name: str, values: tuple[str, ...], instead: str = "") -> str:
-        """Return one of some words, in small letters; nothing where there is none."""
+        """Return one of some words, in lower case; empty if it is unset."""
         text = self.text(name).lower()
         if text and text not in values:
             raise SettingsError(
@@ -165,13 +160,15 @@ class _Reader:
             )
         return text
 
-    def ignore(self, name: str, why: str) -> None:
-        """Note that a variable changes nothing."""
-        self._idle[name] = why
+    def ignore(self, name: str, reason: str) -> None:
+        """Record that a variable has no effect."""
+        self._idle[name] = reason
 
-    def overrule(self, field: str, text: str, translate_one: Callable[[_Reader], Equivalent | None]) -> None:
-        """Note that a variable of accel wins over one of Accelerate, if they differ."""
-        reader = _Reader(self.environ)
+    def overrule(
+        self, field: str, text: str, translate_one: Callable[[_VariableReader], Equivalent | None]
+    ) -> None:
+        """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
+        reader = _VariableReader(self.environ)
         try:
             equivalent = translate_one(reader)
         except SettingsError:
@@ -181,8 +178,8 @@ class _Reader:
             self.ignore(equivalent.variable, f"accel's own variable for {field} is {text!r}, and wins")
 
     def idle(self) -> tuple[str, ...]:
-        """Return sentences on variables that change nothing: those noted, and those that nothing has read."""
-        left = [
+        """Return sentences on variables without effect: those recorded, and those that were never read."""
+        unread = [
             name
             for name in sorted(self.environ)
             if (name.startswith(_PREFIXES) or name in _FSDP or name in _FSDP_READ)
@@ -190,18 +187,18 @@ class _Reader:
             and self.text(name)
         ]
         return (
-            *(f"{name}={self.environ[name]} has no effect: {why}." for name, why in self._idle.items()),
-            *([f"{', '.join(left)}: no effect here."] if left else []),
+            *(f"{name}={self.environ[name]} has no effect: {reason}." for name, reason in self._idle.items()),
+            *([f"{', '.join(unread)}: no effect here."] if unread else []),
         )
 
 
-def _precision(read: _Reader) -> Equivalent | None:
+def _precision(read: _VariableReader) -> Equivalent | None:
     name = "ACCELERATE_MIXED_PRECISION"
     text = read.one_of(name, ("bf16", "fp16"), "; set ACCEL_MIXED_PRECISION to bf16, fp16 or no")
     return Equivalent(name, text) if text else None
 
 
-def _device(read: _Reader) -> Equivalent | None:
+def _device(read: _VariableReader) -> Equivalent | None:
     name = "ACCELERATE_TORCH_DEVICE"
     if read.is_on("ACCELERATE_USE_CPU"):
         return Equivalent("ACCELERATE_USE_CPU", "cpu")
@@ -209,25 +206,25 @@ def _device(read: _Reader) -> Equivalent | None:
     return Equivalent(name, text) if text else None
 
 
-def _level(read: _Reader) -> Equivalent | None:
+def _level(read: _VariableReader) -> Equivalent | None:
     name = "ACCELERATE_LOG_LEVEL"
     text = read.one_of(name, _LEVELS)
     return Equivalent(name, text) if text else None
 
 
-_SINGLE: Mapping[str, Callable[[_Reader], Equivalent | None]] = MappingProxyType(
+_SINGLE: Mapping[str, Callable[[_VariableReader], Equivalent | None]] = MappingProxyType(
     {"mixed_precision": _precision, "device": _device, "log_level": _level}
 )
 
 
-def _sizes(read: _Reader) -> dict[str, Equivalent]:
+def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
     """Translate the sizes of a mesh."""
     if not read.is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
     prefix = "PARALLELISM_CONFIG_"
     if read.number(f"{prefix}SP_SIZE") not in {"", "1"}:
         raise SettingsError(
-            f"{prefix}SP_SIZE={read.environ[f'{prefix}SP_SIZE']} cannot be honoured: it is for DeepSpeed; divide sequences with "
+            f"{prefix}SP_SIZE={read.environ[f'{prefix}SP_SIZE']} is not supported: it is for DeepSpeed. Split sequences with "
             f"{prefix}CP_SIZE."
         )
     for name in [name for name in read.environ if name.startswith(f"{prefix}SP_")]:
@@ -245,7 +242,7 @@ def _sizes(read: _Reader) -> dict[str, Equivalent]:
     return settings
 
 
-def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
+def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
     """Translate the variables of FSDP."""
     if not read.is_on("ACCELERATE_USE_FSDP"):
         return {}
@@ -253,7 +250,7 @@ def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equiv
         if (text := read.text(name).lower()) and text not in usual:
             read.ignore(name, "fully_shard has no such option, and it changes no number")
     strategy = _strategy(read)
-    words = {name: read.text(name) for name in _FSDP_READ}
+    texts = {name: read.text(name) for name in _FSDP_READ}
     if strategy.text == "no_shard":
         return {}
     settings: dict[str, Equivalent] = {}
@@ -268,11 +265,11 @@ def _sharding(read: _Reader, sizes: Mapping[str, Equivalent]) -> dict[str, Equiv
         ("FSDP_ACTIVATION_CHECKPOINTING", "fully_shard_activation_checkpointing"),
     ):
         settings |= {field: Equivalent(name, "1")} if read.is_on(name) else {}
-    return settings | _wrap(read) | _ignored(words["FSDP_IGNORED_MODULES"])
+    return settings | _wrap(read) | _ignored(texts["FSDP_IGNORED_MODULES"])
 
 
-def _strategy(read: _Reader) -> Equivalent:
-    """Return FSDP1's word for how parameters are sharded."""
+def _strategy(read: _VariableReader) -> Equivalent:
+    """Return FSDP1's sharding strategy."""
     reshards, name = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
     strategy = read.environ.get(reshards, "").lower()
     if read.text("FSDP_VERSION") == "2" or strategy in _STRATEGIES:
@@ -292,13 +289,13 @@ def _strategy(read: _Reader) -> Equivalent:
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
-    """Return how many nodes the variables of torchrun tell; 1 where they tell nothing."""
+    """Return the number of nodes from the variables of torchrun; 1 if they are not set."""
     world, local = (environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return int(world) // int(local) if world.isdigit() and local.isdigit() and int(local) else 1
 
 
-def _wrap(read: _Reader) -> dict[str, Equivalent]:
-    """Translate which modules are gathered together."""
+def _wrap(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the wrapping policy."""
     policy, classes, smallest = "FSDP_AUTO_WRAP_POLICY", "FSDP_TRANSFORMER_CLS_TO_WRAP", "FSDP_MIN_NUM_PARAMS"
     kind = read.one_of(policy, ("transformer_based_wrap", "size_based_wrap", "no_wrap"))
     if kind == "no_wrap":
@@ -312,19 +309,19 @@ def _wrap(read: _Reader) -> dict[str, Equivalent]:
 
 
 def _ignored(text: str) -> dict[str, Equivalent]:
-    """Translate which modules stay full."""
+    """Translate the modules that are not sharded."""
     if not text:
         return {}
     if not _NAMES.fullmatch(text):
         raise SettingsError(
-            f"FSDP_IGNORED_MODULES={text} cannot be honoured: it is a regular expression; unset it, and list the names in "
-            "ACCEL_FULLY_SHARD_IGNORE, where * stands for any text without a dot."
+            f"FSDP_IGNORED_MODULES={text} is not supported: it is a regular expression. Unset it, and list the names in "
+            "ACCEL_FULLY_SHARD_IGNORE, with * for any text without a dot."
         )
     return {"fully_shard_ignore": Equivalent("FSDP_IGNORED_MODULES", text)}
 
 
-def _arguments(read: _Reader) -> dict[str, Equivalent]:
-    """Translate what Accelerate takes in place of arguments of `Accelerator`."""
+def _arguments(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate variables that replace arguments of `Accelerator`."""
     steps, dynamo = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DYNAMO_"
     arguments = {}
     if read.text(steps) not in {"", "auto"}:

@@ -1,5 +1,5 @@
-"""The module that scripts import functions of `accel_runtime.initializing` from, as in Accelerate."""
+"""Functions of `accel_runtime.parallel.meta_init` under the name of Accelerate's `big_modeling`."""
 
-from accel_runtime.initializing import init_empty_weights, init_on_device
+from accel_runtime.parallel.meta_init import init_empty_weights, init_on_device
 
 __all__ = ["init_empty_weights", "init_on_device"]

@@ -1,4 +1,4 @@
-"""Prepared loaders under the names and in the place that scripts import them from."""
+"""Prepared loaders under the names that scripts import from Accelerate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.current import current_backend
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
-from accel_runtime.data.preparing import loader_options, prepare_loader
+from accel_runtime.data.prepare import loader_options, prepare_loader
+from accel_runtime.default_backend import current_backend
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.rng import RNG_TYPES
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 
 DataLoaderShard = PreparedLoader
-"""Its name in Accelerate, which scripts import to ask what an object is."""
+"""Name in Accelerate, which scripts import for `isinstance`."""
 DataLoaderDispatcher = PreparedLoader
-"""The same: who reads is a matter of a prepared loader's options here."""
+"""Name in Accelerate; dispatching is an option of a prepared loader here."""
 
 
 def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
@@ -40,38 +40,38 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """Make a loader give this process its slice of every global batch, as `Accelerator.prepare_data_loader` does.
+    """Make a loader yield this process's slice of every global batch, as `Accelerator.prepare_data_loader` does.
 
     Args:
         dataloader: The script's loader.
         device: The device of this process, or None.
         num_processes: The number of processes, or None.
-        process_index: The number of this process, or None.
-        split_batches: As in `DataLoaderConfiguration`, and so are the other options without a line here.
-        put_on_device: Move batches to the device.
+        process_index: The rank of this process, or None.
+        split_batches: As in `DataLoaderConfiguration`, like all options that are not described here.
+        put_on_device: If true, move batches to the device.
         rng_types: As in `Accelerator`.
-        dispatch_batches: Let the first process read for all.
-        even_batches: Complete the last global batch.
-        slice_fn_for_dispatch: None only: dispatched batches are made for each rank, and never cut.
-        use_seedable_sampler: Draw the order from a seed.
+        dispatch_batches: If true, the first process reads for all.
+        even_batches: If true, pad the last global batch.
+        slice_fn_for_dispatch: None only: dispatched batches are made for each rank and never sliced.
+        use_seedable_sampler: If true, draw the order from a seed.
         data_seed: The seed.
-        non_blocking: Do not wait for copies to the device.
-        use_stateful_dataloader: Make no difference: every prepared loader has a state.
+        non_blocking: If true, copy to the device asynchronously.
+        use_stateful_dataloader: No effect: every prepared loader has a state.
         torch_device_mesh: The mesh of the Accelerator, or None.
 
     Raises:
-        RuntimeError: There is no Accelerator, which would leave repeats out of metrics.
-        ValueError: A device, a number of processes or an index that are not those of this process; an unknown generator; or
-            the loader cannot be shared out exactly.
+        RuntimeError: There is no Accelerator, so metrics would contain padding.
+        ValueError: A device, a number of processes or an index that are not those of this process; an unknown
+            generator; or the loader cannot be sharded exactly.
     """
     backend = current_backend()
-    if backend.loops is None:
+    if backend.active_loops is None:
         raise RuntimeError(
             "prepare_data_loader() needs an Accelerator, which knows the samples of each batch. Make the Accelerator first."
         )
     if isinstance(dataloader, PreparedLoader):
         return dataloader
-    _check_place(backend, device, num_processes, process_index)
+    _check_process(backend, device, num_processes, process_index)
     if slice_fn_for_dispatch is not None:
         raise ValueError(
             "prepare_data_loader() cannot use slice_fn_for_dispatch: dispatched batches are made for each rank, and never "
@@ -94,25 +94,27 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return prepare_loader(dataloader, backend, backend.loops, loader_options(config, put_on_device, kinds))
+    return prepare_loader(
+        dataloader, backend, backend.active_loops, loader_options(config, put_on_device, kinds)
+    )
 
 
-def _check_place(
+def _check_process(
     backend: Backend, device: torch.device | str | None, count: int | None, index: int | None
 ) -> None:
-    """Raise ValueError if a script wants the batches of another process or device."""
-    place, ranks = backend.data, backend.topology
+    """Raise ValueError if a script asks for the batches of another process or device."""
+    data_rank, ranks = backend.data, backend.topology
     target = backend.device if device is None else torch.device(device)
     wrong = {
         f"device={str(device)!r} is not {str(backend.device)!r}": (
             target.type != backend.device.type or target.index not in {None, backend.device.index}
         ),
         f"num_processes={count} is not {ranks.world_size}": count
-        not in {None, ranks.world_size, place.world_size},
-        f"process_index={index} is not {ranks.rank}": index not in {None, ranks.rank, place.rank},
+        not in {None, ranks.world_size, data_rank.world_size},
+        f"process_index={index} is not {ranks.rank}": index not in {None, ranks.rank, data_rank.rank},
     }
-    for told, applies in wrong.items():
+    for problem, applies in wrong.items():
         if applies:
             raise ValueError(
-                f"prepare_data_loader() prepares loaders for this process only: {told}. Leave the argument out."
+                f"prepare_data_loader() prepares loaders for this process only: {problem}. Leave the argument out."
             )

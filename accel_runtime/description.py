@@ -1,4 +1,4 @@
-"""What a run will do, as data and as a panel to read."""
+"""The description of a run by `Accelerator.describe`, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.data.dataloader_utils import len_or_none
 from accel_runtime.data.loader import PreparedLoader
-from accel_runtime.env import Settings, accelerate_variables, flat, variable
+from accel_runtime.env import Settings, accelerate_variables, flatten_settings, variable_name
+from accel_runtime.parallel.mesh import GroupFacts, class_of
 from accel_runtime.scheduler import PreparedScheduler
-from accel_runtime.topology import DataPlace
+from accel_runtime.topology import DataRank
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
     "Description",
-    "GroupFacts",
     "LoaderFacts",
     "ModelFacts",
     "OptionFacts",
     "ProcessFacts",
     "SchedulerFacts",
-    "class_of",
     "loader_facts",
     "model_facts",
     "origins",
@@ -36,42 +36,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """Who computes, and over what they talk."""
+    """The process and its group."""
 
     world_size: int
     rank: int
     local_world_size: int
     device: str
     process_group: str
-    """What carries collectives; empty on one process."""
-
-
-@dataclass(frozen=True)
-class GroupFacts:
-    """Parameters of a divided model that are treated alike: of one module, or of several that are alike."""
-
-    modules: tuple[str, ...]
-    """The names of the modules; `""` is the model."""
-    kind: str
-    """The class of the modules."""
-    parameters: int
-    """Tensors in each module."""
-    elements: int
-    """Numbers in each module, on all ranks together."""
-    dtype: str
-    """Of the parameters, as the optimizer has them."""
-    gradients: str
-    """Of the gradients, as the optimizer has them; empty where nothing learns."""
-    computes_in: str
-    """What they are gathered in for the forward and the backward pass, else what autocast computes in."""
-    reduces_in: str
-    """In what gradients are averaged between processes; empty where they are not."""
-    layout: str
-    """Who has which part."""
-    bytes_here: int
-    """What this rank has of the parameters of all modules."""
-    computed_again: bool
-    """Whether activations are computed again in the backward pass."""
+    """The backend of collectives; empty on one process."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +54,15 @@ class ModelFacts:
     parameters: int
     trainable: int
     dtypes: tuple[str, ...]
-    """Of its parameters."""
+    """The dtypes of the parameters."""
     computes_in: str
-    """What autocast computes in, else the parameters' own dtypes."""
+    """The dtype of autocast, else those of the parameters."""
     reduces_in: str
-    """In what gradients are averaged between processes; empty where they are not."""
+    """The dtype of gradient averaging; empty without averaging."""
     wrapping: str
-    """What replicates or shards it; `none` on one process and for models that learn nothing."""
+    """The wrapper that replicates or shards it; `none` on one process and without trainable parameters."""
     groups: tuple[GroupFacts, ...] = ()
-    """The parameters of a divided model; empty where every rank has all of it."""
+    """The parameters of a sharded model; empty for a replicated one."""
 
 
 @dataclass(frozen=True)
@@ -99,21 +71,21 @@ class LoaderFacts:
 
     dataset: str
     samples: int | None
-    """None where the dataset has no length."""
+    """None if the dataset has no length."""
     steps: int | None
-    """Steps of an epoch, on every rank."""
+    """Steps per epoch, equal on all ranks."""
     batch_size: int | None
-    """Samples of one rank in a full step; None where batches have no fixed size."""
+    """Samples of one rank in a full step; None if batches have no fixed size."""
     parts: int
-    """Into how many parts a global batch is divided."""
+    """The number of shards of a global batch."""
     ranks_a_part: int
-    """Ranks that have the same part, and compute it together."""
+    """The number of model-parallel ranks, which have the same shard."""
     global_batch: int | None
     """Samples of all ranks in a full step."""
     samples_a_step: int | None
-    """Samples that make one optimizer step: the global batch times the accumulation steps."""
+    """Samples per optimizer step: the global batch times the accumulation steps."""
     end: str
-    """What becomes of the end of an epoch."""
+    """The treatment of the last batch of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -122,64 +94,64 @@ class SchedulerFacts:
 
     name: str
     advances: str
-    """What a call of `step()` means."""
+    """The effect of a call of `step()`."""
 
 
 @dataclass(frozen=True)
 class OptionFacts:
-    """An option in force."""
+    """The effective value of an option."""
 
     value: Any
     origin: str
-    """Where it comes from: `argument`, the name of an environment variable, or `default`."""
+    """`argument`, the name of an environment variable, or `default`."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a run will do."""
+    """Description of a run: processes, precision, prepared objects and options."""
 
     processes: ProcessFacts
     precision: str
     accumulation_steps: int
     gradients: str
-    """What the gradients of an optimizer step are the mean of."""
+    """The items over which the gradients of an optimizer step are averaged."""
     models: tuple[ModelFacts, ...]
     optimizers: tuple[str, ...]
     schedulers: tuple[SchedulerFacts, ...]
     loaders: tuple[LoaderFacts, ...]
     options: Mapping[str, OptionFacts]
     device: Mapping[str, str]
-    """What the device's runtime says of itself, by title; empty where there is nothing to say."""
+    """Properties reported by the runtime of the device, by title."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain dicts, lists, numbers and text."""
+        """Return the description as plain dicts, lists, numbers and text."""
         return asdict(self)
 
     def lines(self) -> Iterable[tuple[str, str]]:
-        """What is to be read, as pairs of a title and a text."""
-        of = self.processes
-        over = f" over {of.process_group}" if of.process_group else ""
+        """Yield the lines of the text as pairs of title and text."""
+        processes = self.processes
+        over = f" over {processes.process_group}" if processes.process_group else ""
         yield (
             "processes",
-            f"{of.world_size}{over}, {of.local_world_size} on this machine; this is rank {of.rank}",
+            f"{processes.world_size}{over}, {processes.local_world_size} on this machine; this is rank {processes.rank}",
         )
-        yield "device", of.device
+        yield "device", processes.device
         yield from self.device.items()
         yield "precision", self.precision
         for model in self.models:
-            yield "model", _model(model)
-            yield from (("", _group(group)) for group in model.groups)
+            yield "model", _format_model(model)
+            yield from (("", _format_group(group)) for group in model.groups)
         for optimizer in self.optimizers:
             yield "optimizer", optimizer
         yield "gradients", self.gradients
         for scheduler in self.schedulers:
             yield "scheduler", f"{scheduler.name}: {scheduler.advances}"
         for loader in self.loaders:
-            yield "loader", _loader(loader, self.accumulation_steps)
-        usual = dict(flat(Settings()))
+            yield "loader", _format_loader(loader, self.accumulation_steps)
+        defaults = dict(flatten_settings(Settings()))
         for name, option in self.options.items():
-            # A launcher says all of them, and mostly what they are anyway.
-            if option.value != usual.get(name):
+            # A launcher sets the variables of all options, most of them to the default.
+            if option.value != defaults.get(name):
                 yield "option", f"{name} = {option.value} ({option.origin})"
 
     @override
@@ -187,8 +159,8 @@ class Description:
         return "\n".join(f"{title:<10} {text}" for title, text in self.lines())
 
     def __rich__(self) -> RenderableType:
-        """A panel, for `rich.print`."""
-        from rich.panel import Panel  # noqa: PLC0415 - a run that asks for no panel does not pay for rich
+        """Return a panel for `rich.print`."""
+        from rich.panel import Panel  # noqa: PLC0415 - rich is optional
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
@@ -199,31 +171,30 @@ class Description:
 
 
 def origins(
-    settings: Settings, given: Mapping[str, bool], environ: Mapping[str, str]
+    settings: Settings, is_argument: Mapping[str, bool], environ: Mapping[str, str]
 ) -> dict[str, OptionFacts]:
-    """Where each setting comes from.
+    """Return the value and origin of each setting.
 
-    Args:
-        settings: What they came to.
-        given: Which were given as an argument; `dynamo` and `gradient` stand for all arguments of that kind.
-        environ: The environment they were read from.
+    `is_argument` marks options and sections set by an argument; `dynamo` and `gradient` mean all arguments of the
+    plugin.
     """
-    told = dict(flat(Settings.from_env(environ)))
+    from_env = dict(flatten_settings(Settings.from_env(environ)))
     others = accelerate_variables(environ)
 
-    def origin(name: str, value: object) -> str:
-        # Of a section, an argument may have said a part only.
-        if given.get(name) or (value != told[name] and any(name.startswith(f"{one}_") for one in given)):
+    def find_origin(name: str, value: object) -> str:
+        # An argument may set only some options of a section.
+        in_section = any(name.startswith(f"{section}_") for section in is_argument)
+        if is_argument.get(name) or (in_section and value != from_env[name]):
             return "argument"
-        if variable(name) in environ:
-            return variable(name)
+        if variable_name(name) in environ:
+            return variable_name(name)
         return others.settings[name].variable if name in others.settings else "default"
 
-    found = {name: OptionFacts(value, origin(name, value)) for name, value in flat(settings)}
-    return found | {
+    facts = {name: OptionFacts(value, find_origin(name, value)) for name, value in flatten_settings(settings)}
+    return facts | {
         name: OptionFacts(other.text, other.variable)
         for name, other in others.arguments.items()
-        if not given.get(name.partition("_")[0])
+        if not is_argument.get(name.partition("_")[0])
     }
 
 
@@ -234,66 +205,51 @@ def model_facts(
     wrapping: str,
     groups: tuple[GroupFacts, ...] = (),
 ) -> ModelFacts:
-    """What there is to say of a prepared model.
-
-    Args:
-        original: The script's own module.
-        computes_in: What autocast computes in, if it does.
-        reduces_in: What a communication hook makes of gradients, if there is one.
-        wrapping: What replicates it; `none` where nothing does.
-        groups: Its parameters, where it is divided.
-    """
+    """Describe a prepared model; dtypes are those of autocast and of a communication hook, `groups` of a sharded model."""
     parameters = list(original.parameters())
-    learning = [parameter for parameter in parameters if parameter.requires_grad]
-    dtypes = tuple(sorted({_name(parameter.dtype) for parameter in parameters}))
-    averaged = tuple(sorted({_name(parameter.dtype) for parameter in learning}))
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    dtypes = _join(_dtype_name(parameter.dtype) for parameter in parameters)
+    if groups:
+        reduced = _join(group.reduces_in for group in groups)
+    elif wrapping == "none":
+        reduced = ""
+    else:
+        reduced = reduces_in or _join(_dtype_name(parameter.dtype) for parameter in trainable)
     return ModelFacts(
         name=class_of(original),
         parameters=sum(parameter.numel() for parameter in parameters),
-        trainable=sum(parameter.numel() for parameter in learning),
-        dtypes=dtypes,
-        computes_in=_each(group.computes_in for group in groups)
-        or (_name(computes_in) if computes_in else ", ".join(dtypes)),
-        reduces_in=_each(group.reduces_in for group in groups)
-        if groups
-        else ""
-        if wrapping == "none"
-        else reduces_in or ", ".join(averaged),
+        trainable=sum(parameter.numel() for parameter in trainable),
+        dtypes=tuple(sorted({_dtype_name(parameter.dtype) for parameter in parameters})),
+        computes_in=_join(group.computes_in for group in groups)
+        or (_dtype_name(computes_in) if computes_in else dtypes),
+        reduces_in=reduced,
         wrapping=wrapping,
         groups=groups,
     )
 
 
-def class_of(model: nn.Module) -> str:
-    """The name of a module's class, as the script knows it."""
-    name = type(model).__name__
-    # fully_shard puts a class of its own before the script's.
-    divided = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
-    return name.removeprefix("FSDP") if divided else name
-
-
-def loader_facts(loader: PreparedLoader, place: DataPlace, accumulation_steps: int) -> LoaderFacts:
-    """What there is to say of a prepared loader."""
-    whole = loader.total_batch_size if loader.source_batch_size is not None else None
+def loader_facts(loader: PreparedLoader, data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
+    """Describe a prepared loader."""
+    global_batch = loader.total_batch_size if loader.source_batch_size is not None else None
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
-        samples=_length(loader.dataset),
-        steps=_length(loader),
-        batch_size=whole // place.world_size if whole else None,
-        parts=place.world_size,
-        ranks_a_part=place.copies,
-        global_batch=whole,
-        samples_a_step=whole * accumulation_steps if whole else None,
+        samples=len_or_none(loader.dataset),
+        steps=len_or_none(loader),
+        batch_size=global_batch // data_rank.world_size if global_batch else None,
+        parts=data_rank.world_size,
+        ranks_a_part=data_rank.model_parallel_size,
+        global_batch=global_batch,
+        samples_a_step=global_batch * accumulation_steps if global_batch else None,
         end=loader.end,
     )
 
 
 def scheduler_facts(scheduler: PreparedScheduler) -> SchedulerFacts:
-    """What there is to say of a prepared scheduler."""
+    """Describe a prepared scheduler."""
     return SchedulerFacts(type(scheduler.scheduler).__name__, scheduler.advances)
 
 
-def _model(model: ModelFacts) -> str:
+def _format_model(model: ModelFacts) -> str:
     reduced = f", averaged in {model.reduces_in}" if model.reduces_in else ""
     return (
         f"{model.name}: {model.parameters:,} parameters ({model.trainable:,} learn) in "
@@ -302,52 +258,48 @@ def _model(model: ModelFacts) -> str:
     )
 
 
-def _group(group: GroupFacts) -> str:
+def _format_group(group: GroupFacts) -> str:
     count = (
         f"{len(group.modules)} x {group.kind}" if len(group.modules) > 1 else group.modules[0] or group.kind
     )
     each = " each" if len(group.modules) > 1 else ""
-    learns = f"gradients {group.gradients}" if group.gradients else "frozen"
+    gradients = f"gradients {group.gradients}" if group.gradients else "frozen"
     reduced = f", averaged in {group.reduces_in}" if group.reduces_in else ""
-    again = "; activations computed again" if group.computed_again else ""
+    recomputed = "; activations computed again" if group.computed_again else ""
     return (
-        f"{count}: {group.elements:,} parameters{each} in {group.dtype}, {learns}, computed in {group.computes_in}{reduced}; "
-        f"{group.layout}; {_size(group.bytes_here)} here{again}"
+        f"{count}: {group.elements:,} parameters{each} in {group.dtype}, {gradients}, computed in {group.computes_in}{reduced}; "
+        f"{group.layout}; {_format_size(group.bytes_here)} here{recomputed}"
     )
 
 
-def _size(count: int) -> str:
-    for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= one:
-            return f"{count / one:.1f} {unit}"
+def _format_size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
     return f"{count} B"
 
 
-def _each(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     return ", ".join(sorted({name for name in names if name}))
 
 
-def _loader(loader: LoaderFacts, accumulation_steps: int) -> str:
+def _format_loader(loader: LoaderFacts, accumulation_steps: int) -> str:
     samples = "unknown" if loader.samples is None else f"{loader.samples:,}"
     steps = "an unknown number of" if loader.steps is None else f"{loader.steps:,}"
     if loader.batch_size is None:
         size = "batches of different sizes"
     else:
-        together = f", {loader.ranks_a_part} ranks each" if loader.ranks_a_part > 1 else ""
-        who = f"{loader.parts} parts{together}" if together else f"{loader.parts} ranks"
+        shards = (
+            f"{loader.parts} parts, {loader.ranks_a_part} ranks each"
+            if loader.ranks_a_part > 1
+            else f"{loader.parts} ranks"
+        )
         size = (
-            f"{loader.batch_size} x {who} x {accumulation_steps} accumulation = "
+            f"{loader.batch_size} x {shards} x {accumulation_steps} accumulation = "
             f"{loader.samples_a_step} samples an optimizer step"
         )
     return f"{loader.dataset}: {samples} samples in {steps} steps; {size}; {loader.end}"
 
 
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,7 @@
-"""The contract between launcher and script: what a process is told through its environment.
+"""Environment variables that the launcher passes to the script; standard library only.
 
-Standard library only, and the one file that spells a variable of accel. The launcher writes
-`Settings.to_env()` into the environment of the processes it starts; the runtime reads it back with
-`Settings.from_env()`. A user may set any of these variables by hand.
+This is the one file that spells a variable of accel. The launcher writes `Settings.to_env()` into the environment of
+the processes it starts; the runtime reads it with `Settings.from_env()`. A user may set any of these variables by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +11,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from accel_runtime.accelerate_env import Translation, translate
-from accel_runtime.layouts import FullyShard, Number, Parallel, SettingsError, check_layout, fsdp1
+from accel_runtime.layouts import (
+    FullyShard,
+    Number,
+    Parallel,
+    SettingsError,
+    check_layout,
+    explain_fsdp1_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,38 +46,38 @@ __all__ = [
     "SettingsError",
     "accelerate_variables",
     "check_layout",
-    "flat",
-    "fsdp1",
-    "nearest",
-    "placed_by_device",
+    "explain_fsdp1_option",
+    "find_nearest",
+    "flatten_settings",
+    "is_placed_by_device",
     "read_switch",
 ]
 
 PREFIX = "ACCEL_"
 HOME = "ACCEL_HOME"
-"""The folder that holds the user's profiles, in place of the platform's own."""
+"""Directory of the user's profiles, instead of the platform's own."""
 PROFILE = "ACCEL_PROFILE"
-"""The name of the profile to use, where `--profile` does not say."""
+"""Name of the profile to use without `--profile`."""
 TRUSTED_PROJECTS = "ACCEL_TRUSTED_PROJECTS"
-"""Folders whose project file is used whoever owns it, separated as in PATH."""
+"""Directories whose project file is used whoever owns it, separated as in PATH."""
 TRUST_NETWORK = "ACCEL_TRUST_NETWORK"
-"""A switch: processes of one machine that cannot connect over Unix sockets exchange objects over TCP."""
+"""Switch: processes of one node that cannot connect over Unix sockets exchange objects over TCP."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
-"""The folder of this process in the launcher's run folder; absent where `accel launch` keeps none."""
+"""Directory of this process in the launcher's run directory; not set if `accel launch` keeps none."""
 LAUNCH = "ACCEL_LAUNCH"
-"""A name that `accel launch` gives a run, and no other run has; its checkpoints bear it."""
+"""Unique name that `accel launch` gives a run, and that its checkpoints contain."""
 BEAT = "beat"
-"""The file in that folder in which a process shows how far it is: whole numbers of 8 bytes, then text."""
+"""File in that directory with the progress of the process: whole numbers of 8 bytes, then text."""
 BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
-"""What the numbers count: `inside` is 1 in a collective, `news_ns` when any other changed (monotonic clock)."""
+"""Names of the numbers: `inside` is 1 in a collective, `news_ns` the time of the last change (monotonic clock)."""
 BEAT_SIZE = 512
-"""Bytes of the file; what follows the numbers names the newest collective and its line, in UTF-8."""
+"""Bytes of the file; the text after the numbers is the newest collective and its line, in UTF-8."""
 ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
-"""Variables with which torch_xla computes in another format than the script says: refused on both sides."""
+"""Variables that make torch_xla compute in another dtype than the script's; launcher and runtime reject them."""
 EARLY_FP16 = "USE_FP16"
-"""The switch of the first Accelerate releases: honoured where `ACCEL_MIXED_PRECISION` is not set."""
+"""Switch of the first Accelerate releases, used if `ACCEL_MIXED_PRECISION` is not set."""
 PJRT = "PJRT_DEVICE"
-"""What torch_xla is to compute on: where it is set, the device `auto` is `xla`."""
+"""Device of torch_xla; if it is set, the device `auto` is `xla`."""
 
 Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
@@ -84,60 +90,62 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True)
 class Settings:
-    """What a process is told: every field travels as `ACCEL_<FIELD>`.
+    """Settings of a process; every field has a variable `ACCEL_<FIELD>`.
 
     `from_env(to_env(s)) == s` for every `s`.
     """
 
     device: Device = "auto"
-    """The hardware to compute on; `auto` is `xla` where `PJRT_DEVICE` is set, else the accelerator torch finds, else the
-    CPU. That torch_xla is installed says nothing."""
+    """Device; `auto` is `xla` if `PJRT_DEVICE` is set, otherwise the accelerator that torch finds, otherwise the CPU.
+    An installed torch_xla alone has no effect."""
     mixed_precision: MixedPrecision = "no"
-    """The number format of the forward pass; `no` keeps what the model has."""
+    """Number format of the forward pass; `no` keeps that of the model."""
     process_group_backend: ProcessGroupBackend = "auto"
-    """What carries collectives; `auto` is torch's own choice for the device, `smddp` is SageMaker's library."""
+    """Backend of collectives; `auto` is torch's choice for the device, `smddp` is SageMaker's library."""
     process_group_timeout: int = 1800
-    """Seconds a collective may wait for the other processes before it is an error."""
+    """Seconds that a collective may wait for the other processes."""
     log_level: LogLevel = "auto"
-    """The level that `get_logger` sets; `auto` leaves levels to the script."""
+    """Level set by `get_logger`; `auto` leaves levels to the script."""
     spmd: bool = False
-    """Whether torch_xla computes on all devices of a machine as on one, in one process."""
+    """If true, torch_xla computes on all devices of a node as on one, in one process."""
     resume: bool = False
-    """Whether `Accelerator.resume` goes on from the newest checkpoint."""
+    """If true, `Accelerator.resume` continues from the newest checkpoint."""
     shared_files: bool = True
-    """Whether all machines see the same files; where they do not, the first one writes all of a checkpoint."""
+    """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
     parallel: Parallel = field(default_factory=Parallel)
-    """Into how many parts what is divided: `ACCEL_PARALLEL_DP_SHARD` and so on."""
+    """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)
-    """How models are sharded: `ACCEL_FULLY_SHARD_WRAP` and so on."""
+    """Options of `fully_shard`: `ACCEL_FULLY_SHARD_WRAP` and so on."""
 
     def to_env(self) -> dict[str, str]:
-        """The environment variables that say this."""
-        return {variable(name): _text(value) for name, value in flat(self)}
+        """Return the environment variables of these settings."""
+        return {variable_name(name): _format_value(value) for name, value in flatten_settings(self)}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, accelerate: bool = True) -> Settings:
-        """Read the variables back; a field whose variable is absent keeps its default.
+        """Read the settings from environment variables; a field without its variable keeps its default.
+
+        Two foreign variables are used if accel's own are not set: `USE_FP16` of the first Accelerate releases, and
+        `PJRT_DEVICE`, which makes the device `xla`.
 
         Args:
             environ: The environment.
-            accelerate: Take over variables of Accelerate's launcher, for fields whose own variables are absent.
-
-        Two variables of others are heard where ours do not say: `USE_FP16` of the first Accelerate releases, and
-        `PJRT_DEVICE`. Who sets that wants torch_xla, which computes on nothing else: it makes the device `xla`.
+            accelerate: If true, use variables of Accelerate's launcher for fields whose own variables are not set.
 
         Raises:
-            SettingsError: A variable holds a value we cannot use, or is a near miss of a known name.
+            SettingsError: A variable has an invalid value, or nearly the name of a known variable.
         """
         _refuse_near_misses(environ)
-        others = accelerate_variables(environ).settings if accelerate else {}
-        environ = {variable(field): other.text for field, other in others.items()} | dict(environ)
+        translations = accelerate_variables(environ).settings if accelerate else {}
+        environ = {
+            variable_name(field): translation.text for field, translation in translations.items()
+        } | dict(environ)
         try:
             values = _read(cls, environ)
         except SettingsError as error:
             text = str(error)
-            for field, other in others.items():
-                text = text.replace(f"{variable(field)} ", f"{other.variable} ")
+            for field, translation in translations.items():
+                text = text.replace(f"{variable_name(field)} ", f"{translation.variable} ")
             raise SettingsError(text) from None
         if "mixed_precision" not in values and read_switch(EARLY_FP16, environ.get(EARLY_FP16, "")):
             values["mixed_precision"] = "fp16"
@@ -146,70 +154,69 @@ class Settings:
         return cls(**values)
 
 
-def placed_by_device(environ: Mapping[str, str]) -> bool:
-    """Whether the device alone knows which replica this is, as with torch_xla; cheap, for every line of a log."""
-    wanted = environ.get(variable("device"), "auto")
-    return wanted == "xla" or (wanted == "auto" and bool(environ.get(PJRT)))
+def is_placed_by_device(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks of replicas are defined by the device, as with torch_xla; cheap enough for every log record."""
+    device = environ.get(variable_name("device"), "auto")
+    return device == "xla" or (device == "auto" and bool(environ.get(PJRT)))
 
 
-def variable(field: str) -> str:
-    """The environment variable of a field of `Settings`."""
+def variable_name(field: str) -> str:
+    """Return the environment variable of a field of `Settings`."""
     return PREFIX + field.upper()
 
 
 def accelerate_variables(environ: Mapping[str, str]) -> Translation:
-    """Return what the variables of Accelerate in an environment are in accel; those of accel win.
+    """Return the translation of Accelerate's variables in an environment; those of accel take precedence.
 
-    Raises:
-        SettingsError: A variable asks for what accel does not do.
+    Raises SettingsError if a variable requires an unsupported feature.
     """
-    names = {name: variable(name) for name, _ in flat(Settings())}
+    names = {name: variable_name(name) for name, _ in flatten_settings(Settings())}
     return translate(environ, {name: environ[ours] for name, ours in names.items() if ours in environ})
 
 
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name that `name` was probably meant to be, or None."""
+def find_nearest(name: str, known: list[str]) -> str | None:
+    """Return the known name that `name` is probably a typo of, or None."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
 
 
-def flat(settings: object, before: str = "") -> list[tuple[str, Any]]:
-    """The fields by name, those of a section under the section's name and their own: `parallel_tp`."""
-    found: list[tuple[str, Any]] = []
+def flatten_settings(settings: object, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the fields by name, those of a section prefixed with the section's name: `parallel_tp`."""
+    items: list[tuple[str, Any]] = []
     for f in fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, f.name)
-        name = before + f.name
-        found += flat(value, f"{name}_") if is_dataclass(value) else [(name, value)]
-    return found
+        name = prefix + f.name
+        items += flatten_settings(value, f"{name}_") if is_dataclass(value) else [(name, value)]
+    return items
 
 
-def _read(kind: type[Any], environ: Mapping[str, str], before: str = "") -> dict[str, Any]:
+def _read(kind: type[Any], environ: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     hints, values = get_type_hints(kind), {}
     for f in fields(kind):
-        name = variable(before + f.name)
+        name = variable_name(prefix + f.name)
         if is_dataclass(hints[f.name]):
-            values[f.name] = _section(hints[f.name], f.name, environ)
+            values[f.name] = _read_section(hints[f.name], f.name, environ)
         elif name in environ:
-            values[f.name] = _parse(name, environ[name], hints[f.name])
+            values[f.name] = _parse_value(name, environ[name], hints[f.name])
     return values
 
 
-def _section(kind: type[Any], name: str, environ: Mapping[str, str]) -> object:
-    """A part of the settings; what is wrong with it is said of the variable, not of the key that has its name."""
+def _read_section(kind: type[Any], name: str, environ: Mapping[str, str]) -> object:
+    """Return a section of the settings; errors name the variable instead of the profile key."""
     values = _read(kind, environ, f"{name}_")
     try:
         return kind(**values)
     except SettingsError as error:
         key, _, rest = str(error).partition(" ")
-        raise SettingsError(f"{variable(key.replace('.', '_'))} {rest}") from None
+        raise SettingsError(f"{variable_name(key.replace('.', '_'))} {rest}") from None
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join("=".join(some) if isinstance(some, tuple) else some for some in value)
+        return ",".join("=".join(item) if isinstance(item, tuple) else item for item in value)
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _parse(name: str, text: str, kind: object) -> object:
+def _parse_value(name: str, text: str, kind: object) -> object:
     if kind is str:
         return text
     if kind is bool:
@@ -217,14 +224,14 @@ def _parse(name: str, text: str, kind: object) -> object:
     if kind == bool | int:
         return int(text) if text.isascii() and text.isdigit() and int(text) > 1 else read_switch(name, text)
     if kind == tuple[str, ...]:
-        return tuple(_parts(text))
+        return tuple(_split_items(text))
     if kind == tuple[tuple[str, str], ...]:
-        return tuple(_pair(name, part) for part in _parts(text))
-    return _word_or_number(name, text, get_args(kind) if int in get_args(kind) else (kind,))
+        return tuple(_parse_pair(name, item) for item in _split_items(text))
+    return _parse_word_or_number(name, text, get_args(kind) if int in get_args(kind) else (kind,))
 
 
-def _word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> str | int:
-    words = [word for some in kinds for word in get_args(some)]
+def _parse_word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> str | int:
+    words = [word for item in kinds for word in get_args(item)]
     if text in words:
         return text
     if int not in kinds:
@@ -236,12 +243,12 @@ def _word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> str | in
     )
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _split_items(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _pair(name: str, text: str) -> tuple[str, str]:
-    first, equals, second = (part.strip() for part in text.partition("="))
+def _parse_pair(name: str, text: str) -> tuple[str, str]:
+    first, equals, second = (item.strip() for item in text.partition("="))
     if not (first and equals and second):
         raise SettingsError(
             f"{name} must be pairs like layers.*.up=colwise, with commas between; it holds {text!r}"
@@ -250,11 +257,7 @@ def _pair(name: str, text: str) -> tuple[str, str]:
 
 
 def read_switch(name: str, text: str) -> bool:
-    """Read the value of a variable that is on or off; empty is off.
-
-    Raises:
-        SettingsError: It is neither.
-    """
+    """Read the value of a variable that is on or off; empty is off. Raise SettingsError for any other value."""
     if text.lower() in _TRUE | _FALSE:
         return text.lower() in _TRUE
     raise SettingsError(f"{name} must be one of 1, true, yes, on, 0, false, no, off; it is {text!r}")
@@ -269,10 +272,10 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         TRUST_NETWORK,
         RANK_FOLDER,
         TRUSTED_PROJECTS,
-        *(variable(name) for name, _ in flat(Settings())),
+        *(variable_name(name) for name, _ in flatten_settings(Settings())),
     ]
     known = [name.removeprefix(PREFIX) for name in ours]
     for name in environ:
-        own = name.removeprefix(PREFIX)
-        if name.startswith(PREFIX) and own not in known and (meant := nearest(own, known)):
-            raise SettingsError(f"{name} is not a variable of accel; did you mean {PREFIX}{meant}?")
+        suffix = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and suffix not in known and (nearest := find_nearest(suffix, known)):
+            raise SettingsError(f"{name} is not a variable of accel; did you mean {PREFIX}{nearest}?")

@@ -1,4 +1,4 @@
-"""The heartbeat: what a process leaves for its launcher to see how far it is, without a call or a thread."""
+"""Heartbeat: progress of a process in a mapped file, which its launcher reads without a call or a thread."""
 
 from __future__ import annotations
 
@@ -13,99 +13,99 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
+from accel_runtime.call_site import CallSite
 from accel_runtime.env import BEAT, BEAT_NUMBERS, BEAT_SIZE, RANK_FOLDER
-from accel_runtime.exchange.callsite import CallSite
 
-__all__ = ["Counts", "Heartbeat", "Progress", "heartbeat", "keep_still"]
+__all__ = ["Heartbeat", "Progress", "ProgressCounts", "heartbeat", "keep_still"]
 
-_HERE = threading.local()
+_LOCAL = threading.local()
 
-_PID, _STEPS, _BATCHES, _COLLECTIVES, _INSIDE, _NEWS = range(len(BEAT_NUMBERS))
+_PID, _STEPS, _BATCHES, _COLLECTIVES, _INSIDE, _CHANGED_NS = range(len(BEAT_NUMBERS))
 _TEXT = 8 * len(BEAT_NUMBERS)
 
 
-class Counts(NamedTuple):
-    """How far a process has come since the ranks last met, comparable between ranks that run one program."""
+class ProgressCounts(NamedTuple):
+    """Progress of a process since the last collective, comparable between ranks that run the same program."""
 
     collectives: int
-    """Collectives of accel that it has entered, since it started."""
+    """Number of collectives of accel entered since the start."""
     backwards: int
-    """Backward passes begun since the last of these collectives."""
+    """Number of backward passes begun since the last of these collectives."""
     steps: int
-    """Optimizer steps since then."""
+    """Number of optimizer steps since then."""
     batches: int
-    """Batches handed out since then."""
+    """Number of batches returned since then."""
 
-    def is_beyond(self, other: Counts) -> bool:
-        """Return whether a process with these counts has begun something that one with the others has not."""
+    def is_beyond(self, other: ProgressCounts) -> bool:
+        """Return whether these counts are ahead of the others in any number."""
         if self.collectives != other.collectives:
             return self.collectives > other.collectives
-        return any(mine > its for mine, its in zip(self, other, strict=True))
+        return any(own > others for own, others in zip(self, other, strict=True))
 
 
 class Progress:
-    """How far this process is, in numbers that its other threads may read."""
+    """Progress of this process, in numbers that its other threads may read."""
 
     def __init__(self) -> None:
         self.steps = self.batches = self.backwards = self.collectives = 0
         self.inside: tuple[str, CallSite] | None = None
-        """The collective of accel that this process is in, and its line."""
+        """Current collective of accel, and its line."""
         self._base = (0, 0, 0)
         self._error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
 
     @property
     def has_failed(self) -> bool:
-        """Whether the script has ended with an exception, as far as can be told when the interpreter ends."""
+        """Return whether the script has ended with an exception, as far as known when the interpreter exits."""
         # A launcher's worker writes the file and ends the interpreter as if nothing had been raised.
         return hasattr(sys, "last_value") or (bool(self._error_file) and Path(self._error_file).exists())
 
     @property
-    def counts(self) -> Counts:
-        """What other ranks compare with theirs."""
+    def counts(self) -> ProgressCounts:
+        """Return the counts that are compared with other ranks."""
         backwards, steps, batches = self._base
-        return Counts(
+        return ProgressCounts(
             self.collectives, self.backwards - backwards, self.steps - steps, self.batches - batches
         )
 
     def level(self) -> None:
-        """Count backward passes, steps and batches from here: the ranks may have had different numbers of them."""
+        """Restart the counts of backward passes, steps and batches; ranks may have had different numbers of them."""
         self._base = (self.backwards, self.steps, self.batches)
 
     def step(self) -> None:
-        """An optimizer has stepped."""
+        """Count an optimizer step."""
         self.steps += 1
 
     def batch(self) -> None:
-        """A loader hands out a batch."""
+        """Count a batch that a loader returns."""
         self.batches += 1
 
     def backward(self) -> None:
-        """A backward pass begins."""
+        """Count a backward pass."""
         self.backwards += 1
 
     def collective(self) -> None:
-        """A collective of torch that accel makes on all ranks begins."""
+        """Count a collective of torch that accel makes on all ranks."""
         self.collectives += 1
         self.level()
 
     def enter(self, operation: str, site: CallSite) -> None:
-        """A collective with an agreement begins."""
+        """Count and record a collective with a handshake."""
         self.collective()
         self.inside = (operation, site)
 
-    def leave(self) -> None:
-        """The collective is over."""
+    def exit(self) -> None:
+        """Record the end of the collective."""
         self.inside = None
 
 
 class Heartbeat(Progress):
-    """How far this process is, kept in a mapped file too.
+    """Progress of this process, also kept in a mapped file.
 
     Args:
-        file: A new file; what is there already is another process's.
+        file: A new file; an existing one belongs to another process.
 
     Raises:
-        OSError: It is there, or cannot be made.
+        OSError: The file exists, or cannot be created.
     """
 
     def __init__(self, file: Path) -> None:
@@ -116,60 +116,60 @@ class Heartbeat(Progress):
             opened.flush()
             self._memory = mmap.mmap(opened.fileno(), BEAT_SIZE)
         self._numbers = memoryview(self._memory)[:_TEXT].cast("q")
-        self._place: tuple[str, CallSite] | None = None
+        self._last_inside: tuple[str, CallSite] | None = None
         self._numbers[_PID] = os.getpid()
-        self._numbers[_NEWS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = time.monotonic_ns()
 
     @override
     def step(self) -> None:
         self.steps += 1
         self._numbers[_STEPS] = self.steps
-        self._numbers[_NEWS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = time.monotonic_ns()
 
     @override
     def batch(self) -> None:
         self.batches += 1
         self._numbers[_BATCHES] = self.batches
-        self._numbers[_NEWS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = time.monotonic_ns()
 
     @override
     def enter(self, operation: str, site: CallSite) -> None:
         super().enter(operation, site)
-        if self.inside != self._place:
-            self._place = self.inside
+        if self.inside != self._last_inside:
+            self._last_inside = self.inside
             text = f"{operation} at {site}".encode()[: BEAT_SIZE - _TEXT]
             self._memory[_TEXT:] = text.ljust(BEAT_SIZE - _TEXT, b"\0")
         self._numbers[_INSIDE] = 1
-        self._numbers[_NEWS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = time.monotonic_ns()
 
     @override
-    def leave(self) -> None:
+    def exit(self) -> None:
         self._numbers[_COLLECTIVES] += 1
         self._numbers[_INSIDE] = 0
-        self._numbers[_NEWS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = time.monotonic_ns()
         self.inside = None
 
 
 def heartbeat() -> Progress | None:
-    """Return the progress of this process; None where neither a launcher nor another rank looks at it.
+    """Return the progress of this process; None if neither a launcher nor another rank reads it.
 
-    A launcher watches one process; what that starts keeps none. A replica that keeps still has none either.
+    A launcher watches one process; its children keep no heartbeat, and neither does a replica that has disabled it.
     """
-    return None if getattr(_HERE, "still", False) else _of_process()
+    return None if getattr(_LOCAL, "still", False) else _create_progress()
 
 
 def keep_still() -> None:
-    """Leave the heartbeat to others: this thread is one of several replicas of a process."""
-    _HERE.still = True
+    """Disable the heartbeat of this thread, one of several replicas of a process."""
+    _LOCAL.still = True
 
 
 @lru_cache(maxsize=1)
-def _of_process() -> Progress | None:
+def _create_progress() -> Progress | None:
     folder = os.environ.get(RANK_FOLDER)
-    beside = Progress() if os.environ.get("WORLD_SIZE", "1") != "1" else None
+    progress = Progress() if os.environ.get("WORLD_SIZE", "1") != "1" else None
     if not folder:
-        return beside
+        return progress
     try:
         return Heartbeat(Path(folder) / BEAT)
     except OSError:
-        return beside
+        return progress

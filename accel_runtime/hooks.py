@@ -1,4 +1,4 @@
-"""The module `hooks` of Accelerate, whose names are not here: importing one is an error that tells what to do."""
+"""The module `hooks` of Accelerate: importing one of its names raises an ImportError with the alternative."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ABSENT = frozenset(
 def __getattr__(name: str) -> NoReturn:
     if name not in _ABSENT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # An ImportError, since the text of an AttributeError is lost in `from accel_runtime.hooks import ...`.
+    # Not an AttributeError: `from accel_runtime.hooks import ...` would drop its text.
     raise ImportError(
-        f"cannot import {name!r} from {__name__!r}: Accelerate's hooks move the weights of big models between devices for "
-        "inference, which is not part of accel. Use `from accelerate.hooks import ...` for that, or shard the model over "
-        "the processes with ParallelismConfig(dp_shard_size=...)."
+        f"Cannot import {name!r} from {__name__!r}: accel does not support the hooks of Accelerate, which move weights "
+        "between devices for inference. Import them from accelerate.hooks, or shard the model over the processes with "
+        "ParallelismConfig(dp_shard_size=...)."
     )

@@ -1,4 +1,4 @@
-"""Processes started from Python: a function of a notebook, or of a test, on several of them."""
+"""Launchers of functions from Python: on several processes of a notebook or a test."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from accel_runtime.current import set_current_backend
-from accel_runtime.env import MixedPrecision, Settings, placed_by_device
+from accel_runtime.default_backend import set_current_backend
+from accel_runtime.env import MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.utils.environment import patch_environment
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
 _GRACE_S = 5.0
-_PROBE_S = 60
+_CUDA_PROBE_TIMEOUT_S = 60
 
 
 class LaunchError(RuntimeError):
-    """A process that was started failed; the message names its rank and has its traceback."""
+    """Failure of a launched process; the message has its rank and traceback."""
 
 
-class _Place(NamedTuple):
-    """Where the processes of this machine stand among all."""
+class _ProcessGroupSpec(NamedTuple):
+    """Processes of this node in the process group."""
 
-    here: int
+    num_local: int
     node: int
     nodes: int
     host: str
@@ -69,35 +69,33 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
 ) -> None:
     """Run a function on several processes, from a notebook or any other Python session.
 
-    The processes are forked, so the function may be defined in the notebook. It makes its own `Accelerator`.
-    With one process it runs in this one. Each process computes on one thread, until it calls
-    `torch.set_num_threads`.
+    The processes are forked, so the function may be defined in the notebook. It creates its own `Accelerator`. With one
+    process it runs in the current one. Each process computes on one thread, until it calls `torch.set_num_threads`.
 
     Args:
-        function: Called as `function(*args)`; what it returns is not kept.
+        function: Called as `function(*args)`; its result is dropped.
         args: Its arguments.
-        num_processes: How many processes on this machine.
-        mixed_precision: `no`, `bf16` or `fp16`, for an `Accelerator` that does not say itself; None leaves it
-            to the environment.
-        use_port: Where the processes meet; None is any free port, and 29500 with several machines.
-        master_addr: The address of the first machine.
-        node_rank: This machine among all, from 0.
-        num_nodes: How many machines; each of them makes this call, with as many processes.
+        num_processes: The number of processes on this node.
+        mixed_precision: `no`, `bf16` or `fp16`, for an `Accelerator` without its own; None uses the environment.
+        use_port: The port of the rendezvous; None is any free port, and 29500 with several nodes.
+        master_addr: The address of the first node.
+        node_rank: The rank of this node, from 0.
+        num_nodes: The number of nodes; each of them makes this call, with as many processes.
         rdzv_backend: `static` only. `accel launch` has the others.
-        rdzv_endpoint: `host:port`, in place of `master_addr` and `use_port`.
+        rdzv_endpoint: `host:port`, instead of `master_addr` and `use_port`.
         rdzv_conf: None only.
-        rdzv_id: Not used by `static`: the default only.
+        rdzv_id: The default only, as `static` does not use it.
         max_restarts: 0 only.
-        monitor_interval: The default only: a process that ends is noticed at once.
+        monitor_interval: The default only, as the end of a process is noticed at once.
         log_line_prefix_template: None only.
 
     Raises:
-        ValueError: An argument we cannot honour; the message names it.
-        RuntimeError: CUDA is initialised already, so that processes cannot be forked; the message names
-            the import that did it, if one did.
-        LaunchError: A process failed; its rank and traceback are in the message. The others are ended.
+        ValueError: An unsupported argument; the message names it.
+        RuntimeError: CUDA is initialized already, so that processes cannot be forked; the message names the import that
+            initialized it, if it was one.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
     """
-    _refuse(
+    _check_defaults(
         rdzv_backend=(rdzv_backend, "static"),
         rdzv_conf=(rdzv_conf or None, None),
         rdzv_id=(rdzv_id, "none"),
@@ -106,62 +104,66 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         log_line_prefix_template=(log_line_prefix_template, None),
     )
     if num_processes is None or num_processes < 1:
-        raise ValueError(f"num_processes says how many processes to start; it is {num_processes}")
+        raise ValueError(
+            f"Invalid num_processes={num_processes}: pass the number of processes to start, at least 1."
+        )
     if not 0 <= node_rank < num_nodes:
         raise ValueError(
-            f"node_rank lies from 0 to {num_nodes - 1} with num_nodes={num_nodes}; it is {node_rank}"
+            f"Invalid node_rank={node_rank}: expected 0 to {num_nodes - 1} with num_nodes={num_nodes}."
         )
-    settings = _precise(Settings.from_env(os.environ), mixed_precision)
+    settings = _override_precision(Settings.from_env(os.environ), mixed_precision)
     if num_processes == num_nodes == 1:
         with patch_environment(**settings.to_env()):
             function(*args)
         return
-    if placed_by_device(os.environ):
+    if is_placed_by_device(os.environ):
         raise ValueError(
             f"num_processes={num_processes}: notebook_launcher starts processes, and torch_xla (ACCEL_DEVICE=xla, or "
             "PJRT_DEVICE is set) starts its replicas itself. Use `accel launch` with launcher.kind: xla, or "
             "num_processes=1 for the replica that this session is"
         )
-    host, port = _endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
-    _refuse_cuda()
-    _run(function, args, _Place(num_processes, node_rank, num_nodes, host, port), settings)
+    host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
+    _check_cuda_uninitialized()
+    _run(function, args, _ProcessGroupSpec(num_processes, node_rank, num_nodes, host, port), settings)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several processes of this machine, on the CPU: to try what it does on several.
+    """Run a function on several processes of this machine, on the CPU, to debug it.
 
     Args:
-        function: Called as `function(*args)`; what it returns is not kept.
+        function: Called as `function(*args)`; its result is dropped.
         args: Its arguments.
-        num_processes: How many processes, at least 1.
+        num_processes: The number of processes, at least 1.
 
     Raises:
         ValueError: `num_processes` is below 1.
-        LaunchError: A process failed; its rank and traceback are in the message. The others are ended.
+        LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
     """
     if num_processes < 1:
-        raise ValueError(f"num_processes must be at least 1; it is {num_processes}")
+        raise ValueError(f"Invalid num_processes={num_processes}: expected at least 1.")
     settings = replace(Settings.from_env(os.environ), device="cpu", mixed_precision="no")
-    _run(function, args, _Place(num_processes, 0, 1, "127.0.0.1", 0), settings)
+    _run(function, args, _ProcessGroupSpec(num_processes, 0, 1, "127.0.0.1", 0), settings)
 
 
-def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, settings: Settings) -> None:
-    """Start the processes of this machine, wait for them, and leave none behind."""
-    _refuse_group()
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], spec: _ProcessGroupSpec, settings: Settings
+) -> None:
+    """Start the processes of this node, wait for them, and terminate all when one fails."""
+    _check_no_process_group()
     store = None
-    if place.node == 0:
-        # The store is here and not in rank 0, so that no rank takes it away from the others when it ends.
-        store = dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        place = place._replace(port=store.port)
+    if spec.node == 0:
+        # The store is in this process and not in rank 0, so that it outlives every rank.
+        store = dist.TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        spec = spec._replace(port=store.port)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Python 3.12 warns of the threads that are not forked; `_Started` sees to those of torch.
+        # Python 3.12 warns of threads that are not forked; `_Started` sees to those of torch.
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
         context: ProcessContext | None = None
         others = set(multiprocessing.active_children())
         try:
             context = start_processes(  # type: ignore[no-untyped-call]
-                _Started(function, tuple(args), place, settings, Path(folder)),
-                nprocs=place.here,
+                _Worker(function, tuple(args), spec, settings, Path(folder)),
+                nprocs=spec.num_local,
                 join=False,
                 start_method="fork",
             )
@@ -169,65 +171,65 @@ def _run(function: Callable[..., Any], args: Sequence[Any], place: _Place, setti
             while not context.join():
                 pass
         except (ProcessRaisedException, ProcessExitedException) as error:
-            raise LaunchError(_told(error, place, Path(folder))) from None
+            raise LaunchError(_format_failure(error, spec, Path(folder))) from None
         finally:
-            # Not those of the context: an interrupt may come before all are started.
+            # Not the processes of the context: an interrupt may arrive before all are started.
             started = [process for process in multiprocessing.active_children() if process not in others]
-            _end(started, context.error_files if context else ())
+            _terminate(started, context.error_files if context else ())
             del store
 
 
-class _Started:
-    """What a started process runs."""
+class _Worker:
+    """Main function of a forked process."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        place: _Place,
+        spec: _ProcessGroupSpec,
         settings: Settings,
         failures: Path,
     ) -> None:
         self._failures = failures
         self._function = function
         self._args = args
-        self._place = place
+        self._spec = spec
         self._settings = settings
 
     def __call__(self, local_rank: int) -> None:
-        place = self._place
+        spec = self._spec
         os.environ.update(
             self._settings.to_env(),
-            RANK=str(place.node * place.here + local_rank),
+            RANK=str(spec.node * spec.num_local + local_rank),
             LOCAL_RANK=str(local_rank),
-            WORLD_SIZE=str(place.nodes * place.here),
-            LOCAL_WORLD_SIZE=str(place.here),
-            MASTER_ADDR=place.host,
-            MASTER_PORT=str(place.port),
-            # torch's word for a store that the launcher holds.
+            WORLD_SIZE=str(spec.nodes * spec.num_local),
+            LOCAL_WORLD_SIZE=str(spec.num_local),
+            MASTER_ADDR=spec.host,
+            MASTER_PORT=str(spec.port),
+            # Tells torch that the launcher holds the store.
             TORCHELASTIC_USE_AGENT_STORE="True",
             TORCHELASTIC_RESTART_COUNT="0",
         )
-        # The threads of the parent's OpenMP were not forked; to wait for them would be for ever.
+        # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
         torch.set_num_threads(1)
         set_current_backend(None)
         try:
             self._function(*self._args)
-        except Exception as error:  # noqa: BLE001 - whatever the function raises is its failure
-            self._record(local_rank, error)
+        except Exception as error:  # noqa: BLE001 - any exception is reported
+            self._write_failure(local_rank, error)
             sys.exit(1)
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _record(self, local_rank: int, error: Exception) -> None:
-        """Leave the traceback, from the function on, where the parent finds it."""
+    def _write_failure(self, local_rank: int, error: Exception) -> None:
+        """Write the traceback, from the function on, to the file that the parent reads."""
         assert error.__traceback__ is not None
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
         (self._failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
 
 
-def _end(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
-    """See to it that no process is left, and no file either; a second interrupt does not wait for them."""
+def _terminate(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
+    """Terminate all processes and remove their error files; a second interrupt kills them at once."""
     try:
         for process in processes:
             if process.is_alive():
@@ -242,72 +244,76 @@ def _end(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
             Path(file).unlink(missing_ok=True)
 
 
-def _told(error: ProcessRaisedException | ProcessExitedException, place: _Place, failures: Path) -> str:
-    """What failed first: the others lost it and failed for that, or were ended."""
+def _format_failure(
+    error: ProcessRaisedException | ProcessExitedException, spec: _ProcessGroupSpec, failures: Path
+) -> str:
+    """Return the message of the process that failed first: others lost the connection to it, or were terminated."""
     recorded = {int(file.name): file for file in failures.iterdir()}
     index = error.error_index
     if index in recorded:
-        index = min(recorded, key=lambda some: recorded[some].stat().st_mtime_ns)
-    who = f"rank {place.node * place.here + index} of {place.nodes * place.here}"
+        index = min(recorded, key=lambda local_rank: recorded[local_rank].stat().st_mtime_ns)
+    rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
     if index in recorded:
         trace = recorded[index].read_text(encoding="utf-8")
-        return f"{who} failed: {trace.splitlines()[-1]}\n{trace}"
+        return f"{rank} failed: {trace.splitlines()[-1]}\n{trace}"
     code = getattr(error, "exit_code", 1)
     if code < 0:
-        return f"{who} was ended by {signal.Signals(-code).name}"
-    return f"{who} exited with code {code}"
+        return f"{rank} was ended by {signal.Signals(-code).name}"
+    return f"{rank} exited with code {code}"
 
 
-def _precise(settings: Settings, wanted: str | None) -> Settings:
-    if wanted is None:
+def _override_precision(settings: Settings, mixed_precision: str | None) -> Settings:
+    if mixed_precision is None:
         return settings
-    # A member of PrecisionType is its own text.
-    for known in get_args(MixedPrecision):
-        if wanted == known:
-            return replace(settings, mixed_precision=known)
+    # Members of the enum PrecisionType are equal to their text.
+    for precision in get_args(MixedPrecision):
+        if mixed_precision == precision:
+            return replace(settings, mixed_precision=precision)
     raise ValueError(
-        f"mixed_precision must be one of {', '.join(get_args(MixedPrecision))}; it is {wanted!r}"
+        f"mixed_precision must be one of {', '.join(get_args(MixedPrecision))}; it is {mixed_precision!r}"
     )
 
 
-def _endpoint(endpoint: str, host: str, port: str | int | None, nodes: int) -> tuple[str, int]:
+def _parse_endpoint(endpoint: str, host: str, port: str | int | None, nodes: int) -> tuple[str, int]:
     if endpoint:
         host, _, port = endpoint.rpartition(":")
     number = port if port is not None else 29500 if nodes > 1 else 0
     if not host or not str(number).isdigit():
-        raise ValueError(f"the processes meet at host:port; rdzv_endpoint={endpoint!r}, use_port={port!r}")
+        raise ValueError(
+            f'Invalid rendezvous address: rdzv_endpoint={endpoint!r}, use_port={port!r}. Pass rdzv_endpoint="host:port".'
+        )
     return host, int(number)
 
 
-def _refuse(**arguments: tuple[Any, Any]) -> None:
-    for name, (given, only) in arguments.items():
-        if given != only:
+def _check_defaults(**arguments: tuple[Any, Any]) -> None:
+    for name, (value, default) in arguments.items():
+        if value != default:
             raise ValueError(
-                f"{name}={given!r} cannot be honoured here; leave it at {only!r}, or use `accel launch`"
+                f"{name}={value!r} is not supported by notebook_launcher. Leave it at {default!r}, or use `accel launch`."
             )
 
 
-def _refuse_group() -> None:
+def _check_no_process_group() -> None:
     if dist.is_initialized():
         raise RuntimeError(
-            "this process is in a process group already, which an Accelerator joins that divides models, and processes that "
-            "are started from it would take that for their own and hang. Make the Accelerator inside of the function, and "
-            "restart the session (or the notebook's kernel)"
+            "Cannot launch processes: this process is in a process group already (an Accelerator that shards models joins one), and "
+            "forked processes would hang in it. Create the Accelerator inside the function, and restart the session (or the "
+            "notebook's kernel)."
         )
 
 
-def _refuse_cuda() -> None:
+def _check_cuda_uninitialized() -> None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
-    culprit = _initialises_cuda(dict(sys.modules))
-    why = f"importing {culprit} does it" if culprit else "a cell of this session has used it"
+    package = _find_cuda_import(dict(sys.modules))
+    reason = f"by importing {package}" if package else "by a cell of this session"
     raise RuntimeError(
-        f"CUDA is initialised in this session already, and a forked process could not use it any more: {why}. "
-        "Restart the session, and do this inside the function that is launched."
+        f"Cannot launch processes: CUDA is initialized in this session already ({reason}), so forked processes could not use it. "
+        "Restart the session, and use CUDA only inside the launched function."
     )
 
 
-_PROBE = """
+_CUDA_PROBE = """
 import sys, importlib, traceback, torch
 init, at = torch.cuda._lazy_init, []
 def noted():
@@ -326,21 +332,20 @@ for name in sys.argv[1:]:
 """
 
 
-def _initialises_cuda(modules: dict[str, ModuleType]) -> str | None:
-    """The first of the imported packages that initialises CUDA by itself, and the line that does.
-
-    They are tried in a process of its own.
-    """
-    ours = {"torch", "accel_runtime", "__main__", *sys.stdlib_module_names}
-    names = [name for name in modules if "." not in name and not name.startswith("_") and name not in ours]
+def _find_cuda_import(modules: dict[str, ModuleType]) -> str | None:
+    """Return the first of the imported packages that initializes CUDA, and its line; they are tried in a child process."""
+    excluded = {"torch", "accel_runtime", "__main__", *sys.stdlib_module_names}
+    names = [
+        name for name in modules if "." not in name and not name.startswith("_") and name not in excluded
+    ]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, *names], capture_output=True, text=True, timeout=_PROBE_S, check=False,
+        result = subprocess.run(
+            [sys.executable, "-c", _CUDA_PROBE, *names], capture_output=True, text=True, timeout=_CUDA_PROBE_TIMEOUT_S, check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
-    name, _, line = "".join(done.stdout.splitlines()[-1:]).partition("\t")
+    name, _, line = "".join(result.stdout.splitlines()[-1:]).partition("\t")
     if name not in names:
         return None
     return f"{name!r} ({line})" if line else repr(name)

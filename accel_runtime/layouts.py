@@ -1,6 +1,6 @@
-"""How models are divided among processes: the sizes of the layout, and what torch's `fully_shard` is told.
+"""Sizes of parallel layouts, and the options of torch's `fully_shard`; standard library only.
 
-Standard library only: the launcher refuses with it what cannot be before anything starts, the runtime what is left.
+The launcher uses it to reject impossible layouts before it starts processes, and the runtime to check the rest.
 """
 
 from __future__ import annotations
@@ -12,21 +12,30 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["FSDP1", "STYLES", "FullyShard", "Number", "Parallel", "SettingsError", "check_layout", "fsdp1"]
+__all__ = [
+    "FSDP1",
+    "STYLES",
+    "FullyShard",
+    "Number",
+    "Parallel",
+    "SettingsError",
+    "check_layout",
+    "explain_fsdp1_option",
+]
 
 Number = Literal["auto", "fp32", "bf16", "fp16"]
-"""A number format of sharded parameters; what `auto` is stands with the field."""
+"""Number format of sharded parameters; each field documents its `auto`."""
 _WORDS = frozenset({"auto", "none"})
-"""What `wrap` may say instead of classes or a number."""
+"""Values of `wrap` that are neither classes nor a number."""
 _WITHOUT_SHARDS = frozenset({"wrap", "activation_checkpointing"})
-"""Options that say something of a model whose layers are divided, and whose parameters are not sharded."""
+"""Options that also apply to models with tensor-parallel layers and unsharded parameters."""
 
 STYLES = (
     "colwise", "colwise_gather_output", "colwise_rep", "embedding_colwise", "embedding_rowwise", "replicate",
     "replicated_with_grad_allreduce", "rowwise", "rowwise_rep", "rowwise_split_input", "sequence_parallel",
     "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
 )  # fmt: skip
-"""What a module may do under tensor parallel; how, is in `accel_runtime.parallel.styles`."""
+"""Styles of modules under tensor parallel, implemented in `accel_runtime.parallel.tensor_parallel`."""
 
 FSDP1: Mapping[str, str] = MappingProxyType({
     "sharding_strategy": "say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the "
@@ -49,35 +58,35 @@ FSDP1: Mapping[str, str] = MappingProxyType({
     "out",
     "version": "there is only version 2; leave it out",
 })  # fmt: skip
-"""Words of FSDP1 and of Accelerate's plugin for it, in place of which `fully_shard:` says something else."""
+"""Options of FSDP1 and of Accelerate's plugin for it, and their replacements under `fully_shard:`."""
 
 
 class SettingsError(ValueError):
-    """An environment variable that says something we cannot do; the message names the variable."""
+    """Invalid value of an environment variable; the message names the variable."""
 
 
-def fsdp1(word: str) -> str | None:
-    """What is said today in place of a word of FSDP1, also of one with `fsdp_` before it; None for other words."""
+def explain_fsdp1_option(word: str) -> str | None:
+    """Return the replacement for an option of FSDP1, with or without the prefix `fsdp_`; None for other words."""
     return FSDP1.get(word.removeprefix("fsdp_"))
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Into how many parts what is divided; the product is the number of processes.
+    """Sizes of a parallel layout; their product is the number of processes.
 
     Neighbouring ranks differ in `tp` first, then in `cp`, `dp_shard` and `dp_replicate`.
     """
 
     dp_replicate: int = 1
-    """Groups of processes that have a whole model each, and average their gradients."""
+    """Number of model replicas, whose gradients are averaged."""
     dp_shard: int | Literal["auto"] = 1
-    """Processes that divide parameters, gradients and optimizer state among them; `auto` is as many as are left."""
+    """Number of ranks that shard parameters, gradients and optimizer state; `auto` is all remaining ranks."""
     tp: int = 1
-    """Processes that divide the computation of single layers among them."""
+    """Number of ranks that split the computation of single layers."""
     cp: int = 1
-    """Processes that divide sequences among them."""
+    """Number of ranks that split sequences."""
     tp_plan: tuple[tuple[str, str], ...] = ()
-    """Names of modules, in which `*` stands for any text without a dot, and what each does under `tp`."""
+    """Names of modules, in which `*` is any text without a dot, and the style of each under `tp`."""
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "tp", "cp"):
@@ -90,36 +99,31 @@ class Parallel:
                     f"parallel.{name} must be a whole number above 0{or_auto}; it is {value!r}"
                 )
         for pattern, style in self.tp_plan:
-            if not (_travels(pattern) and _travels(style)) or "=" in pattern:
+            if not (_is_transportable(pattern) and _is_transportable(style)) or "=" in pattern:
                 raise SettingsError(
                     "parallel.tp_plan must be pairs like layers.*.up=colwise, without commas or spaces in them; it has "
                     f"{pattern!r} and {style!r}"
                 )
             if style not in STYLES:
                 raise SettingsError(
-                    f"parallel.tp_plan must have styles for modules; {pattern} has {style!r}{_meant(style)}"
+                    f"parallel.tp_plan must have styles for modules; {pattern} has {style!r}{_suggest_style(style)}"
                 )
 
     @property
     def shards(self) -> bool:
-        """Whether parameters are sharded, be it on one process."""
+        """Return whether parameters are sharded, even on one process."""
         return self.dp_shard != 1
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but whole models."""
+        """Return whether models are only replicated."""
         return self.sizes(None) == (1, 1, 1, 1) and not self.shards
 
     def sizes(self, world_size: int | None) -> tuple[int, int, int, int]:
-        """What `dp_replicate`, `dp_shard`, `cp` and `tp` come to.
+        """Return the sizes of `dp_replicate`, `dp_shard`, `cp` and `tp`; by default every process has a replica.
 
-        Nothing said is every process with a whole model.
-
-        Args:
-            world_size: The number of processes; None where it is not known, and `auto` counts as 1.
-
-        Raises:
-            SettingsError: They do not make this many processes.
+        If `world_size` is None, it is unknown and `auto` counts as 1. Raises SettingsError if the product is not
+        `world_size`.
         """
         others = self.dp_replicate * self.cp * self.tp
         shard = self.dp_shard if self.dp_shard != "auto" else max((world_size or 1) // others, 1)
@@ -128,48 +132,49 @@ class Parallel:
             return sizes
         if not self.shards and others == 1:
             return (world_size, 1, 1, 1)
-        raise SettingsError(self._refusal(others, world_size))
+        raise SettingsError(self._format_size_error(others, world_size))
 
-    def _refusal(self, others: int, world_size: int) -> str:
-        said = (
+    def _format_size_error(self, others: int, world_size: int) -> str:
+        sizes = (
             f"dp_replicate: {self.dp_replicate} x dp_shard: {self.dp_shard} x cp: {self.cp} x tp: {self.tp}"
         )
-        there = f"there {'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
+        available = f"there {'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
         if self.dp_shard == "auto":
-            return f"parallel: {said} cannot be: {there}, and {world_size} is no multiple of {others}"
+            return f"parallel: {sizes} does not fit: {available}, and {world_size} is not a multiple of {others}. Change the sizes."
         product = others * self.dp_shard
-        more, beyond = divmod(world_size, product)
-        if beyond:
-            return f"parallel: {said} is {product}, and {there}: start {product}, or change the sizes"
+        more, rest = divmod(world_size, product)
+        if rest:
+            return f"parallel: {sizes} is {product}, and {available}. Start {product}, or change the sizes."
         return (
-            f"parallel: {said} is {product}, and {there}: start {product}, or set dp_replicate: "
-            f"{self.dp_replicate * more} (more copies) or dp_shard: auto (more shards)"
+            f"parallel: {sizes} is {product}, and {available}. Start {product}, or set dp_replicate: "
+            f"{self.dp_replicate * more} (more replicas) or dp_shard: auto (more shards)."
         )
 
 
 @dataclass(frozen=True)
 class FullyShard:
-    """How torch's `fully_shard` divides a model; it is at work where `Parallel.shards`."""
+    """Options of torch's `fully_shard`, used if `Parallel.shards`."""
 
     wrap: str = "auto"
-    """Modules whose parameters are gathered together: names of classes with commas, a number of parameters from which a
-    module is one, `auto` (the model's own `_no_split_modules`, else what its ModuleLists hold), or `none`."""
+    """Modules whose parameters are gathered together: comma-separated class names, a minimum number of parameters,
+    `auto` (the model's own `_no_split_modules`, or the items of its ModuleLists), or `none`."""
     reshard_after_forward: bool | int = True
-    """Whether gathered parameters go after the forward pass and are gathered again; a number shards over so many only."""
+    """If true, gathered parameters are freed after the forward pass and gathered again; a number shards over as many
+    ranks."""
     param_dtype: Number = "auto"
-    """What parameters are gathered and computed in; `auto` is the format of `mixed_precision`."""
+    """Dtype of gathered parameters and computation; `auto` is the format of `mixed_precision`."""
     reduce_dtype: Number = "auto"
-    """What gradients are averaged in; `auto` is fp32."""
+    """Dtype of the reduction of gradients; `auto` is fp32."""
     output_dtype: Number = "auto"
-    """What the model gives back; `auto` leaves it to `mixed_precision`."""
+    """Dtype of the model's outputs; `auto` leaves it to `mixed_precision`."""
     cast_forward_inputs: bool = True
-    """Whether inputs of gathered modules are brought to `param_dtype`."""
+    """If true, inputs of gathered modules are cast to `param_dtype`."""
     cpu_offload: bool = False
-    """Whether shards, gradients and optimizer state stay in host memory."""
+    """If true, shards, gradients and optimizer state are kept in host memory."""
     activation_checkpointing: bool = False
-    """Whether activations of wrapped modules are computed again in the backward pass."""
+    """If true, activations of wrapped modules are recomputed in the backward pass."""
     ignore: tuple[str, ...] = ()
-    """Names of parameters or modules that stay whole everywhere; `*` stands for any text without a dot."""
+    """Names of parameters or modules that are not sharded; `*` is any text without a dot."""
 
     def __post_init__(self) -> None:
         if not _is_wrap(self.wrap):
@@ -182,61 +187,54 @@ class FullyShard:
                 f"fully_shard.reshard_after_forward must be true, false or a number above 1; it is {self.reshard_after_forward}"
             )
         for name in self.ignore:
-            if not _travels(name):
+            if not _is_transportable(name):
                 raise SettingsError(
                     f"fully_shard.ignore must be names without commas or spaces; it has {name!r}"
                 )
 
     def idle(self, parallel: Parallel) -> list[str]:
-        """The options that say something, and have nothing to say it of in this layout."""
-        said = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        """Return the options that are set and have no effect in this layout."""
+        sizes = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if parallel.shards or parallel.cp > 1:
             return []
-        return [name for name in said if parallel.tp == 1 or name not in _WITHOUT_SHARDS]
+        return [name for name in sizes if parallel.tp == 1 or name not in _WITHOUT_SHARDS]
 
 
 def check_layout(
     parallel: Parallel, options: FullyShard, world_size: int | None
 ) -> tuple[int, int, int, int]:
-    """What the sizes come to, once it is known that all that is said has an effect and can be.
+    """Return the sizes of a layout, after checking that it is possible and every option has an effect.
 
-    Args:
-        parallel: The sizes.
-        options: What `fully_shard` is told.
-        world_size: The number of processes; None where it is not known.
-
-    Raises:
-        SettingsError: It cannot be, or says something of nothing.
+    See `Parallel.sizes`. Raises SettingsError otherwise. `world_size` is None if it is unknown.
     """
     sizes = parallel.sizes(world_size)
     if parallel.tp_plan and parallel.tp == 1:
-        raise SettingsError("parallel.tp_plan has no say with tp: 1, which divides no layer; set parallel.tp")
+        raise SettingsError(
+            "parallel.tp_plan has no effect with tp: 1, which splits no layer. Set parallel.tp."
+        )
     if idle := options.idle(parallel):
         raise SettingsError(
-            f"fully_shard.{idle[0]} has no say with parallel.dp_shard: 1, which shards nothing; set parallel.dp_shard: auto, "
-            "or leave it out"
+            f"fully_shard.{idle[0]} has no effect with parallel.dp_shard: 1, which shards nothing. Set parallel.dp_shard: auto, "
+            "or leave it out."
         )
+    shards, reshard = sizes[1] * sizes[2], options.reshard_after_forward
     known = world_size is not None or parallel.dp_shard != "auto"
-    if known and not _divides(options.reshard_after_forward, sizes[1] * sizes[2]):
+    if known and reshard not in {True, False} and shards % reshard:
         raise SettingsError(
-            f"fully_shard.reshard_after_forward: {options.reshard_after_forward} does not divide the {sizes[1] * sizes[2]} "
-            "processes that share the parameters; take a number that does, true or false"
+            f"fully_shard.reshard_after_forward: {reshard} does not divide the {shards} "
+            "processes that share the parameters. Use a divisor, true or false."
         )
     return sizes
 
 
-def _divides(reshard: bool | int, shards: int) -> bool:
-    return reshard in {True, False} or shards % reshard == 0
-
-
-def _travels(text: str) -> bool:
-    """Whether a text comes through a variable that has commas between texts."""
+def _is_transportable(text: str) -> bool:
+    """Return whether a text can be an item of a comma-separated variable."""
     return bool(text) and not any(letter in {",", "\0"} or letter.isspace() for letter in text)
 
 
-def _meant(style: str) -> str:
-    meant = difflib.get_close_matches(style, STYLES, n=1)
-    return f"; did you mean {meant[0]}?" if meant else f"; styles are {', '.join(STYLES)}"
+def _suggest_style(style: str) -> str:
+    nearest = difflib.get_close_matches(style, STYLES, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; styles are {', '.join(STYLES)}"
 
 
 def _is_wrap(text: str) -> bool:

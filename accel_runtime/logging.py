@@ -1,4 +1,4 @@
-"""Log records of several processes: whose they are, and who writes them."""
+"""Logging on several processes: records name their rank, and only the first process writes by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from accel_runtime.env import Settings
+from accel_runtime.env import Settings, is_placed_by_device
 from accel_runtime.topology import Topology
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
@@ -21,82 +21,117 @@ else:  # on Python 3.10 it takes no brackets
 
 
 class MultiProcessAdapter(_Adapter):
-    """A logger whose records say `[RANK i]` and are written by the first process, unless told otherwise.
+    """Logger whose records start with `[RANK i]` and are written by the first process by default.
 
-    Every method of a logger takes two more keywords: `main_process_only=False` writes on every process,
-    `in_order=True` writes on every process, one after the other. All processes have to make a call with
-    `in_order=True`, and they wait for one another in it, whatever their levels.
+    Every method of a logger takes two more keywords: `main_process_only=False` writes on every process, `in_order=True`
+    writes on every process, one after the other. All processes must make a call with `in_order=True`, and they wait for
+    each other in it, whatever their levels.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     @override
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message, and count the frame of `log`.
 
-        As in Accelerate, that frame is part of a `stacklevel` that a script gives: 2, the default, is the line of the call,
-        3 the line that called its function.
+        As in Accelerate, that frame is part of the `stacklevel` of a script: 2, the default, is the line of the call, 3
+        the line that called its function.
         """
         kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2)
-        return f"[RANK {Topology.standing().rank}] {msg}", kwargs
+        return f"[RANK {find_topology().rank}] {msg}", kwargs
 
     @override
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Write a record where it is to be written.
+        """Write a record on the processes that it is meant for.
 
         Raises:
-            RuntimeError: `in_order` before the processes are connected.
+            RuntimeError: `in_order` is set before the processes are connected.
         """
         main_process_only = kwargs.pop("main_process_only", True)
         if kwargs.pop("in_order", False):
-            self._in_turn(level, msg, args, kwargs)
-        elif self.isEnabledFor(level) and (not main_process_only or Topology.standing().rank == 0):
+            self._log_in_order(level, msg, args, kwargs)
+        elif self.isEnabledFor(level) and (not main_process_only or find_topology().rank == 0):
             msg, changed = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **changed)
 
-    def _in_turn(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The level is asked last: processes may have levels of their own, and all of them have to wait.
-        here = Topology.standing()
-        for rank in range(here.world_size):
-            if rank == here.rank and self.isEnabledFor(level):
+    def _log_in_order(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The level is checked last: processes may have different levels, and all of them must wait.
+        topology = find_topology()
+        for rank in range(topology.world_size):
+            if rank == topology.rank and self.isEnabledFor(level):
                 msg, changed = self.process(msg, kwargs)
                 changed["stacklevel"] += 1
                 self.logger.log(level, msg, *args, **changed)
-            if here.world_size > 1:
-                _wait()
+            if topology.world_size > 1:
+                _wait_for_everyone()
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """`warning`, but only the first time for this message with these arguments."""
-        # Replicas that are threads of one process share this logger, and each of them has to say it once.
-        if (said := f"{Topology.standing().rank} {msg!r} {args!r}") not in self._said:
-            self._said.add(said)
+        """Write a warning only the first time for this message with these arguments."""
+        # With the rank, as replicas that are threads of one process share this logger.
+        if (key := f"{find_topology().rank} {msg!r} {args!r}") not in self._logged:
+            self._logged.add(key)
             kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + 1
             self.warning(msg, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger of this name, for several processes; it needs no `Accelerator`.
+    """Return the logger of this name for several processes; no `Accelerator` is needed.
 
     Args:
         name: Usually `__name__`.
-        log_level: `debug`, `info`, `warning`, `error` or `critical`, in any case: the level of this logger and
-            of the root logger. None takes the variable `ACCEL_LOG_LEVEL`, and without it changes no level.
+        log_level: `debug`, `info`, `warning`, `error` or `critical`, in any case: the level of this logger and of the
+            root logger. None uses the variable `ACCEL_LOG_LEVEL`, and without it changes no level.
 
     Raises:
-        ValueError: No such level, or a variable of accel with a value we cannot use.
+        ValueError: The level does not exist, or a variable of accel has an invalid value.
     """
     logger = logging.getLogger(name)
-    told = log_level or Settings.from_env(os.environ).log_level
-    if told != "auto":
-        logger.setLevel(told.upper())
-        logging.root.setLevel(told.upper())
+    level = log_level or Settings.from_env(os.environ).log_level
+    if level != "auto":
+        logger.setLevel(level.upper())
+        logging.root.setLevel(level.upper())
     return MultiProcessAdapter(logger)
 
 
-def _wait() -> None:
-    """Until every process is here."""
-    from accel_runtime.current import wait  # noqa: PLC0415 - logging costs no torch until processes wait for each other
+def find_topology() -> Topology:
+    """Return the topology of this process or replica; torch_xla gives replicas their ranks by device."""
+    if not is_placed_by_device(os.environ):
+        return Topology.here()
+    from accel_runtime.default_backend import current_topology  # noqa: PLC0415 - it imports torch, and logging does without
 
-    wait()
+    return current_topology()
+
+
+def _wait_for_everyone() -> None:
+    from accel_runtime.default_backend import wait_for_everyone  # noqa: PLC0415 - logging costs no torch until processes wait for each other
+
+    wait_for_everyone()
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return `tqdm.auto.tqdm`, shown by the first process of each node.
+
+    Args:
+        *args: Arguments for `tqdm`.
+        main_process_only: If true, only the first process of each node shows the bar.
+        **kwargs: Arguments for `tqdm`.
+
+    Raises:
+        ImportError: The package tqdm is not installed.
+        ValueError: The first argument is True or False, as in early versions of Accelerate.
+    """
+    if args and isinstance(args[0], bool):
+        raise ValueError(
+            f"tqdm({args[0]}, ...) changed its arguments. Use tqdm(..., main_process_only={args[0]})."
+        )
+    try:
+        from tqdm.auto import tqdm as bar  # noqa: PLC0415 - optional dependency
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "tqdm() failed: the package tqdm is not installed. Run pip install tqdm."
+        ) from error
+    if main_process_only and find_topology().local_rank != 0:
+        kwargs["disable"] = True
+    return bar(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Giving memory back, and finding the batch size that fits."""
+"""Functions that release device memory, and the search for an executable batch size."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.current import current_backend
-from accel_runtime.turns import word_of
+from accel_runtime.collectives.main_process_first import reported_result
+from accel_runtime.default_backend import current_backend
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
-_SAID = (
+_OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What devices say that have a plain RuntimeError for it."""
+"""Parts of the messages of devices that raise a plain RuntimeError when out of memory."""
 _FINE, _FULL, _BROKEN = "fine", "full", "broken"
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the memory that torch keeps for later back to the device.
+    """Release device memory that torch caches.
 
     Args:
-        garbage_collection: Collect what Python can first.
+        garbage_collection: If true, collect garbage first.
     """
     if garbage_collection:
         gc.collect()
@@ -41,13 +41,13 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[Any]:
-    """Collect garbage and give cached device memory back.
+    """Collect garbage and release cached device memory.
 
     Args:
-        *objects: Assign the result to their names: `a, b = release_memory(a, b)`.
+        *objects: Objects to release; assign the result to their names: `a, b = release_memory(a, b)`.
 
     Returns:
-        As many None as there are objects.
+        A list with one None per object.
     """
     count = len(objects)
     del objects
@@ -56,10 +56,10 @@ def release_memory(*objects: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the memory of a device, or of the machine, did not suffice."""
+    """Return whether an exception was raised because a device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
 def find_executable_batch_size(
@@ -67,23 +67,22 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """A decorator: the function gets a batch size as its first argument, a smaller one for each time memory ran out.
+    """Decorate a function of a batch size, and retry it with smaller sizes when out of memory.
 
-    With several processes all of them have to call it; if memory ran out on one, all go on with the next
-    size. What they had to say to each other travels through the store, in no collective. A size that was
-    found is kept for the next call.
+    The function gets the batch size as its first argument. With several processes all of them must call it; if one is
+    out of memory, all continue with the next size. They exchange this through the store, without a collective. The size
+    is kept for the next call.
 
     Args:
-        function: `function(batch_size, *args, **options)`; None to give the other arguments first.
+        function: `function(batch_size, *args, **options)`; None to pass the other arguments first.
         starting_batch_size: The first size to try.
-        reduce_batch_size_fn: Returns the next size, a smaller one each time; None takes nine tenths,
-            rounded down.
+        reduce_batch_size_fn: Returns the next size, a smaller one each time; None takes nine tenths, rounded down.
 
     Raises:
-        TypeError: A batch size was given where the function is called; the decorator does that.
-        RuntimeError: No size is left to try; or memory ran out here while another process failed with
-            another exception.
-        ValueError: A size that is no positive whole number, or a next one that is not smaller.
+        TypeError: The call passed a batch size, which the decorator does.
+        RuntimeError: No size is left to try; or this process was out of memory while another one failed with another
+            exception.
+        ValueError: A size that is not a positive whole number, or a next one that is not smaller.
     """
     if function is None:
         return functools.partial(
@@ -92,7 +91,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     if starting_batch_size < 1:
-        raise ValueError(f"starting_batch_size must be at least 1; it is {starting_batch_size}")
+        raise ValueError(f"Invalid starting_batch_size={starting_batch_size}: expected at least 1.")
     search = _Search(function, starting_batch_size, reduce_batch_size_fn)
 
     @functools.wraps(function)
@@ -103,7 +102,7 @@ def find_executable_batch_size(
 
 
 class _Search:
-    """One function and the size it has come to."""
+    """Function and the batch size that the search has reached."""
 
     def __init__(self, function: Callable[..., Any], size: int, next_size: Callable[[], int] | None) -> None:
         self._function = function
@@ -111,71 +110,73 @@ class _Search:
         self._next_size = next_size
 
     def run(self, *args: Any, **options: Any) -> Any:
-        self._check(args, options)
+        self._check_arguments(args, options)
         backend = current_backend()
         clear_device_cache(garbage_collection=True)
         while True:
-            full: str | None = None
-            key = f"accel/batch size/{backend.turn('accel/batch size')}"
+            error_text: str | None = None
+            key = f"accel/batch size/{backend.increment_store_key('accel/batch size')}"
             try:
                 result = self._function(self._size, *args, **options)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    backend.post(
+                    backend.set_store_key(
                         f"{key}/{backend.topology.rank}", f"{_BROKEN}:{type(error).__name__}: {error}"
                     )
                     raise
                 # Only the text: the traceback would keep the tensors that filled the memory.
-                full = str(error).partition("\n")[0]
-            who = self._vote(backend, key, full)
-            if not who:
+                error_text = str(error).partition("\n")[0]
+            ranks = self._exchange_outcomes(backend, key, error_text)
+            if not ranks:
                 return result
             result = None
             clear_device_cache(garbage_collection=True)
-            self._shrink(backend, who)
+            self._reduce_size(backend, ranks)
 
-    def _vote(self, backend: Backend, key: str, full: str | None) -> list[int]:
-        """The ranks whose memory ran out."""
+    def _exchange_outcomes(self, backend: Backend, key: str, error_text: str | None) -> list[int]:
+        """Return the ranks that are out of memory."""
         topology = backend.topology
-        backend.post(f"{key}/{topology.rank}", _FINE if full is None else _FULL)
-        here = "" if full is None else f"; here memory ran out: {full}"
-        what = f"find_executable_batch_size, batch size {self._size}{here}"
-        words = {rank: word_of(backend, rank, f"{key}/{rank}", what) for rank in range(topology.world_size)}
-        broken = {rank: word for rank, word in words.items() if word.startswith(_BROKEN)}
-        if full is not None and broken:
-            told = "; ".join(
-                f"rank {rank}: {word.removeprefix(f'{_BROKEN}:')}" for rank, word in broken.items()
+        backend.set_store_key(f"{key}/{topology.rank}", _FINE if error_text is None else _FULL)
+        local = "" if error_text is None else f"; this rank is out of memory: {error_text}"
+        operation = f"find_executable_batch_size, batch size {self._size}{local}"
+        outcomes = {
+            rank: reported_result(backend, rank, f"{key}/{rank}", operation)
+            for rank in range(topology.world_size)
+        }
+        broken = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith(_BROKEN)}
+        if error_text is not None and broken:
+            failures = "; ".join(
+                f"rank {rank}: {outcome.removeprefix(f'{_BROKEN}:')}" for rank, outcome in broken.items()
             )
             raise RuntimeError(
-                f"out of memory with batch size {self._size} ({full}), and no smaller one can be tried, since "
-                f"not every process gave up because of it: {told}"
+                f"Out of memory with batch size {self._size} ({error_text}). No smaller size was tried, because other ranks failed "
+                f"for another reason. Fix that error first: {failures}"
             )
-        return [] if broken else [rank for rank, word in words.items() if word == _FULL]
+        return [] if broken else [rank for rank, outcome in outcomes.items() if outcome == _FULL]
 
-    def _shrink(self, backend: Backend, who: list[int]) -> None:
-        before = self._size
-        size = self._next_size() if self._next_size else before * 9 // 10
-        if not isinstance(size, int) or size >= before:
-            raise ValueError(f"the batch size after {before} must be a smaller whole number; it is {size!r}")
+    def _reduce_size(self, backend: Backend, ranks: list[int]) -> None:
+        previous = self._size
+        size = self._next_size() if self._next_size else previous * 9 // 10
+        if not isinstance(size, int) or size >= previous:
+            raise ValueError(
+                f"Invalid batch size {size!r} after {previous}: reduce_batch_size_fn must return a smaller whole number."
+            )
         if size < 1:
             raise RuntimeError(
-                f"No executable batch size found: memory ran out with {before}, and {size} is none"
+                f"No executable batch size found: out of memory with {previous}, and the next size is {size}."
             )
         self._size = size
         if backend.topology.local_rank == 0:
-            where = f" on rank {', '.join(map(str, who))}" if backend.topology.world_size > 1 else ""
-            _say(f"out of memory{where} with batch size {before}; trying {size}")
+            suffix = f" on rank {', '.join(map(str, ranks))}" if backend.topology.world_size > 1 else ""
+            text = f"out of memory{suffix} with batch size {previous}; trying {size}"
+            print(f"find_executable_batch_size: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
-    def _check(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _check_arguments(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
             inspect.signature(self._function).bind(self._size, *args, **options)
         except TypeError as error:
             name = getattr(self._function, "__name__", "the function")
             raise TypeError(
-                f"{error}. {name} gets the batch size as its first argument from find_executable_batch_size: "
-                "leave it out of the call"
+                f"{error}. find_executable_batch_size passes the batch size to {name} as its first argument. Leave it out of the "
+                "call."
             ) from None
-
-
-def _say(text: str) -> None:
-    print(f"find_executable_batch_size: {text}", file=sys.stderr, flush=True)  # noqa: T201

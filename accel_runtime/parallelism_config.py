@@ -1,5 +1,5 @@
-"""The name of this module is what scripts import `ParallelismConfig` from."""
+"""`ParallelismConfig` under the name of Accelerate's `parallelism_config`."""
 
-from accel_runtime.parallel.config import ParallelismConfig
+from accel_runtime.parallel.plugins import ParallelismConfig
 
 __all__ = ["ParallelismConfig"]

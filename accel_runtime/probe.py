@@ -1,4 +1,4 @@
-"""Run by the launcher as a child process: prints what torch finds on this machine, as one line of JSON."""
+"""Child process of the launcher that prints the accelerators that torch finds as one line of JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["probe"]
 
 
 def probe() -> dict[str, object]:
-    """The accelerators torch finds: kind, names, if they are AMD's, if they compute in bfloat16, torch's version."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
+    """Return the accelerators that torch finds: kind, names, ROCm, bfloat16 support, and torch's version."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         return {"accelerator": None, "devices": [], "bf16": False, "torch": torch.__version__}
-    module = torch.get_device_module(found.type)
+    module = torch.get_device_module(accelerator.type)
     count = torch.accelerator.device_count()
-    name = getattr(module, "get_device_name", lambda _: found.type)
+    name = getattr(module, "get_device_name", lambda _: accelerator.type)
     bf16 = getattr(module, "is_bf16_supported", lambda: False)
     return {
-        "accelerator": found.type,
+        "accelerator": accelerator.type,
         "devices": [name(index) for index in range(count)],
         "rocm": torch.version.hip is not None,
         "bf16": bool(bf16()),

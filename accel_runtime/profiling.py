@@ -1,4 +1,4 @@
-"""Profiles of a piece of training: `torch.profiler` on this process's device."""
+"""Profiles of training steps with `torch.profiler`, and their traces."""
 
 from __future__ import annotations
 
@@ -14,46 +14,47 @@ from torch.profiler import ProfilerActivity, profile, schedule, supported_activi
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.configuration import Configuration
 from accel_runtime.logging import MultiProcessAdapter
-from accel_runtime.options import KwargsHandler
+from accel_runtime.options import Configuration, KwargsHandler
 
 __all__ = ["ProfileKwargs", "profiled"]
 
-_NEEDED = ("wait", "warmup", "active")
-_KNOWN = (*_NEEDED, "repeat", "skip_first", "skip_first_wait")
+_REQUIRED_KEYS = ("wait", "warmup", "active")
+_SCHEDULE_KEYS = (*_REQUIRED_KEYS, "repeat", "skip_first", "skip_first_wait")
 
 
 @dataclass
 class ProfileKwargs(Configuration, KwargsHandler):
-    """Arguments of `torch.profiler.profile`, and where the traces go.
+    """Arguments of `torch.profiler.profile`, and the directory of the traces.
 
     Raises:
-        ValueError: An activity or a key of the schedule that does not exist, or a schedule that lacks one.
+        ValueError: An unknown activity or key of the schedule, or a schedule with a missing key.
     """
 
     activities: Sequence[str] | None = None
-    """What to record: `cpu`, `cuda`, `xpu`, `mtia`, `hpu`; None is the CPU and the device in hand."""
+    """Activities to record: `cpu`, `cuda`, `xpu`, `mtia`, `hpu`; None is the CPU and the current device."""
     schedule_option: dict[str, int] | None = None
-    """Steps to `wait`, to `warmup` and to record (`active`); also `repeat`, `skip_first`, `skip_first_wait`."""
+    """Number of steps to `wait`, to `warmup` and to record (`active`); also `repeat`, `skip_first`, `skip_first_wait`."""
     on_trace_ready: Callable[[profile], Any] | None = None
-    """Called with the profiler whenever a recording is complete."""
+    """Function that is called with the profiler when a recording is complete."""
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-    """A folder for Chrome traces: `profile_<rank>.json`, and of a schedule that repeats `profile_<rank>.<n>.json`."""
+    """Directory of Chrome traces: `profile_<rank>.json`, and `profile_<rank>.<n>.json` with a repeated schedule."""
 
     @override
     def _check(self) -> None:
         self._activities(None)
-        asked = self.schedule_option
-        if asked is not None and not set(_NEEDED) <= set(asked) <= set(_KNOWN):
+        schedule_option = self.schedule_option
+        if schedule_option is not None and not set(_REQUIRED_KEYS) <= set(schedule_option) <= set(
+            _SCHEDULE_KEYS
+        ):
             raise ValueError(
-                f"schedule_option needs {', '.join(_NEEDED)}, and may have {', '.join(_KNOWN[3:])}; "
-                f"it has {', '.join(asked) or 'nothing'}"
+                f"schedule_option needs {', '.join(_REQUIRED_KEYS)}, and may have {', '.join(_SCHEDULE_KEYS[3:])}; "
+                f"it has {', '.join(schedule_option) or 'nothing'}"
             )
 
     def build(
@@ -61,11 +62,12 @@ class ProfileKwargs(Configuration, KwargsHandler):
         device: torch.device | None = None,
         on_trace_ready: Callable[[profile], Any] | None = None,
     ) -> profile:
-        """The profiler these arguments describe.
+        """Return the profiler with these arguments.
 
         Args:
-            device: What is profiled beside the CPU, where `activities` does not say; None is all torch finds.
-            on_trace_ready: In place of the handler's own.
+            device: The device to profile in addition to the CPU if `activities` is not set; None profiles all that
+                torch finds.
+            on_trace_ready: Replaces the handler's own function.
         """
         return profile(
             activities=self._activities(device),
@@ -91,33 +93,33 @@ class ProfileKwargs(Configuration, KwargsHandler):
 
 @contextmanager
 def profiled(handler: ProfileKwargs, backend: Backend) -> Iterator[profile]:
-    """Profile what is inside, and write the traces; afterwards every process has written its own."""
+    """Profile a block and write the traces; afterwards every process has written its own."""
     traces = _Traces(handler, backend.topology.rank)
-    with handler.build(backend.device, traces.ready) as profiler:
+    with handler.build(backend.device, traces.write_trace) as profiler:
         yield profiler
     if handler.output_trace_dir is not None:
-        traces.tell_if_none()
+        traces.warn_if_none()
         backend.barrier()
 
 
 class _Traces:
-    """Writes every recording that is complete, after the script's own handler had it."""
+    """Writer of complete recordings; the script's own handler is called first."""
 
     def __init__(self, handler: ProfileKwargs, rank: int) -> None:
         self._handler = handler
         self._rank = rank
-        self._ready = 0
+        self._num_traces = 0
         self._logger = MultiProcessAdapter(logging.getLogger(__name__))
 
-    def ready(self, profiler: profile) -> None:
+    def write_trace(self, profiler: profile) -> None:
         if self._handler.on_trace_ready is not None:
             self._handler.on_trace_ready(profiler)
         if self._handler.output_trace_dir is not None:
             folder = Path(self._handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            number = f".{self._ready}" if self._ready else ""
+            number = f".{self._num_traces}" if self._num_traces else ""
             self._write(profiler, folder / f"profile_{self._rank}{number}.json")
-        self._ready += 1
+        self._num_traces += 1
 
     def _write(self, profiler: profile, path: Path) -> None:
         try:
@@ -125,10 +127,10 @@ class _Traces:
         except RuntimeError as error:
             if "already saved" not in str(error):
                 raise
-            said = "%s is not written: on_trace_ready has written this trace, and torch writes it once"
-            self._logger.warning_once(said, path, main_process_only=False)
+            message = "%s is not written: on_trace_ready has written this trace already, and torch can write it only once."
+            self._logger.warning_once(message, path, main_process_only=False)
 
-    def tell_if_none(self) -> None:
-        if not self._ready:
-            said = "no trace is written: the schedule %s never came to its active steps; is step() called?"
-            self._logger.warning(said, self._handler.schedule_option, main_process_only=False)
+    def warn_if_none(self) -> None:
+        if not self._num_traces:
+            message = "No trace is written: the schedule %s did not reach its active steps. Call step() on the profiler after each step."
+            self._logger.warning(message, self._handler.schedule_option, main_process_only=False)

@@ -1,35 +1,56 @@
-"""Random numbers as a script asks for them: one call to seed everything, and states shared from the first rank."""
+"""Random number generators: seeding, saving and restoring states, and sharing states between ranks."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.current import data_rank, seed_device
+from accel_runtime.default_backend import current_data_rank, seed_device
 
-__all__ = ["RNG_TYPES", "set_seed", "share_states"]
+__all__ = [
+    "KINDS",
+    "RNG_TYPES",
+    "IsolatedRNG",
+    "are_equal",
+    "broadcast_from_first",
+    "broadcast_rng_types",
+    "capture_states",
+    "current_states",
+    "fingerprint_states",
+    "hash_text",
+    "restore_states",
+    "set_seed",
+    "to_bytes",
+    "to_serializable",
+]
 
 RNG_TYPES = ("generator", "torch", "cuda", "xpu", "xla")
-"""What `Accelerator(rng_types=...)` may name. Loaders share their order always, so `generator` asks nothing more."""
+"""Values of `Accelerator(rng_types=...)`. Loaders always share their order, so `generator` has no effect."""
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy (where it is loaded) and torch on every device.
+    """Seed Python, NumPy (if it is loaded) and torch on every device.
 
     Args:
-        seed: From 0 up to, not including, 2**32 (NumPy's range).
-        device_specific: Add the rank, so that processes draw different numbers; those that have the same part of every
-            batch (tensor and context parallel) draw the same, as they compute it together.
-        deterministic: Also allow deterministic algorithms only.
+        seed: A number from 0 to 2**32 - 1 (NumPy's range).
+        device_specific: Add the data-parallel rank, so that processes draw different numbers; model-parallel ranks
+            (tensor and context parallel) draw the same, as they compute on the same batch.
+        deterministic: If true, allow deterministic algorithms only.
 
     Raises:
-        ValueError: The seed lies outside NumPy's range.
+        ValueError: The seed is outside NumPy's range.
     """
-    seed += data_rank() if device_specific else 0
+    seed += current_data_rank() if device_specific else 0
     if not 0 <= seed < 2**32:
-        raise ValueError(f"a seed lies from 0 to 2**32 - 1; it is {seed}")
+        raise ValueError(f"Invalid seed {seed}: expected 0 to 2**32 - 1.")
     random.seed(seed)
     torch.manual_seed(seed)
     seed_device(seed)
@@ -43,25 +64,184 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(mode=True)
 
 
-def share_states(kinds: list[str], backend: Backend) -> None:
-    """Give every rank the first rank's state of the random number generators named.
-
-    Args:
-        kinds: Names out of `RNG_TYPES`.
-        backend: What carries the states.
-    """
+def broadcast_rng_types(kinds: list[str], backend: Backend) -> None:
+    """Set the states of the generators named in `kinds` (out of `RNG_TYPES`) to those of the first rank, on every rank."""
     for kind in kinds:
         if kind == "generator":
             continue
         if kind == "xla":
-            _share_seed(backend)
+            _broadcast_xla_state(backend)
             continue
         module = torch if kind == "torch" else getattr(torch, kind)
         module.set_rng_state(backend.broadcast(module.get_rng_state()))
 
 
-def _share_seed(backend: Backend) -> None:
+def _broadcast_xla_state(backend: Backend) -> None:
     if backend.device.type != "xla":
-        raise ValueError(f"rng_types names xla, and the device is {backend.device}: leave it out")
-    state = backend.broadcast(backend.random.get_rng_state(backend.device))
-    backend.random.set_rng_state(state, backend.device)
+        raise ValueError(
+            f"Invalid rng_types: xla needs an XLA device, and the device is {backend.device}. Leave xla out."
+        )
+    state = backend.broadcast(backend.device_rng.get_rng_state(backend.device))
+    backend.device_rng.set_rng_state(state, backend.device)
+
+
+KINDS = ("torch", "python", "numpy")
+"""Global generators that samplers, datasets and transforms draw from."""
+
+States = dict[str, Any]
+"""States of generators by kind; those of a loader's own generators are a list under `generators`."""
+
+
+def capture_states(generators: Sequence[torch.Generator] = (), kinds: Sequence[str] = KINDS) -> States:
+    """Return the states of the global generators in `kinds`, and of `generators`, in a form that can be saved."""
+    return {"generators": [generator.get_state() for generator in generators]} | to_serializable(
+        current_states(kinds)
+    )
+
+
+def to_bytes(states: States) -> States:
+    """Return the result of `current_states` without tensors, which another process would receive in shared memory."""
+    return states | ({"torch": states["torch"].numpy().tobytes()} if "torch" in states else {})
+
+
+def to_serializable(states: States) -> States:
+    """Return the result of `current_states` or `to_bytes` in a form that can be saved."""
+    states = dict(states)
+    if isinstance(states.get("torch"), bytes):
+        states["torch"] = torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8)
+    if "python" in states:
+        version, numbers, spare = states["python"]
+        states["python"] = [version, list(numbers), spare]
+    if "numpy" in states:
+        name, keys, *rest = states["numpy"]
+        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
+    return states
+
+
+def restore_states(states: States, generators: Sequence[torch.Generator] = ()) -> None:
+    """Restore the result of `capture_states`; generators without a state in it do not change."""
+    for generator, state in zip(generators, states.get("generators", ()), strict=False):
+        generator.set_state(state)
+    global_states = {kind: states[kind] for kind in KINDS if kind in states}
+    if "python" in global_states:
+        version, numbers, spare = global_states["python"]
+        global_states["python"] = (version, tuple(numbers), spare)
+    if "numpy" in global_states:
+        name, keys, *rest = global_states["numpy"]
+        global_states["numpy"] = (name, keys.numpy().astype("uint32"), *rest)
+    _set_states(global_states)
+
+
+def are_equal(states: States, others: States) -> bool:
+    """Return whether two results of `current_states` are equal."""
+    if states.keys() != others.keys() or states.get("python") != others.get("python"):
+        return False
+    pairs = zip(states.get("numpy", ()), others.get("numpy", ()), strict=True)
+    numpys = all(
+        bool((first == second).all()) if hasattr(first, "all") else first == second for first, second in pairs
+    )
+    return numpys and ("torch" not in states or torch.equal(states["torch"], others["torch"]))
+
+
+def broadcast_from_first(states: States, backend: Backend) -> States:
+    """Return the first rank's states; they are sent only if fingerprints differ.
+
+    If all ranks have the same, the very dict that was passed is returned on every rank, otherwise another one.
+    """
+    if backend.topology.world_size == 1:
+        return states
+    fingerprints = backend.all_gather(torch.tensor(fingerprint_states(states), device=backend.device))
+    if bool((fingerprints == fingerprints[0]).all()):
+        return states
+    return dict(backend.broadcast_object(states, "random states"))
+
+
+class IsolatedRNG:
+    """Random states that are set inside `with`, and continue where the last `with` ended.
+
+    Args:
+        states: The result of `capture_states`; by default the current ones. A loader's own generators are ignored.
+        current: The result of `capture_states` for the current states. A generator that is in its state already is then
+            not isolated, so that it is drawn from as without accel.
+    """
+
+    def __init__(self, states: States | None = None, current: States | None = None) -> None:
+        kinds = [kind for kind in KINDS if states is None or kind in states]
+        if states is not None and current is not None:
+            same = states is current
+            kinds = [
+                kind for kind in kinds if not same and _describe(states[kind]) != _describe(current.get(kind))
+            ]
+        previous = current_states(kinds)
+        if states is not None:
+            restore_states({kind: states[kind] for kind in kinds})
+        self._kinds = kinds
+        self._states = current_states(kinds)
+        self._inside = False
+        _set_states(previous)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Set these states, and restore the others at the end; nested contexts change nothing."""
+        if self._inside or not self._kinds:
+            yield
+            return
+        previous = current_states(self._kinds)
+        self.take_over()
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._states = current_states(self._kinds)
+            _set_states(previous)
+
+    def take_over(self) -> None:
+        """Set these states permanently."""
+        _set_states(self._states)
+
+
+def current_states(kinds: Sequence[str] = KINDS) -> States:
+    """Return the current states, quickly, in a form that cannot be saved."""
+    states: States = {}
+    if "torch" in kinds:
+        states["torch"] = torch.get_rng_state()
+    if "python" in kinds:
+        states["python"] = random.getstate()
+    if "numpy" in kinds and (numpy := _numpy_random()):
+        states["numpy"] = numpy.get_state()
+    return states
+
+
+def _set_states(states: States) -> None:
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states and (numpy := _numpy_random()):
+        numpy.set_state(states["numpy"])
+
+
+def _numpy_random() -> Any:
+    """Return NumPy's random module if NumPy is loaded; it is never imported here."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
+
+
+def fingerprint_states(states: States) -> int:
+    """Return a 64-bit hash of states."""
+    text = "".join(f"{kind}{_describe(states[kind])}" for kind in sorted(states))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def hash_text(text: str) -> int:
+    """Return a 63-bit hash of a text, which generators and JSON readers accept as a seed."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _describe(part: Any) -> str:
+    """Return text that differs if states differ."""
+    if isinstance(part, torch.Tensor):
+        return hashlib.blake2b(ctypes.string_at(part.data_ptr(), part.nbytes)).hexdigest()
+    return " ".join(map(_describe, part)) if isinstance(part, (list, tuple)) else repr(part)

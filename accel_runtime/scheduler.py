@@ -1,4 +1,4 @@
-"""The prepared scheduler: advances with the samples all processes have seen."""
+"""Prepared scheduler: advances with the samples that all processes have seen."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from accel_runtime.accumulation import Accumulation
-from accel_runtime.exchange.callsite import call_site
+from accel_runtime.call_site import call_site
 from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["AcceleratedScheduler", "PreparedScheduler"]
 
@@ -19,17 +19,17 @@ _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.scheduler"))
 
 
 class PreparedScheduler(LRScheduler):
-    """A torch scheduler that steps with its optimizer.
+    """Scheduler of torch that steps with its optimizer.
 
-    A schedule written for one process counts batches of one process. `strides` of them pass at each
-    step of the run, so the scheduler advances that often: the learning rate follows the samples seen.
+    A schedule written for one process counts batches of one process. `strides` of them are consumed in each step of the
+    run, so the scheduler advances that often: the learning rate follows the samples seen.
 
     Args:
-        scheduler: The script's scheduler; everything not named here is its own.
-        optimizers: The optimizers it belongs to; while they skip or wait, it waits.
-        accumulation: Says when a window is complete.
-        strides: Steps of the schedule a step of the run; 1 where the batch size is the global one.
-        with_optimizer: False leaves stepping entirely to the script.
+        scheduler: The script's scheduler; all other attributes are read from it.
+        optimizers: Its optimizers; while they skip or wait, the scheduler waits.
+        accumulation: Counts accumulation cycles.
+        strides: Steps of the schedule per step of the run; 1 if the batch size is the global one.
+        with_optimizer: If true, it steps with the optimizer; False leaves stepping to the script.
     """
 
     def __init__(
@@ -41,49 +41,49 @@ class PreparedScheduler(LRScheduler):
         strides: int,
         with_optimizer: bool,
     ) -> None:
-        # LRScheduler.__init__ is left out on purpose: it would take a first step of its own.
+        # LRScheduler.__init__ is not called on purpose: it would take a first step.
         self.scheduler = scheduler
-        """The script's own scheduler."""
+        """Scheduler of the script."""
         self._optimizers = optimizers
         self._accumulation = accumulation
         self.set_strides(strides)
         self._ends = hasattr(scheduler, "total_steps")
         self._with_optimizer = with_optimizer
         self._optimizer_steps: int | None = None
-        """How many steps the first optimizer had made at the last call of `step`."""
+        """Number of steps of the first optimizer at the last call of `step`."""
         self._interval = 1
-        """Optimizer steps between two calls of `step`, once there were several."""
+        """Optimizer steps between two calls of `step`, if there were several."""
 
     def set_strides(self, strides: int) -> None:
-        """Set how many steps of the schedule a step of the run is."""
-        # A plateau is judged once a metric, not once a batch.
+        """Set the number of steps of the schedule per step of the run."""
+        # ReduceLROnPlateau steps once per metric, not once per batch.
         self._strides = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else strides
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by what the run has advanced; arguments go to the script's scheduler."""
+        """Advance the schedule by one step of the run; arguments are passed to the script's scheduler."""
         scheduler = self.scheduler
         if not self._with_optimizer:
             scheduler.step(*args, **kwargs)
             return
         if not self._accumulation.synced:
             if self._accumulation.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
-                scheduler._step_count += 1  # noqa: SLF001 - where torch counts the calls
+                scheduler._step_count += 1  # noqa: SLF001 - torch counts the calls in it
             return
         if self._strides > 1:
-            self._note_interval()
+            self._warn_interval()
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
-        strides = self._steps() if self._ends else self._strides
+        strides = self._limit_strides() if self._ends else self._strides
         if strides == 1 and not args:
             scheduler.step(**kwargs)
             return
         for _ in range(strides):
             scheduler.step(*args, **kwargs)
 
-    def _note_interval(self) -> None:
-        """Warn once if several optimizer steps lie between two calls: the schedule may count epochs, and not batches."""
+    def _warn_interval(self) -> None:
+        """Warn once if several optimizer steps lie between two calls: the schedule may count epochs instead of batches."""
         steps = self._optimizers[0].steps if self._optimizers else 0
         before, self._optimizer_steps = self._optimizer_steps, steps
         if before is None or steps <= before + 1 or self._interval > 1:
@@ -101,36 +101,36 @@ class PreparedScheduler(LRScheduler):
 
     @property
     def advances(self) -> str:
-        """What a call of `step()` means, for people."""
+        """Return how far a call of `step()` advances, as text."""
         if not self._with_optimizer:
             return "one step a call: it is left to the script"
         every = f", once in {self._interval} optimizer steps" if self._interval > 1 else ""
         return f"{self._strides} step(s) of the schedule a call of step(){every}"
 
-    def _steps(self) -> int:
+    def _limit_strides(self) -> int:
         # OneCycleLR raises past its end, which several strides may reach in the middle of a step.
         total: int = self.scheduler.total_steps  # type: ignore[attr-defined]
         return max(min(self._strides, total - 1 - self.scheduler.last_epoch), 0)
 
     @override
     def get_last_lr(self) -> list[Any]:
-        """The learning rates now in force."""
+        """Return the current learning rates."""
         return self.scheduler.get_last_lr()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state, loadable without accel."""
+        """Return the wrapped scheduler's state, loadable without accel."""
         return self.scheduler.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped scheduler."""
+        """Load a state into the wrapped scheduler."""
         self._optimizer_steps = None
         self.scheduler.load_state_dict(state_dict)
 
     @override
     def get_lr(self) -> Any:
-        """The wrapped scheduler's."""
+        """Return the learning rates that the wrapped scheduler computes."""
         return self.scheduler.get_lr()
 
     def __getattr__(self, name: str) -> Any:
@@ -140,4 +140,4 @@ class PreparedScheduler(LRScheduler):
 
 
 AcceleratedScheduler = PreparedScheduler
-"""Its name in Accelerate, which scripts import to ask what an object is."""
+"""Name in Accelerate, which scripts import for `isinstance`."""

@@ -1,4 +1,4 @@
-"""Where this process stands among the others, as the variables torchrun sets say it."""
+"""Rank, world size and node-local rank of this process, from the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -6,74 +6,63 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_runtime.env import placed_by_device
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DataPlace", "Topology", "TopologyError"]
+__all__ = ["DataRank", "Topology", "TopologyError", "build_refusal"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TopologyError(ValueError):
-    """The variables that place a process are incomplete or contradict each other."""
+    """Environment variables with the rank of a process that are incomplete or contradict each other."""
 
 
 @dataclass(frozen=True)
-class DataPlace:
-    """Which part of every global batch a process has: neighbouring ranks may have the same."""
+class DataRank:
+    """Data-parallel rank of a process; neighbouring model-parallel ranks have the same one."""
 
     rank: int = 0
-    """Position among the parts."""
+    """Data-parallel rank."""
     world_size: int = 1
-    """Number of parts."""
-    copies: int = 1
-    """Ranks that have the same part, one after the other: those that divide its computation among them."""
-    sequences: int = 1
-    """Of the copies, how many have different places of each sequence; they are `copies // sequences` ranks apart."""
+    """Number of data-parallel ranks."""
+    model_parallel_size: int = 1
+    """Number of consecutive ranks with the same batch: the model-parallel ranks of one data-parallel rank."""
+    context_parallel_size: int = 1
+    """Number of slices that context parallelism splits sequences into; their ranks are `model_parallel_size // sequences` apart."""
 
     def of(self, rank: int) -> int:
-        """The part of another rank."""
-        return rank // self.copies
+        """Return the data-parallel rank of another rank."""
+        return rank // self.model_parallel_size
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one process: counts and zero-based positions."""
+    """Ranks and world sizes of one process, from 0."""
 
     rank: int = 0
-    """Position among all processes."""
+    """Rank among all processes."""
     world_size: int = 1
     """Number of all processes."""
     local_rank: int = 0
-    """Position among the processes of this machine."""
+    """Rank among the processes of this node."""
     local_world_size: int = 1
-    """Number of processes of this machine."""
+    """Number of processes of this node."""
     launched: bool = False
-    """Whether a launcher placed this process; False for plain `python script.py`."""
+    """True if a launcher started this process; false for plain `python script.py`."""
 
     @classmethod
     def here(cls) -> Topology:
-        """The place of this process; see `from_env`."""
+        """Return the topology of this process; see `from_env`."""
         return cls.from_env(os.environ)
 
     @classmethod
-    def standing(cls) -> Topology:
-        """The place of this process or replica: torch_xla's replicas are placed by their device, others as `here`."""
-        if not placed_by_device(os.environ):
-            return cls.here()
-        from accel_runtime.current import standing  # noqa: PLC0415 - it loads torch, and logging does without
-
-        return standing()
-
-    @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, whoever set them.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from an environment.
 
         Raises:
-            TopologyError: Some of the variables are set and others are not, one is not a number, or a
-                rank lies outside its world.
+            TopologyError: Some of the variables are set and others are not, one is not a number, or a rank is not below
+                its world size.
         """
         if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
             return cls()
@@ -81,8 +70,8 @@ class Topology:
         if missing:
             present = ", ".join(f"{n}={environ[n]}" for n in _NEEDED if environ.get(n))
             raise TopologyError(
-                f"the environment places this process only in part ({present}); also needed: "
-                f"{', '.join(missing)}. `accel launch` and `torchrun` set all of them."
+                f"The variables of this process are incomplete: {', '.join(missing)} missing ({present}). Start the script with "
+                "`accel launch` or `torchrun`, which set all of them."
             )
         rank, world_size, local_rank, local_world_size = (_count(environ, name) for name in _NEEDED[:4])
         topology = cls(rank, world_size, local_rank, local_world_size, launched=True)
@@ -96,10 +85,10 @@ class Topology:
         ):
             if rank >= world:
                 size = name.replace("RANK", "WORLD_SIZE")
-                raise TopologyError(f"{name}={rank} does not fit {size}={world}: ranks count from 0")
+                raise TopologyError(f"Invalid {name}={rank}: with {size}={world}, expected 0 to {world - 1}.")
         if self.local_world_size > self.world_size:
             raise TopologyError(
-                f"LOCAL_WORLD_SIZE={self.local_world_size} is more than WORLD_SIZE={self.world_size}"
+                f"Invalid LOCAL_WORLD_SIZE={self.local_world_size}: it is larger than WORLD_SIZE={self.world_size}."
             )
 
 
@@ -107,4 +96,15 @@ def _count(environ: Mapping[str, str], name: str) -> int:
     text = environ[name]
     if text.isascii() and text.isdigit():
         return int(text)
-    raise TopologyError(f"{name} must be a whole number; it is {text!r}")
+    raise TopologyError(f"Invalid {name}={text!r}: expected a whole number.")
+
+
+def build_refusal(origin: str) -> RuntimeError:
+    """Return the error for a call that needs the other ranks, in a process that is not a rank.
+
+    `origin` is how the object came to this process.
+    """
+    return RuntimeError(
+        f"This object cannot be used here: {origin}, and this process is not a rank (for example a worker of a DataLoader or of a "
+        "pool). Call it on the rank itself; in a function that is launched on several processes, create an Accelerator() first."
+    )

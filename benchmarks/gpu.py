@@ -11,13 +11,15 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,11 +52,17 @@ class Bench:
         device: What is measured.
         tiny: Whether sizes are so small that only the code is tried.
         folder: Where checkpoints are written and removed again.
+        deadline: When nothing more is begun, on the clock of `time.monotonic`.
     """
 
     device: torch.device
     tiny: bool
     folder: Path
+    deadline: float
+
+    def is_late(self) -> bool:
+        """Return True if nothing more is to be begun."""
+        return time.monotonic() > self.deadline
 
     def sized(self, real: int, tiny: int) -> int:
         """Return a size."""
@@ -141,37 +149,46 @@ def step_of(made: Made, batch: torch.Tensor, precision: str) -> Step:
     return bare if accelerator is None else library
 
 
-def in_turns(
-    steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int, cpu: bool = False
-) -> dict[str, list[float]]:
-    """Return milliseconds a step, block by block.
+class Times(NamedTuple):
+    """Milliseconds a step by name, block by block."""
+
+    wall: dict[str, list[float]]
+    """Until the steps are computed."""
+    cpu: dict[str, list[float]]
+    """CPU time of the training thread until the steps are launched."""
+
+
+def in_turns(steps: Mapping[str, Step], bench: Bench, *, blocks: int, count: int) -> Times:
+    """Measure steps, block by block.
 
     Args:
         steps: What takes turns.
         bench: Waits.
-        blocks: How many of each.
+        blocks: How many of each; fewer if the time is used up.
         count: Steps of a block.
-        cpu: Count the CPU time of this thread until all steps are launched, in place of the time until they are computed.
     """
     for step in steps.values():
         for _ in range(3):
             step()
     bench.wait()
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    times = Times({name: [] for name in steps}, {name: [] for name in steps})
     for block in range(blocks):
+        if block and bench.is_late():
+            break
         names = list(steps) if block % 2 else list(steps)[::-1]
         for name in names:
             gc.collect()
             gc.disable()
-            begin = time.thread_time() if cpu else time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.thread_time()
             for _ in range(count):
                 steps[name]()
             launched = time.thread_time()
             bench.wait()
-            end = launched if cpu else time.perf_counter()
+            end = time.perf_counter()
             gc.enable()
-            found[name].append((end - begin) * 1000 / count)
-    return found
+            times.wall[name].append((end - begin) * 1000 / count)
+            times.cpu[name].append((launched - cpu_begin) * 1000 / count)
+    return times
 
 
 def peaks(steps: Mapping[str, Step], bench: Bench) -> dict[str, str]:
@@ -189,22 +206,34 @@ def peaks(steps: Mapping[str, Step], bench: Bench) -> dict[str, str]:
     return found
 
 
-def row(label: str, times: Mapping[str, list[float]], memory: Mapping[str, str]) -> list[tuple[str, ...]]:
+def row(label: str, times: Times, memory: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return a row for each of those measured."""
-    bare = next(iter(times.values()))
+    bare = next(iter(times.wall))
+
+    def added(own: Mapping[str, list[float]], name: str) -> str:
+        pairs = zip(own[name], own[bare], strict=True)
+        return NONE if name == bare else number(median(a - b for a, b in pairs) * 1000)
+
+    def ratio(name: str) -> str:
+        pairs = zip(times.wall[name], times.wall[bare], strict=True)
+        return NONE if name == bare else f"{median(a / b for a, b in pairs):.3f}"
+
     return [
         (
             f"{label}: {name}",
             spread(own),
-            f"{median(a / b for a, b in zip(own, bare, strict=True)):.3f}" if own is not bare else NONE,
-            number(median(a - b for a, b in zip(own, bare, strict=True)) * 1000) if own is not bare else NONE,
+            ratio(name),
+            added(times.wall, name),
+            added(times.cpu, name),
             memory.get(name, NONE),
         )
-        for name, own in times.items()
+        for name, own in times.wall.items()
     ]
 
 
-HEADER = ("", "ms a step", "÷ bare", "added, µs", "memory of a step, MiB")
+LEFT_OUT = "not measured, the time of this run was used up"
+THEIRS = "Accelerate, save_state"
+HEADER = ("", "ms a step", "÷ bare", "added, µs", "added CPU, µs", "memory of a step, MiB")
 
 
 def measure_steps(bench: Bench) -> Table:
@@ -218,13 +247,17 @@ def measure_steps(bench: Bench) -> Table:
         ("transformer of a billion, bf16", bench.transformer, bench.tokens(), "bf16"),
     ]
     for label, model, batch, precision in cases:
+        if bench.is_late():
+            rows.append((f"{label}: {LEFT_OUT}", *[NONE] * (len(HEADER) - 1)))
+            continue
         made = prepared(model, bench, precision)
         steps = {name: step_of(own, batch, precision) for name, own in made.items()}
         times = in_turns(steps, bench, blocks=bench.sized(8, 2), count=bench.sized(5, 1))
         rows += row(label, times, peaks(steps, bench))
         del made, steps
         free(bench)
-    return Table("A training step", "Forward and backward pass, AdamW (fused), `zero_grad()`.", HEADER, rows)
+    text = "Forward and backward pass, AdamW (fused), `zero_grad()`. CPU time is that of the training thread until all is launched."
+    return Table("A training step", text, HEADER, rows)
 
 
 def measure_cpu(bench: Bench) -> Table:
@@ -232,9 +265,10 @@ def measure_cpu(bench: Bench) -> Table:
     made = prepared(lambda: nn.Linear(64, 64), bench, "bf16")
     batch = torch.randn(8, 64, device=bench.device)
     steps = {name: step_of(own, batch, "bf16") for name, own in made.items()}
-    times = in_turns(steps, bench, blocks=bench.sized(20, 2), count=bench.sized(20, 2), cpu=True)
+    times = in_turns(steps, bench, blocks=bench.sized(20, 2), count=bench.sized(20, 2))
     text = "CPU time of the training thread to launch a step of `Linear(64, 64)` under bf16, so small that the GPU waits."
-    return Table("CPU time a step", text, ("", "ms of CPU a step", *HEADER[2:]), row("small step", times, {}))
+    rows = [own[:4] for own in row("small step", Times(times.cpu, times.cpu), {})]
+    return Table("CPU time a step", text, ("", "ms of CPU a step", *HEADER[2:4]), rows)
 
 
 def measure_copies(bench: Bench) -> Table:
@@ -250,7 +284,7 @@ def measure_copies(bench: Bench) -> Table:
         loader = loader if own[2] is None else own[2].prepare(loader)
         steps[name] = _epoch(own, loader, bench)
     times = in_turns(steps, bench, blocks=bench.sized(5, 2), count=1)
-    per_step = {name: [one / count for one in own] for name, own in times.items()}
+    per_step = Times(*({name: [one / count for one in own] for name, own in part.items()} for part in times))
     text = (
         "An epoch of the ResNet under bf16 over a loader with pinned memory and no workers, which also collates the batches, "
         "beside the same step on a batch that is on the GPU. ÷ and added are beside that."
@@ -342,13 +376,19 @@ def measure_checkpoints(bench: Bench) -> Table:
     times = _saves_of_accel(bench)
     free(bench)
     if other := accelerate():
-        times["Accelerate, save_state"] = _saves_of(other, bench)
-    best = {name: (median(a for a, _ in own), median(b for _, b in own)) for name, own in times.items()}
-    versus = "Accelerate, save_state" if "Accelerate, save_state" in best else "torch.save"
-    rows = [
-        (name, number(held), number(whole), f"{held / best[versus][0]:.3f}")
-        for name, (held, whole) in best.items()
-    ]
+        times[THEIRS] = _saves_of(other, bench)
+    best = {
+        name: (median(a for a, _ in own), median(b for _, b in own)) for name, own in times.items() if own
+    }
+    versus = THEIRS if THEIRS in best or "torch.save" not in best else "torch.save"
+    rows: list[tuple[str, ...]] = []
+    for name in times:
+        if name not in best:
+            rows.append((f"{name}: {LEFT_OUT}", *[NONE] * 3))
+            continue
+        held, whole = best[name]
+        beside = f"{held / best[versus][0]:.3f}" if versus in best else NONE
+        rows.append((name, number(held), number(whole), beside))
     size = 3 * sum(parameter.nbytes for parameter in bench.transformer().parameters())
     text = (
         f"A state of {size / 1e9:.1f} GB. Held up: seconds until the call returns. Until it is whole: with a step meanwhile, and "
@@ -376,19 +416,25 @@ def _saves_of_accel(bench: Bench) -> dict[str, list[tuple[float, float]]]:
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
     for _ in range(2):
         for name, (save, finish) in saves.items():
+            if bench.is_late():
+                break
             times[name].append(_held(save, finish, bench, one))
             _remove(target)
     return times
 
 
 def _saves_of(other: Any, bench: Bench) -> list[tuple[float, float]]:
+    if bench.is_late():
+        return []
     _forget(other)
     theirs = other.Accelerator(cpu=bench.device.type == "cpu")
     model, optimizer = theirs.prepare(*_with_states(bench))
     one = step_of((model, optimizer, theirs), bench.tokens(), "no")
     one()
     target, found = bench.folder / "saved", []
-    for _ in range(2):
+    for turn in range(2):
+        if turn and bench.is_late():
+            break
         found.append(_held(lambda: theirs.save_state(str(target)), None, bench, one))
         _remove(target)
     return found
@@ -432,9 +478,9 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "cpu": measure_cpu,
     "steps": measure_steps,
     "copies": measure_copies,
-    "checkpoints": measure_checkpoints,
     "sharded": measure_sharded,
     "compiled": measure_compiled,
+    "checkpoints": measure_checkpoints,  # a slow disk makes it the longest
 }
 
 
@@ -444,6 +490,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="try the code with tiny models, on the CPU too")
     parser.add_argument("--only", action="append", choices=SUBJECTS, help="measure this; can be repeated")
     parser.add_argument("--seconds", type=float, default=390.0, help="begin nothing after so long")
+    parser.add_argument("--limit", type=float, default=460.0, help="end after so long, whatever is measured")
     parser.add_argument("--output", type=Path, help="the page; without it $OUT/benchmarks-gpu.md, else docs/")
     asked = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
@@ -454,25 +501,54 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 2
     page: Path = asked.output or Path(os.environ.get("OUT") or ROOT / "docs") / "benchmarks-gpu.md"
-    begin, sections, failed = time.monotonic(), [], False
-    with tempfile.TemporaryDirectory(dir=page.parent) as folder:
-        bench = Bench(torch.device("cuda" if cuda else "cpu"), asked.tiny, Path(folder))
-        for name in asked.only or SUBJECTS:
-            if time.monotonic() - begin > asked.seconds:
-                sections.append(f"## {name}\n\nNot measured: the time of this run was used up.\n")
+    begin, failed = time.monotonic(), False
+    names: list[str] = asked.only or list(SUBJECTS)
+    sections = {name: f"## {name}\n\n{LEFT_OUT.capitalize()}.\n" for name in names}
+
+    def write() -> None:
+        page.write_text("\n".join([_introduction(), *sections.values()]), encoding="utf-8")
+
+    with tempfile.TemporaryDirectory(dir=page.parent) as folder, _limited(asked.limit, folder, write):
+        device = torch.device("cuda" if cuda else "cpu")
+        bench = Bench(device, asked.tiny, Path(folder), begin + asked.seconds)
+        for name in names:
+            if bench.is_late():
+                print(f"bench-gpu: {name}: {LEFT_OUT}", file=sys.stderr, flush=True)
                 continue
             print(f"bench-gpu: {name}", file=sys.stderr, flush=True)
             try:
-                sections.append(SUBJECTS[name](bench).markdown())
+                sections[name] = SUBJECTS[name](bench).markdown()
             except Exception as error:  # noqa: BLE001 - the others are measured all the same
                 failed = True
                 first = str(error).partition("\n")[0]
-                sections.append(f"## {name}\n\nCould not be measured: {type(error).__name__}: {first}\n")
+                sections[name] = f"## {name}\n\nCould not be measured: {type(error).__name__}: {first}\n"
             free(bench)
-            text = "\n".join([_introduction(), *sections])
-            page.write_text(text, encoding="utf-8")
+            write()
+        write()
     print(page.read_text(encoding="utf-8"))
     return int(failed)
+
+
+@contextmanager
+def _limited(seconds: float, folder: str, write: Callable[[], None]) -> Iterator[None]:
+    """Inside, end the process after so many seconds: remove the folder, and write the page with what was measured.
+
+    It runs in a thread of its own, since a call of torch that does not return delays signals.
+    """
+
+    def stop() -> None:
+        print(f"bench-gpu: stopped after {seconds:.0f} s", file=sys.stderr, flush=True)
+        write()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _introduction() -> str:

@@ -212,7 +212,7 @@ def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, 
             yield from _variables_of(hints[f.name], f"{f.name}_")
         else:
             said = _said(module[f"{settings.__name__}.{f.name}"])
-            yield f"`{env.variable(before + f.name)}`", _words(hints[f.name]), said
+            yield f"`{env.variable_name(before + f.name)}`", _words(hints[f.name]), said
 
 
 def _said(item: Any) -> str:

@@ -42,7 +42,7 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
     "torch._dynamo",
-    "accel_runtime.accelerator",
+    "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
 )
 """What the interpreter imports before it forks ranks."""
@@ -86,7 +86,7 @@ class Cluster:
         settings: Variables of the ranks in place of those of a rank on the CPU.
     """
 
-    backend, kind, carrier = "Distributed", "MULTI_CPU", "gloo"
+    backend, kind, carrier = "DistributedBackend", "MULTI_CPU", "gloo"
 
     def __init__(self, size, *, apart=False, settings=None):
         self.size = size
@@ -284,7 +284,7 @@ def serve(connection):
     """Call the functions that arrive, until the other end is closed."""
     calls = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    from accel_runtime.current import set_current_backend
+    from accel_runtime.default_backend import set_current_backend
 
     warnings.simplefilter(os.environ.get("RANK_WARNINGS", "error"))
     while (call := calls.get()) is not None:

@@ -72,7 +72,7 @@ def _process_group():
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         from accel_runtime.backends.distributed import _leave
-        from accel_runtime.current import set_current_backend
+        from accel_runtime.default_backend import set_current_backend
 
         set_current_backend(None)
         _leave()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.filesystem import FileSystem
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
@@ -38,7 +38,7 @@ class Run:
         )
         self.acc = Accelerator(cpu=True, project_config=project)
         if disk is not None:
-            self.acc._disk = disk
+            self.acc._file_system = disk
         model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
         optimizer = torch.optim.AdamW(model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -115,7 +115,7 @@ def same(one, other):
     )
 
 
-class Probe(Disk):
+class Probe(FileSystem):
     """A disk that asks before every call; removing a tree is a call for every name in it.
 
     Args:
@@ -188,9 +188,9 @@ class Probe(Disk):
             self._ask("rmdir", folder)
             Path(folder).rmdir()
 
-    def room(self, folder):
-        self._ask("room", folder)
-        return super().room(folder)
+    def free_space(self, folder):
+        self._ask("free_space", folder)
+        return super().free_space(folder)
 
     def lock(self, folder, *, shared=False):
         self._ask("lock", folder)

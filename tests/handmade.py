@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from accel_runtime.checkpoint import datafile
-from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.folder import Found
-from accel_runtime.checkpoint.manifest import NAME, Chunk, Manifest, Stored
-from accel_runtime.checkpoint.values import packed
+from accel_runtime.checkpoint import safetensors_file
+from accel_runtime.checkpoint.directory import Checkpoint
+from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manifest import NAME, Chunk, Manifest, TensorEntry
+from accel_runtime.checkpoint.serialization import serialize
 
 
 def boxes(shape, cuts):
@@ -25,7 +25,7 @@ def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2
     path.mkdir(parents=True)
     values, tensors, files = {}, {}, {}
     for item, tree in trees.items():
-        values[item], named = packed(tree, item)
+        values[item], named = serialize(tree, item)
         ranks = {f"{name}#{rank}": t for name, some in (own or {}).items() for rank, t in enumerate(some)}
         kept = {name: t for name, t in named.items() if name not in (own or {})}
         kept |= {name: t for name, t in ranks.items() if name.startswith(f"{item}/")}
@@ -45,7 +45,7 @@ def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2
             chunks[part[0]].append(chunk)
         for name, tensor in kept.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors[name] = Stored(dtype, tuple(tensor.shape), tuple(chunks[name]))
+            tensors[name] = TensorEntry(dtype, tuple(tensor.shape), tuple(chunks[name]))
     manifest = Manifest(
         "handmade",
         saved_at,
@@ -57,16 +57,18 @@ def write(path, trees, *, cuts=None, step=7, own=None, world_size=1, saved_at="2
         files=files,
     )
     (path / NAME).write_text(manifest.text())
-    return Found(path, manifest)
+    return Checkpoint(path, manifest)
 
 
 def one_file(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR0917
     piece = tensor
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         piece = piece.narrow(dimension, offset, size)
-    part = datafile.Part(name.split("/", 1)[1], tensor.dtype, tuple(piece.shape), offsets, piece.contiguous)
-    written = datafile.write(path, [part], {"save": "handmade"}, Disk())
-    start, checksum = written.places[0]
+    part = safetensors_file.TensorPart(
+        name.split("/", 1)[1], tensor.dtype, tuple(piece.shape), offsets, piece.contiguous
+    )
+    written = safetensors_file.write_safetensors(path, [part], {"save": "handmade"}, FileSystem())
+    start, checksum = written.locations[0]
     return written.file, Chunk(file, start, part.bytes, checksum, tuple(offsets), tuple(sizes))
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,20 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/console.py",
     "accel_cli/worker.py",
     "accel_cli/replicas.py",
-    "accel_runtime/accelerator.py",
+    "accel_runtime/accelerator/accelerator.py",
     "accel_runtime/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
     "accel_runtime/logging.py",
     "accel_runtime/tracking/clearml.py",
     "accel_runtime/tracking/mlflow.py",
     # torch_xla is configured through variables of its own, and some of them change numbers.
-    "accel_runtime/backends/xla.py",
+    "accel_runtime/backends/xla/backend.py",
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
-    "accel_runtime/backends/sockets.py",
+    "accel_runtime/collectives/transport.py",
     # They change the environment, as the functions of Accelerate do whose names they have.
     "accel_runtime/utils/environment.py",
     "accel_runtime/utils/launch.py",
-    "accel_runtime/current.py",
+    "accel_runtime/default_backend.py",
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",
 )
@@ -108,7 +109,7 @@ def test_a_variable_of_accel_is_spelled_in_the_contract_only():
 
 
 def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
-    xla = {ROOT / "accel_runtime" / "backends" / "xla.py", ROOT / "accel_cli" / "replicas.py"}
+    xla = {ROOT / "accel_runtime" / "backends" / "xla" / "backend.py", ROOT / "accel_cli" / "replicas.py"}
     assert not importing({*CLI, *RUNTIME} - xla, {"torch_xla"})
     assert not importing(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
 
@@ -127,6 +128,21 @@ def test_a_file_opens_with_a_docstring_and_has_one_subject():
     assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(tree(path))]
     lengths = {name(path): len(path.read_text().splitlines()) for path in [*CLI, *RUNTIME]}
     assert not {path: length for path, length in lengths.items() if length > 600}
+
+
+def test_the_imports_of_the_runtime_have_no_circle():
+    """Imports inside functions and those for typing count too."""
+    modules = {name(path)[:-3].replace("/", ".").removesuffix(".__init__"): path for path in RUNTIME}
+    graph = {
+        module: {
+            imported if imported in modules else imported.rpartition(".")[0]
+            for imported in imports(path)
+            if imported.startswith("accel_runtime.")
+        }
+        & modules.keys()
+        for module, path in modules.items()
+    }
+    list(TopologicalSorter(graph).static_order())
 
 
 def test_unsafe_loading_and_shells_are_nowhere():

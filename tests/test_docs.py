@@ -266,7 +266,7 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
 @pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = (site / "python-api" / "index.html").read_text(encoding="utf-8")
-    beside = ["Accelerator.gather_for_metrics", "MismatchError", "PreparedLoader", "Sharding"]
+    beside = ["Accelerator.gather_for_metrics", "MismatchError", "PreparedLoader", "BatchSharding"]
     for public in [*accel_runtime.__all__, *accel_runtime.utils.__all__, *beside]:
         assert re.search(rf'id="accel_runtime[.\w]*\.{public}"', text), public
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+import threading
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -61,6 +64,18 @@ def test_missing_packages_are_named_in_one_line_before_anything_runs(tmp_path):
     wanted = "torch, numpy, pytest, cloudpickle, safetensors, xxhash, typing_extensions"
     assert done.stdout == f"test-gpu: cannot run, for this Python lacks {wanted}\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_that_is_too_old_is_named_in_one_line(tmp_path):
+    code = "import importlib.metadata, runpy, sys; importlib.metadata.version = lambda _: '2.8.0+cu128'; "
+    code += f"sys.argv = ['x']; runpy.run_path({str(ROOT / 'tests' / 'gpu' / '__main__.py')!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert (
+        done.stdout == "test-gpu: cannot run, for accel needs torch 2.9 or newer, and this is 2.8.0+cu128\n"
+    )
 
 
 @pytest.fixture
@@ -138,7 +153,7 @@ def test_every_benchmark_of_a_gpu_runs_with_tiny_sizes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     titles = re.findall(r"^## (.*)", page.read_text(), re.MULTILINE)
     assert titles == [
-        "CPU time a step", "A training step", "Batches and copies", "Saving", "fully_shard", "A compiled step"
+        "CPU time a step", "A training step", "Batches and copies", "fully_shard", "A compiled step", "Saving"
     ]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
     if not GPUS:
@@ -146,3 +161,93 @@ def test_every_benchmark_of_a_gpu_runs_with_tiny_sizes(tmp_path):
             [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert (refused.returncode, "has no GPU" in refused.stderr) == (2, True)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The module that `make bench-gpu` runs."""
+    monkeypatch.syspath_prepend(ROOT)
+    return importlib.import_module("benchmarks.gpu")
+
+
+def test_benchmarks_that_the_time_does_not_suffice_for_are_named_in_the_page(
+    gpu, tmp_path, capsys, monkeypatch
+):
+    done = []
+
+    def measure(bench):
+        done.append(bench.device.type)
+        monkeypatch.setattr(gpu.Bench, "is_late", lambda _: True)
+        return gpu.Table("First", "measured", ("",), [])
+
+    monkeypatch.setattr(gpu, "SUBJECTS", {"one": measure, "two": measure, "three": measure})
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    page = tmp_path / "docs" / "benchmarks-gpu.md"
+    page.parent.mkdir()
+    assert gpu.main(["--tiny"]) == 0
+    assert len(done) == 1
+    sections = page.read_text().split("## ")[1:]
+    assert [section.splitlines()[0] for section in sections] == ["First", "two", "three"]
+    assert all("Not measured, the time of this run was used up." in section for section in sections[1:])
+    assert "bench-gpu: three: not measured" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_does_not_end_is_ended_with_the_page_written_and_its_files_removed(
+    gpu, tmp_path, monkeypatch
+):
+    ended = threading.Event()
+    codes = []
+    monkeypatch.setattr(gpu.os, "_exit", lambda code: codes.append(code) or ended.set())
+    page, seen = tmp_path / "page.md", []
+
+    def hang(bench):
+        assert bench.folder.is_dir()
+        assert ended.wait(30)
+        seen.append((bench.folder.exists(), page.read_text()))
+        return gpu.Table("Hanging", "", ("",), [])
+
+    monkeypatch.setattr(gpu, "SUBJECTS", {"hanging": hang, "later": hang})
+    monkeypatch.setattr(gpu, "free", lambda _: None)
+    gpu.main(["--tiny", "--output", str(page), "--limit", "0.01", "--only", "hanging"])
+    ((there, text),) = seen
+    assert (codes, there) == ([1], False)
+    assert "## hanging\n\nNot measured" in text
+
+
+def test_fewer_blocks_are_measured_when_the_time_is_used_up(gpu, tmp_path):
+    bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=0.0)
+    times = gpu.in_turns({"bare": lambda: None, "accel": lambda: None}, bench, blocks=9, count=1)
+    for part in times:
+        assert {name: len(own) for name, own in part.items()} == {"bare": 1, "accel": 1}
+
+
+def test_saves_that_the_time_does_not_suffice_for_are_named_in_their_table(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
+    bench = gpu.Bench(torch.device("cpu"), tiny=True, folder=tmp_path, deadline=math.inf)
+    held, late = gpu._held, []
+
+    def once(*arguments):
+        late.append(True)
+        return held(*arguments)
+
+    monkeypatch.setattr(gpu, "_held", once)
+    monkeypatch.setattr(gpu.Bench, "is_late", lambda _: bool(late))
+    rows = {row[0]: row[1:] for row in gpu.measure_checkpoints(bench).rows}
+    first, *rest = rows
+    assert first == "accel, async_save=True"
+    assert gpu.NONE not in rows[first][:2]
+    assert "torch.save: not measured, the time of this run was used up" in rest
+    assert {rows[name] for name in rest} == {(gpu.NONE,) * 3}
+
+
+@pytest.mark.slow
+def test_a_test_whose_own_limit_does_not_fit_the_time_is_skipped(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rs", "-m", "gpu", "-W", "default",
+         "-k", "compiled_model or clipping", "tests/gpu/test_training.py"],
+        env=os.environ | {"REHEARSE_GPU_TESTS": "1", "GPU_TESTS_S": "140"},
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "1 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert "the time for this run is used up" in done.stdout

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dispatch import Dispatched
-from accel_runtime.data.script import sharding_of
-from accel_runtime.data.source import Loop
-from accel_runtime.data.streams import Stream as EachReads
+from accel_runtime.data.dataloader_utils import sharding_of_loader
+from accel_runtime.data.dispatch import DispatchSource
+from accel_runtime.data.iterable import IterableSource as EachReads
+from accel_runtime.data.source import EpochIterator
 from accel_runtime.topology import Topology
 
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
     """What one rank saw of a step."""
 
     samples: list
-    share: tuple
+    step_info: tuple
     position: dict
 
 
@@ -47,12 +47,14 @@ def backend():
 
 def read(loader, backend, *, split=False, even=True):
     """A stream that every rank reads."""
-    return EachReads(loader, backend, sharding_of(loader, backend.data, split=split, even=even))
+    return EachReads(loader, backend, sharding_of_loader(loader, backend.data, split=split, pad_last=even))
 
 
 def dispatched(loader, backend, *, split=False, even=True):
     """Data that the first rank reads for all."""
-    return Dispatched(loader, backend, sharding_of(loader, backend.data, split=split, even=even))
+    return DispatchSource(
+        loader, backend, sharding_of_loader(loader, backend.data, split=split, pad_last=even)
+    )
 
 
 def ids(batch):
@@ -62,9 +64,9 @@ def ids(batch):
 
 def walked(source, start=None, stop=None, read=ids):
     """The steps of one rank after a position, as many as asked for."""
-    loop, steps = Loop(), []
-    for batch in source.walk(loop, start or {}):
-        steps.append(Step(read(batch), loop.share, loop.position()))
+    loop, steps = EpochIterator(), []
+    for batch in source.iterate(loop, start or {}):
+        steps.append(Step(read(batch), loop.step_info, loop.state_dict()))
         if len(steps) == stop:
             break
     return steps
@@ -76,20 +78,22 @@ def checked(walks):
     assert len({len(steps) for steps in walks}) == 1, "equally many steps everywhere"
     seen = []
     for steps in zip(*walks, strict=True):
-        shares = [step.share for step in steps]
+        shares = [step.step_info for step in steps]
         first = shares[0]
-        assert all(share[:3] == first[:3] for share in shares), "one share everywhere"
-        assert len(first.valid) == len(first.sizes) == world
-        assert tuple(len(step.samples) for step in steps) == first.sizes
-        assert min(first.sizes) > 0
-        assert all(count <= size for count, size in zip(first.valid, first.sizes, strict=True))
-        assert sum(first.valid) > 0
-        factors = [share.factor for share in shares]
+        assert all(step_info[:3] == first[:3] for step_info in shares), "one share everywhere"
+        assert len(first.num_valid) == len(first.batch_sizes) == world
+        assert tuple(len(step.samples) for step in steps) == first.batch_sizes
+        assert min(first.batch_sizes) > 0
+        assert all(count <= size for count, size in zip(first.num_valid, first.batch_sizes, strict=True))
+        assert sum(first.num_valid) > 0
+        factors = [step_info.loss_scale for step_info in shares]
         even = [1.0] * world
-        exact = [count * world / sum(first.valid) for count in first.valid]
-        assert factors == (even if len(set(first.sizes)) == 1 and factors == even else exact)
-        seen.append(list(chain.from_iterable(s.samples[: s.share.valid[r]] for r, s in enumerate(steps))))
-    assert [steps.share.last for steps in walks[0]] == [False] * (len(seen) - 1) + [True] * bool(seen)
+        exact = [count * world / sum(first.num_valid) for count in first.num_valid]
+        assert factors == (even if len(set(first.batch_sizes)) == 1 and factors == even else exact)
+        seen.append(
+            list(chain.from_iterable(s.samples[: s.step_info.num_valid[r]] for r, s in enumerate(steps)))
+        )
+    assert [steps.step_info.is_last for steps in walks[0]] == [False] * (len(seen) - 1) + [True] * bool(seen)
     positions = [[plain(shared(step.position)) for step in steps] for steps in walks]
     assert all(own == positions[0] for own in positions), "one position everywhere"
     return seen

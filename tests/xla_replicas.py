@@ -54,7 +54,7 @@ class Replicas:
     @property
     def backend(self):
         """The class of the backend."""
-        return "Mesh" if self.devices else "Lone" if self.size == 1 else "Replicas"
+        return "SPMDBackend" if self.devices else "SingleXLABackend" if self.size == 1 else "XLABackend"
 
     @property
     def carrier(self):

@@ -151,7 +151,7 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
         "item": item,
         "rank": rank,
         "dtype": _dtype(dtype),
-        "most": _bytes(max_shard_size),
+        "max_shard_bytes": _bytes(max_shard_size),
     }
     with console.reading() as progress:
         found = ask("export", directory, progress, output=output, **wish)

@@ -176,8 +176,8 @@ def _find_cure(name: str) -> str | None:
 
 def _guess_option(name: str, options: Mapping[str, Any]) -> str:
     """Return the option that was probably meant, in a sentence, or where all of them are listed."""
-    from accel_runtime.env import nearest
+    from accel_runtime.env import find_nearest
 
     known = [option[2:] for option in options if option.startswith("--")]
-    meant = next((option for option in known if option.startswith(name)), None) or nearest(name, known)
+    meant = next((option for option in known if option.startswith(name)), None) or find_nearest(name, known)
     return f"Did you mean --{meant}? See --help for all options" if meant else "See --help for all options"

@@ -415,6 +415,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         lines += ["batch script:", plan.script.rstrip("\n")]
     if resolved:
         values = flat(resolved.profile.model_dump())
+        values |= {key: masked(key, str(value)) for key, value in values.items() if key.startswith("env.")}
         lines += [
             "profile:",
             *(f"  {key}: {value}  [{resolved.source(key)}]" for key, value in values.items()),

@@ -16,7 +16,7 @@ from accel_cli.profile.problems import explain, unknown_key
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
 from accel_runtime import env
-from accel_runtime.env import Settings, SettingsError, variable
+from accel_runtime.env import Settings, SettingsError, variable_name
 
 __all__ = ["Layer", "Resolved", "assigned", "environment", "file", "flat", "resolve", "stack", "to_data"]
 
@@ -99,7 +99,7 @@ def environment(environ: Mapping[str, str]) -> Layer:
         raise UsageError(str(error)) from None
     if settings.spmd:
         raise UsageError(
-            f"{variable('spmd')} is what accel launch tells the processes it starts; set launcher.spmd: true (--set "
+            f"{variable_name('spmd')} is what accel launch tells the processes it starts; set launcher.spmd: true (--set "
             "launcher.spmd=true)"
         )
     values = {key: (name, value) for key, name, value in _keys(settings) if name in environ}
@@ -121,7 +121,7 @@ def _keys(settings: object, section: str = "") -> Iterator[tuple[str, str, Any]]
         if is_dataclass(value):
             yield from _keys(value, f.name)
         else:
-            yield key, variable(key.replace(".", "_")), _plain(value, hints[f.name])
+            yield key, variable_name(key.replace(".", "_")), _plain(value, hints[f.name])
 
 
 def _plain(value: Any, hint: Any) -> Any:

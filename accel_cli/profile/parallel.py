@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from accel_cli.fields import Answers, Choice, Question, Section
 from accel_cli.launchers import LAUNCHERS
-from accel_runtime.env import FullyShard, Number, Parallel, SettingsError, nearest
+from accel_runtime.env import FullyShard, Number, Parallel, SettingsError, find_nearest
 
 __all__ = ["FullyShardSection", "ParallelSection"]
 
@@ -41,7 +41,7 @@ def _is_class(name: Any) -> bool:
 
 
 def _meant(text: str) -> str:
-    meant = nearest(text.lower(), ["auto", "none"])
+    meant = find_nearest(text.lower(), ["auto", "none"])
     return f"; did you mean {meant}?" if meant else ""
 
 

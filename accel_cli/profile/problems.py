@@ -13,7 +13,7 @@ from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.profile.schema import SECTIONS, Profile, known_keys, section_of
-from accel_runtime.env import fsdp1, nearest
+from accel_runtime.env import explain_fsdp1_option, find_nearest
 
 __all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
 
@@ -100,7 +100,7 @@ def unknown_key(key: str, where: str, kind: object = None) -> Problem:
         return Problem(where, key, f"this is a section. Name a key of it, such as {_EXAMPLES[key]}")
     if kinds:
         return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
-    if instead := fsdp1(key.rpartition(".")[2]):
+    if instead := explain_fsdp1_option(key.rpartition(".")[2]):
         return Problem(where, key, f"this is a word of FSDP1; under fully_shard, {instead}")
     return Problem(where, key, "this key is not known", hint=_hint_key(key, kind))
 
@@ -154,7 +154,7 @@ def _guess_key(key: str, kind: object) -> str | None:
         if meant := _match_prefix(name, reversed(group)) or _match_letters(name, group):
             return group[meant]
     # Behind a known section, any short name looks like any other.
-    return nearest(key, known) if section and section.partition(".")[0] not in SECTIONS else None
+    return find_nearest(key, known) if section and section.partition(".")[0] not in SECTIONS else None
 
 
 def _match_prefix(name: str, known: Iterable[str]) -> str | None:
@@ -172,7 +172,9 @@ def _match_prefix(name: str, known: Iterable[str]) -> str | None:
 
 def _match_letters(name: str, known: Iterable[str]) -> str | None:
     """Return the known name with nearly the letters of a name; in front of few letters, the first has to be right."""
-    return nearest(name, [other for other in known if len(name) > _SHORTEST_PREFIX or other[0] == name[:1]])
+    return find_nearest(
+        name, [other for other in known if len(name) > _SHORTEST_PREFIX or other[0] == name[:1]]
+    )
 
 
 def _locate(loc: list[str]) -> tuple[type[Section], str]:
@@ -187,7 +189,7 @@ def _locate(loc: list[str]) -> tuple[type[Section], str]:
 
 def _judge_keys(item: Mapping[str, Any], where: Mapping[str, str]) -> list[Problem]:
     """Return the mistakes in a launcher section of an unknown kind, as one of the kind that was probably meant."""
-    kind = nearest(item["ctx"]["tag"], list(LAUNCHERS))
+    kind = find_nearest(item["ctx"]["tag"], list(LAUNCHERS))
     if kind is None:
         fields = {name for section in LAUNCHERS.values() for name in section.model_fields}
         unknown = [f"launcher.{name}" for name in item["input"] if name not in fields]
@@ -224,7 +226,9 @@ def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: s
         return Problem(where, key, text, "" if whole else _shown(came))
     literals = _literals(section, key.rpartition(".")[2])
     meant = (
-        nearest(came, [word for word in literals if isinstance(word, str)]) if isinstance(came, str) else None
+        find_nearest(came, [word for word in literals if isinstance(word, str)])
+        if isinstance(came, str)
+        else None
     )
     return Problem(where, key, _expected(item, key, section, literals), _shown(came), did_you_mean(meant))
 
@@ -237,7 +241,11 @@ def _suggest_kind(section: Mapping[str, Any]) -> str:
 
 def _unknown_kind(kind: str, where: str) -> Problem:
     return Problem(
-        where, "launcher.kind", one_of(LAUNCHERS), repr(kind), did_you_mean(nearest(kind, list(LAUNCHERS)))
+        where,
+        "launcher.kind",
+        one_of(LAUNCHERS),
+        repr(kind),
+        did_you_mean(find_nearest(kind, list(LAUNCHERS))),
     )
 
 

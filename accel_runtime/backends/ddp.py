@@ -1,12 +1,12 @@
-"""DistributedDataParallel as the options say: how its gradients travel, and when; and as the script's own module."""
+"""DDP with the interface of the script's module, gradient averaging without DDP, and broadcast of buffers."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,11 +14,235 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from accel_runtime.call_site import CallSite
+from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
 from accel_runtime.options import DDPCommunicationHookType
 
-__all__ = ["ReplicatedModel", "replicated", "synced"]
+__all__ = [
+    "BufferAveraging",
+    "GradientAveraging",
+    "ReplicatedModel",
+    "capture_buckets",
+    "restore_buckets",
+    "split_by_size",
+    "sync_in_backward",
+    "wrap_in_ddp",
+]
+
+_GROUP_BYTES = 64 * 1024 * 1024
+"""Bytes of tensors in one collective."""
+_BACKWARD_CALL = CollectiveCall("backward()", CallSite("", 0, ""), anywhere=True)
+
+
+class GradientAveraging:
+    """Average the gradients of parameters over the ranks without DDP.
+
+    All gradients are averaged at once after the last: if programs are compiled, collectives of one graph are merged and
+    overlapped anyway, so buckets gain nothing.
+
+    Args:
+        named_parameters: The parameters; trainable ones are averaged.
+        average: Averages gradients over the replicas, in place.
+        handshake: Compares which gradients each replica has, since all must run the same program.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        average: Callable[[Sequence[torch.Tensor]], None],
+        handshake: Handshake,
+    ) -> None:
+        trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        self._names, self._parameters = (
+            [name for name, _ in trainable],
+            [parameter for _, parameter in trainable],
+        )
+        self._average, self._handshake = average, handshake
+        self._compared: Sequence[bool] = ()
+        self._num_no_sync = 0
+        self._last_pass = -1
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which gradients are not averaged."""
+        self._num_no_sync += 1
+        try:
+            yield
+        finally:
+            self._num_no_sync -= 1
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Return a context in which gradients are averaged, even inside of `no_sync`."""
+        count, self._num_no_sync = self._num_no_sync, 0
+        try:
+            yield
+        finally:
+            self._num_no_sync = count
+
+    @property
+    def averages(self) -> bool:
+        """Return whether the current backward passes average gradients."""
+        return not self._num_no_sync
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        # The id of the pass and no flag, since a pass that fails never ends. The id and the callback at the end of a pass
+        # are private in torch 2.13; DDP and FSDP use them.
+        number: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        if self._num_no_sync or self._last_pass == number:
+            return
+        self._last_pass = number
+        torch.autograd.Variable._execution_engine.queue_callback(self._average_all)  # noqa: SLF001
+
+    @torch.no_grad()
+    def _average_all(self) -> None:
+        present = [parameter.grad is not None for parameter in self._parameters]
+        if present != self._compared:
+            self._compare(present)
+            self._compared = present
+        self._average([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+
+    def _compare(self, present: Sequence[bool]) -> None:
+        """Raise RuntimeError if replicas have gradients of different parameters."""
+        result = self._handshake.exchange(_BACKWARD_CALL, len(present), build_writer(bytes(present)))
+        present_by_rank = zip(*map(result.view, range(self._handshake.size)), strict=True)
+        for name, presence in zip(self._names, present_by_rank, strict=True):
+            if any(presence) and not all(presence):
+                without = ", ".join(str(rank) for rank, is_present in enumerate(presence) if not is_present)
+                raise RuntimeError(
+                    f"Gradients cannot be averaged: the backward pass left no gradient of {name!r} on rank {without}, but left one on "
+                    "others. Replicas run one program, so each must use the same parameters in a step, also with "
+                    "find_unused_parameters=True. Add the unused outputs times zero to the loss."
+                )
+
+
+class BufferAveraging:
+    """Forward hooks that broadcast the buffers of the first rank when DDP would.
+
+    This is before the first forward pass and after each one whose gradients are averaged.
+
+    Args:
+        averages: Returns whether gradients are averaged; None on a copy of the model.
+        broadcast: Broadcasts tensors from the first rank, in place.
+    """
+
+    def __init__(
+        self,
+        averages: Callable[[], bool] | None = None,
+        broadcast: Callable[[Sequence[torch.Tensor]], None] | None = None,
+    ) -> None:
+        self._averages, self._broadcast = averages, broadcast
+        self._is_due = True
+
+    def before(self, model: nn.Module, _: Any) -> None:
+        """Broadcast buffers before a forward pass, if due."""
+        buffers = list(model.buffers()) if self._is_due and self._broadcast else []
+        if self._broadcast and buffers:
+            self._broadcast(buffers)
+
+    def after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        """Record after a forward pass whether the next one broadcasts."""
+        self._is_due = self._averages is not None and torch.is_grad_enabled() and self._averages()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context without broadcasts; restores the state afterwards."""
+        broadcast, due = self._broadcast, self._is_due
+        self._broadcast = None
+        try:
+            yield
+        finally:
+            self._broadcast, self._is_due = broadcast, due
+
+    def __reduce__(self) -> tuple[type[BufferAveraging], tuple[()]]:
+        return type(self), ()
+
+
+def split_by_size(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors of one dtype in groups of `_AT_ONCE` bytes at most, unless one is larger."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        group: list[torch.Tensor] = []
+        for tensor in (other for other in tensors if other.dtype == dtype):
+            if group and sum(other.nbytes for other in group) + tensor.nbytes > _GROUP_BYTES:
+                yield group
+                group = []
+            group.append(tensor)
+        yield group
+
+
+_torch_distributed: Any = torch.distributed
+
+
+def capture_buckets(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the bucket order of DDP by parameter names; collective."""
+    return {"buckets": _bucket_names(model), "synced": model.require_forward_param_sync}
+
+
+def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Restore a state of `capture_buckets`; ignored if the parameters differ."""
+    model.require_forward_param_sync = bool(state["synced"])
+    buckets = state["buckets"]
+    if buckets is None or model.static_graph or buckets == _bucket_names(model):
+        return
+    with suppress(AttributeError, TypeError):
+        _assign_buckets(model, buckets)
+
+
+def _bucket_names(model: Any) -> list[list[str]] | None:
+    """Return the parameter names of every bucket, after a pending rebuild."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    try:
+        with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
+            model.reducer._rebuild_buckets()  # noqa: SLF001
+        with _ReuseZeros():  # type: ignore[no-untyped-call]
+            buckets = model.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
+    except (AttributeError, RuntimeError):
+        # RuntimeError: a parameter with sparse gradients has no bucket in memory.
+        return None
+    return [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
+
+
+def _assign_buckets(model: Any, names_by_bucket: list[list[str]]) -> None:
+    parameters, sparse = model._build_params_for_reducer()  # noqa: SLF001
+    named = dict(model.module.named_parameters())
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    buckets = [[indices.get(id(named.get(name)), -1) for name in bucket] for bucket in names_by_bucket]
+    if sorted(index for bucket in buckets for index in bucket) != list(range(len(parameters))):
+        return
+    names = model._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
+    with _FixedBuckets(lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets))):
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # noqa: SLF001
+    for hook, state in model._comm_hooks:  # noqa: SLF001
+        _torch_distributed._register_comm_hook(model.reducer, state, hook)  # noqa: SLF001
+
+
+class _FixedBuckets:
+    """Make DDP assign parameters to given buckets inside of the context."""
+
+    def __init__(self, assign: Callable[..., Any]) -> None:
+        self._assign = assign
+
+    def __enter__(self) -> None:
+        self._original = _torch_distributed._compute_bucket_assignment_by_size  # noqa: SLF001
+        _torch_distributed._compute_bucket_assignment_by_size = self._assign  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        _torch_distributed._compute_bucket_assignment_by_size = self._original  # noqa: SLF001
+
+
+class _ReuseZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Return the argument of `zeros_like` inside of the context, since only the bucket contents are read."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
+
 
 _Future = torch.futures.Future[torch.Tensor]
 _Hook = Callable[[Any, Any], _Future]
@@ -35,18 +259,18 @@ _WRAPPERS: dict[DDPCommunicationHookType, Callable[[_Hook], _Hook]] = {
 
 
 _PREFIX = "module."
-"""What DDP puts before the names of parameters and buffers."""
-_CHECKPOINTS_OF_TORCH = "torch.distributed.checkpoint.state_dict"
-"""The module of torch that takes this prefix off by itself, and fails where it is missing."""
-_UNUSED = "Expected to have finished reduction in the prior iteration"
-"""How DDP's message on parameters without a gradient begins (torch 2.13)."""
+"""DDP's prefix of parameter and buffer names."""
+_TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+"""The torch module that removes the prefix itself, and fails if it is missing."""
+_UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration"
+"""The beginning of DDP's message on parameters without a gradient (torch 2.13)."""
 
 
 class ReplicatedModel(DistributedDataParallel):
     """DDP with the attributes, the indexing and the state dict of the script's module.
 
     A name that neither `nn.Module` nor DDP has is read from the script's module, and set there. `state_dict` has the
-    names of the script's module; `load_state_dict` takes them with and without DDP's prefix.
+    names of the script's module; `load_state_dict` accepts them with and without DDP's prefix.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -57,12 +281,12 @@ class ReplicatedModel(DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._own_names = frozenset(vars(self)) | {"_own_names"}
 
-    explain: Callable[[RuntimeError, str], RuntimeError] = staticmethod(lambda error, _: error)
-    """`Backend.explain` of the backend that prepared the model."""
+    explain_error: Callable[[RuntimeError, str], RuntimeError] = staticmethod(lambda error, _: error)
+    """`Backend.explain_error` of the backend that prepared the model."""
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("explain", None)  # it belongs to the process
+        state.pop("explain_error", None)  # it belongs to the process
         return state
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +303,7 @@ class ReplicatedModel(DistributedDataParallel):
     @override
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_own_names", ()):
-            # DDP sets some in each forward pass. They are no parameters, for which alone nn.Module looks at length.
+            # DDP sets some in each forward pass; nn.Module would search its parameters first.
             object.__setattr__(self, name, value)
         elif self._has_own(name):
             super().__setattr__(name, value)
@@ -106,30 +330,30 @@ class ReplicatedModel(DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if _UNUSED in str(error):
+            if _UNUSED_PARAMETERS in str(error):
                 raise RuntimeError(self._explain_unused(str(error))) from error
             # Buffers are broadcast here: a rank that has ended is noticed before any backward pass.
-            if (explained := self.explain(error, "the forward pass")) is not error:
+            if (explained := self.explain_error(error, "the forward pass")) is not error:
                 raise explained from error
             raise
 
     def _explain_unused(self, message: str) -> str:
-        """Return a message that names the parameters without a gradient, made of DDP's message with their indices."""
+        """Return DDP's message with names of the parameters without a gradient instead of indices."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         match = re.search(r"did not receive grad for rank (\d+): ([\d ]+)", message)
         indices = [int(index) for index in match[2].split()] if match else []
         parameters = ", ".join(names[index] for index in indices if index < len(names)) or "some parameters"
-        where = f" on rank {match[1]}" if match else ""
+        location = f" on rank {match[1]}" if match else ""
         return (
             f"Gradients of {type(self.module).__name__} cannot be averaged over the processes: the backward pass before "
-            f"left no gradient of {parameters}{where}. Use every trainable parameter in the loss, freeze the others before "
+            f"left no gradient of {parameters}{location}. Use every trainable parameter in the loss, freeze the others before "
             "prepare(), or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])."
         )
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state under the names of the script's module."""
-        if sys._getframe(1).f_globals.get("__name__") == _CHECKPOINTS_OF_TORCH:  # noqa: SLF001
+        if sys._getframe(1).f_globals.get("__name__") == _TORCH_CHECKPOINT:  # noqa: SLF001
             return super().state_dict(*args, **kwargs)
         return self.module.state_dict(*args, **kwargs)
 
@@ -137,9 +361,9 @@ class ReplicatedModel(DistributedDataParallel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state with the names of the script's module, or with DDP's prefix before them."""
-        own = self.module.state_dict().keys()
-        if not any(name in own for name in state_dict):
+        """Load a state with the names of the script's module, or with DDP's prefix."""
+        names = self.module.state_dict().keys()
+        if not any(name in names for name in state_dict):
             versions = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict(state_dict)
             if versions is not None:
@@ -149,53 +373,44 @@ class ReplicatedModel(DistributedDataParallel):
 
 
 def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring names to DDP's form, where another module that holds this one loads its state."""
-    own = {f"{prefix}{name}" for name in module.module.state_dict()}
-    for name in [name for name in state_dict if name in own]:
+    """Add DDP's prefix to the names if another module that contains this one loads its state."""
+    names = {f"{prefix}{name}" for name in module.module.state_dict()}
+    for name in [name for name in state_dict if name in names]:
         state_dict[f"{prefix}{_PREFIX}{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
-def replicated(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
-    """The model in DDP.
-
-    Args:
-        model: Has at least one trainable parameter.
-        device_ids: Its device's index, where devices have one.
-        options: Fields of `DistributedDataParallelKwargs`.
-
-    Raises:
-        ValueError: A buffer is sparse, and buffers are to be broadcast.
-    """
+def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> ReplicatedModel:
+    """Wrap a model with at least one trainable parameter in DDP."""
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
     if sparse and options.get("broadcast_buffers", True):
         raise ValueError(
             f"Buffer {sparse[0]!r} of {type(model).__name__} cannot be broadcast to the other processes: it is sparse. Make it "
             "dense, or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])."
         )
-    own = {name: value for name, value in options.items() if not name.startswith("comm_")}
-    prepared = ReplicatedModel(model, device_ids=device_ids, **own)
+    ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}
+    prepared = ReplicatedModel(model, device_ids=device_ids, **ddp_options)
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
     if kind in _HOOKS:
         state = None
         if kind is DDPCommunicationHookType.POWER_SGD:
             state = powerSGD_hook.PowerSGDState(None, **options.get("comm_state_option", {}))
-        prepared.register_comm_hook(state, _chain(kind, options.get("comm_wrapper")))
+        prepared.register_comm_hook(state, _build_comm_hook(kind, options.get("comm_wrapper")))
     return prepared
 
 
-def _chain(kind: DDPCommunicationHookType, wrapper: DDPCommunicationHookType | None) -> _Hook:
-    """The hook as DDP calls it."""
+def _build_comm_hook(kind: DDPCommunicationHookType, wrapper: DDPCommunicationHookType | None) -> _Hook:
+    """Return the communication hook in the form that DDP calls."""
     hook = _HOOKS[kind]
     if wrapper in _WRAPPERS:
         hook = _WRAPPERS[wrapper](hook)
 
-    # DDP knows torch's bf16 hooks by name and refuses them without NCCL; gloo adds bfloat16 up as well.
+    # A lambda, since DDP refuses torch's bf16 hooks without NCCL by name; gloo reduces bfloat16 too.
     return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
 
 
 @contextmanager
-def synced(model: DistributedDataParallel) -> Iterator[None]:
-    """Inside, the next backward pass averages gradients, though its forward pass ran in `no_sync`."""
+def sync_in_backward(model: DistributedDataParallel) -> Iterator[None]:
+    """Return a context in which the next backward pass averages gradients, even after a forward pass in `no_sync`."""
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
     model.reducer.prepare_for_backward([])

@@ -1,13 +1,21 @@
-"""Several processes over `torch.distributed`: gloo, nccl, or what the device's vendor brings."""
+"""Backends over process groups of torch.distributed."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import multiprocessing
-from collections.abc import Callable
+import os
+import socket
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -20,114 +28,205 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
-from accel_runtime.backends import buckets
-from accel_runtime.backends.attendance import Absence, attendance_of
-from accel_runtime.backends.base import Reduction
-from accel_runtime.backends.ddp import replicated, synced
-from accel_runtime.backends.detached import build_refusal
-from accel_runtime.backends.settling import forks_wait, wait_for_threads
-from accel_runtime.backends.status import explained
-from accel_runtime.backends.wire import control_group, side_wire, wire_of
-from accel_runtime.backends.words import OPERATIONS, InStore
+from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.backends.ddp import capture_buckets, restore_buckets, sync_in_backward, wrap_in_ddp
+from accel_runtime.collectives.handshake import Handshake
+from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.stalls import MissingRanks, explain_collective_error, rank_monitor_of
+from accel_runtime.collectives.transport import (
+    connect_control_transport,
+    connect_side_transport,
+    control_group,
+)
 from accel_runtime.env import Settings
-from accel_runtime.exchange.agreement import Agreement
-from accel_runtime.exchange.objects import share_objects
 from accel_runtime.heartbeat import heartbeat
-from accel_runtime.kinds import DistributedType
-from accel_runtime.topology import Topology
+from accel_runtime.options import DistributedType
+from accel_runtime.topology import Topology, build_refusal
 
-__all__ = ["Distributed"]
+__all__ = [
+    "REDUCE_OPS",
+    "DistributedBackend",
+    "StoreBackend",
+    "check_gpus_differ",
+    "wait_for_threads",
+]
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # gloo has no average: the sum is divided
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+"""The reduce ops of `Backend.all_reduce`."""
 
 
-_KINDS = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
+class StoreBackend(Backend):
+    """A backend whose ranks share a torch store."""
 
-_GRACE_S, _PATIENCE_S = 0.05, 0.5
+    @property
+    @abstractmethod
+    def _store(self) -> Any:
+        """The store."""
+
+    @override
+    def set_store_key(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    @override
+    def get_store_key(self, key: str) -> str | None:
+        store = self._store
+        return store.get(key).decode() if store.check([key]) else None
+
+    @override
+    def increment_store_key(self, key: str) -> int:
+        # Counted in the store, so that a second backend of this process continues the count.
+        return int(self._store.add(f"{key}/turns/{self.topology.rank}", 1))
+
+
+PAUSE_S = 0.002
+_FORK_PATIENCE_S = 0.2
+"""Seconds for which a fork waits for threads that never rest."""
+_TASKS = Path("/proc/self/task")
+
+
+@functools.cache
+def wait_for_threads_before_fork() -> None:
+    """Make every later fork of this process wait until the threads of collectives do not use Python.
+
+    Data loader workers are forked. A native thread enters Python when it releases a tensor. A child that is forked at that
+    moment deadlocks on Python before 3.12 (python/cpython#112275). Measured with 3.11.7 on a busy machine, each fork beside
+    four such threads: 7 of 1500 children hung, 1 of 3000 after a pause alone, none of 3000 after a pause and until no thread
+    was running.
+    """
+    if sys.version_info < (3, 12):
+        os.register_at_fork(before=lambda: wait_for_threads(PAUSE_S, _FORK_PATIENCE_S))
+
+
+def wait_for_threads(pause_s: float, patience_s: float) -> None:
+    """Sleep for `pause_s`, then until no other thread of this process runs, for `patience_s` at most."""
+    end = time.monotonic() + patience_s
+    time.sleep(pause_s)
+    while _other_threads_run() and time.monotonic() < end:
+        time.sleep(PAUSE_S)
+
+
+def _other_threads_run() -> bool:
+    """Return whether another thread of this process is runnable; False if that cannot be read."""
+    own = str(threading.get_native_id())
+    try:
+        return any(_is_running(task) for task in _TASKS.iterdir() if task.name != own)
+    except OSError:
+        return False
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        stat = (task / "stat").read_text(encoding="ascii", errors="replace")
+    except OSError:  # the thread has ended
+        return False
+    # "12 (a name) R 1 ...", see proc_pid_stat(5); a name may have brackets of its own.
+    return stat.rpartition(")")[2].lstrip().startswith("R")
+
+
+_DISTRIBUTED_TYPES = {"cuda": DistributedType.MULTI_GPU, "xla": DistributedType.XLA}
+
+_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S = 0.05, 0.5
 _SMDDP = "smddp"
 _SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
-# torch has one default process group in a process, so who uses the one we made is known to the process too:
-# without it, the first of two Accelerators to end would take the group from the other.
-_USERS: WeakSet[Distributed] = WeakSet()
+# torch has one default process group per process; the first of two Accelerators to end must not destroy it.
+_USERS: WeakSet[DistributedBackend] = WeakSet()
 
 
-class Distributed(InStore):
-    """The backend of a process that a launcher started beside others.
+class DistributedBackend(StoreBackend):
+    """The backend of a process that a launcher started with others.
+
+    A process group of the script is used as it is and never destroyed. CPU tensors use a group of their own, separate from
+    the collectives of DDP and of the script.
 
     Args:
-        topology: Where this process stands.
-        device: What it computes on.
-        settings: Name and timeout of the process group.
-        options: Arguments for `init_process_group`; they win over `settings`.
-
-    A process group the script has made itself is used as it is, and left alone at the end. What lies on the CPU
-    travels on a group of our own in any case, so that it never meets a collective of DDP or of the script.
+        topology: Rank and world size of this process.
+        device: The device of this process.
+        settings: Backend and timeout of the process group.
+        options: Arguments for `init_process_group`, which override `settings`.
     """
 
     def __init__(
         self, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
     ) -> None:
         timeout = timedelta(seconds=settings.process_group_timeout)
-        wanted: dict[str, Any] = {"backend": _name(settings, device), "timeout": timeout} | options
+        group_options: dict[str, Any] = {
+            "backend": _group_backend(settings, device),
+            "timeout": timeout,
+        } | options
         if not topology.launched:
-            # A process by itself, which divides a model as many do.
-            wanted |= {"store": HashStore(), "rank": 0, "world_size": 1}
+            # A single process that shards models.
+            group_options |= {"store": HashStore(), "rank": 0, "world_size": 1}
         if not dist.is_initialized():
             _check_is_rank(topology)
-            if wanted["backend"] == _SMDDP:
+            if group_options["backend"] == _SMDDP:
                 _register_smddp(device)
-            dist.init_process_group(**wanted)
-            atexit.register(_leave)
+            dist.init_process_group(**group_options)
+            atexit.register(_destroy_process_group)
             _USERS.clear()
             _USERS.add(self)
         elif _USERS:
             _USERS.add(self)
-        forks_wait()
-        patience = wanted["timeout"] or timeout
+        wait_for_threads_before_fork()
+        patience = group_options["timeout"] or timeout
         self._control = control_group(dist.group.WORLD, patience)
         self._one_machine = topology.local_world_size == topology.world_size
-        super().__init__(topology, device, wire_of(self._control, patience, one_machine=self._one_machine))
+        super().__init__(
+            topology,
+            device,
+            connect_control_transport(self._control, patience, one_machine=self._one_machine),
+        )
         self._device_ids = [device.index] if device.index is not None else None
         self._progress = heartbeat()
-        self._attendance = attendance_of(
+        self._rank_monitor = rank_monitor_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
         )
+        if device.type == "cuda" and topology.world_size > 1 and self.collective_backend != "gloo":
+            check_gpus_differ(
+                self.all_gather_objects(_gpu_of(device), "the GPU of every rank"), self.collective_backend
+            )
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._count()
-        everyone = tensor.new_empty((self.topology.world_size, *tensor.shape))
-        dist.all_gather(list(everyone.unbind()), tensor.contiguous(), group=self._group(tensor))
-        return everyone
+        self._count_collective()
+        gathered = tensor.new_empty((self.topology.world_size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group(tensor))
+        return gathered
 
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        self._count()
+        self._count_collective()
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=OPERATIONS[reduction], group=self._group(tensor))
+        dist.all_reduce(total, op=REDUCE_OPS[reduction], group=self._group(tensor))
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
-    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        self._count()
+    def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self._count_collective()
         work = dist.all_reduce(tensor, async_op=True)
 
-        def arrived() -> torch.Tensor:
+        def wait() -> torch.Tensor:
             work.wait()
             return tensor
 
-        return arrived
+        return wait
 
     @override
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        self._count()
+        self._count_collective()
         dist.broadcast(tensor, src=source, group=self._group(tensor))
         return tensor
 
     @override
-    def apart(self) -> Callable[[Any], list[Any]]:
-        wire = side_wire(dist.group.WORLD, one_machine=self._one_machine)
-        agreement = Agreement(wire, self.topology.rank, self.topology.world_size)
-        return lambda item: share_objects("background exchange", item, agreement)
+    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+        transport = connect_side_transport(dist.group.WORLD, one_machine=self._one_machine)
+        handshake = Handshake(transport, self.topology.rank, self.topology.world_size)
+        return lambda item: all_gather_objects("background exchange", item, handshake)
 
     @override
     def barrier(self) -> None:
@@ -136,30 +235,34 @@ class Distributed(InStore):
         super().barrier()
 
     @override
-    def wait_for_ranks(self, operation: str) -> Absence | None:
-        if self._attendance is None:
+    def wait_for_ranks(self, operation: str) -> MissingRanks | None:
+        if self._rank_monitor is None:
             return None
         try:
-            return self._attendance.wait(operation)
-        except dist.DistError:  # the store is gone: the collective that follows tells which rank is lost
+            return self._rank_monitor.wait(operation)
+        except dist.DistError:  # the store is gone: the next collective names the lost rank
             return None
 
     @override
-    def finish_without(self, absence: Absence, outcome: str) -> None:
-        assert self._attendance is not None
+    def publish_outcome(self, missing: MissingRanks, outcome: str) -> None:
+        assert self._rank_monitor is not None
         with suppress(dist.DistError):
-            self._attendance.finish(absence, outcome)
+            self._rank_monitor.finish(missing, outcome)
 
     @override
-    def outcome_without(self, absence: Absence) -> str:
-        assert self._attendance is not None
-        return self._attendance.outcome(absence)
+    def read_outcome(self, missing: MissingRanks) -> str:
+        assert self._rank_monitor is not None
+        return self._rank_monitor.outcome(missing)
 
     @override
-    def explain(self, error: RuntimeError, operation: str) -> RuntimeError:
-        return error if self._attendance is None else explained(error, operation, self._attendance.service)
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        return (
+            error
+            if self._rank_monitor is None
+            else explain_collective_error(error, operation, self._rank_monitor.service)
+        )
 
-    def _count(self) -> None:
+    def _count_collective(self) -> None:
         """Count a collective, for ranks that wait for this one elsewhere."""
         if self._progress is not None:
             self._progress.collective()
@@ -169,74 +272,75 @@ class Distributed(InStore):
 
     @property
     @override
-    def kind(self) -> DistributedType:
-        return _KINDS.get(self.device.type) or DistributedType(f"MULTI_{self.device.type.upper()}")
+    def distributed_type(self) -> DistributedType:
+        return _DISTRIBUTED_TYPES.get(self.device.type) or DistributedType(
+            f"MULTI_{self.device.type.upper()}"
+        )
 
     @property
     @override
-    def name(self) -> str | None:
-        # "cpu:gloo,cuda:nccl": one carrier a device.
-        carriers = dict(part.split(":") for part in dist.get_backend_config().split(","))
-        return carriers.get(self.device.type)
+    def collective_backend(self) -> str | None:
+        # "cpu:gloo,cuda:nccl": one backend per device.
+        backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+        return backends.get(self.device.type)
 
     @property
     @override
     def _store(self) -> Any:
-        # Through which the ranks of the default group met; nothing public names it (torch 2.13).
+        # The store of the default group has no public name (torch 2.13).
         return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
     @override
-    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
-        # DDP refuses a model that learns nothing, and one that learns nothing needs no averaging.
-        learns = any(parameter.requires_grad for parameter in model.parameters())
-        if isinstance(model, DistributedDataParallel) or not learns:
+    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
+        # DDP refuses a model without trainable parameters.
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if isinstance(model, DistributedDataParallel) or not is_trainable:
             return model
-        prepared = replicated(model, self._device_ids, options)
-        prepared.explain = self.explain
+        prepared = wrap_in_ddp(model, self._device_ids, ddp_options)
+        prepared.explain_error = self.explain_error
         return prepared
 
     @override
-    def original(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     @override
-    def wrapping(self, model: nn.Module) -> str:
-        return "none" if self.original(model) is model else DistributedDataParallel.__name__
+    def describe_wrapper(self, model: nn.Module) -> str:
+        return "none" if self.unwrap_model(model) is model else DistributedDataParallel.__name__
 
     @override
-    def joined(self, models: list[Any]) -> AbstractContextManager[Any]:
+    def join(self, models: list[Any]) -> AbstractContextManager[Any]:
         return Join(models)
 
     @override
-    def replica(self, model: nn.Module) -> dict[str, Any]:
-        return buckets.captured(model) if isinstance(model, DistributedDataParallel) else {}
+    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
+        return capture_buckets(model) if isinstance(model, DistributedDataParallel) else {}
 
     @override
-    def restore_replica(self, model: nn.Module, state: dict[str, Any]) -> None:
+    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         if state and isinstance(model, DistributedDataParallel):
-            buckets.restored(model, state)
+            restore_buckets(model, state)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
     @override
-    def leave(self) -> None:
+    def close(self) -> None:
         if self in _USERS:
             _USERS.remove(self)
             if not _USERS:
-                _leave()
+                _destroy_process_group()
 
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return synced(model) if isinstance(model, DistributedDataParallel) else nullcontext()
+        return sync_in_backward(model) if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def _check_is_rank(topology: Topology) -> None:
-    """Raise if this process is a spawned child that has the variables of its rank, and would wait for the others for ever.
+    """Raise RuntimeError in a spawned child with the variables of its rank, which would wait for the others forever.
 
-    Raises:
-        RuntimeError: It runs the script again to import it, or is a worker of a DataLoader.
+    Such a child imports the script again, or is a data loader worker.
     """
     if not topology.launched:
         return
@@ -251,24 +355,46 @@ def _check_is_rank(topology: Topology) -> None:
         raise build_refusal(f"this process was spawned by rank {topology.rank}")
 
 
-def _name(settings: Settings, device: torch.device) -> str:
-    """The group's backend; tensors on the CPU go over gloo whatever the device."""
+def _gpu_of(device: torch.device) -> tuple[Any, ...]:
+    """Return what identifies a GPU, whatever its index is in this process."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    # Some drivers of AMD GPUs give all of them the same UUID.
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return socket.gethostname(), str(properties.uuid), *address
+
+
+def check_gpus_differ(gpus: Sequence[tuple[Any, ...]], backend: str | None) -> None:
+    """Raise RuntimeError if two ranks use the same GPU, which can deadlock NCCL.
+
+    Indices of visible GPUs do not show it: each process of a Slurm job may have its own `cuda:0`.
+    """
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        ranks.setdefault(gpu, []).append(rank)
+    shared = [
+        f"{', '.join(map(str, members))} on {gpu[0]}" for gpu, members in ranks.items() if len(members) > 1
+    ]
+    if shared:
+        raise RuntimeError(
+            f"Cannot connect the ranks over {backend}: some use the same GPU (ranks {'; ranks '.join(shared)}). Start at most one "
+            "process a GPU, share GPUs with process_group_backend: gloo, or set device: cpu."
+        )
+
+
+def _group_backend(settings: Settings, device: torch.device) -> str:
+    """Return the backend of the process group; tensors on the CPU use gloo on any device."""
     name: str = settings.process_group_backend
     if name == "auto":
         name = dist.get_default_backend_for_device(device)
-    # SageMaker's library is asked for alone, as its documentation has it.
+    # smddp must be the only backend, see the documentation of SageMaker's library.
     return name if device.index is None or name in {"gloo", _SMDDP} else f"cpu:gloo,{device.type}:{name}"
 
 
 def _register_smddp(device: torch.device) -> None:
-    """Have torch know SageMaker's library, which registers itself.
-
-    Raises:
-        RuntimeError: It is not there, or the device is none of its own.
-    """
+    """Import SageMaker's library, which registers itself with torch."""
     if device.type != "cuda":
         raise RuntimeError(
-            f"process_group_backend smddp is for NVIDIA GPUs, and the device is {device.type}: set it to auto"
+            f"process_group_backend smddp needs NVIDIA GPUs, but the device is {device.type}. Set process_group_backend to auto."
         )
     try:
         importlib.import_module(_SMDDP_MODULE)
@@ -280,14 +406,14 @@ def _register_smddp(device: torch.device) -> None:
         ) from error
 
 
-def _leave() -> None:
-    # gloo's own threads drop the last collective's tensors a moment after it returned, and need the
-    # interpreter's lock for it. If they ask for it while the interpreter shuts down, the process aborts
+def _destroy_process_group() -> None:
+    # gloo's threads release the tensors of the last collective a moment after it returned, and need the GIL
+    # for it. If they request it while the interpreter shuts down, the process aborts
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
-    wait_for_threads(_GRACE_S, _PATIENCE_S)
-    attendance_of.cache_clear()
+    wait_for_threads(_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S)
+    rank_monitor_of.cache_clear()
     control_group.cache_clear()
-    side_wire.cache_clear()
-    wire_of.cache_clear()
+    connect_side_transport.cache_clear()
+    connect_control_transport.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,10 +1,11 @@
-"""One process: every verb is an identity."""
+"""The backend of a single process, and the data of a backend without its connection."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,40 +13,75 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.exchange.agreement import Wire
-from accel_runtime.kinds import DistributedType
-from accel_runtime.topology import Topology
+from accel_runtime.collectives.transport import Transport
+from accel_runtime.options import DistributedType
+from accel_runtime.topology import DataRank, Topology, build_refusal
 
-__all__ = ["Single"]
+__all__ = ["DetachedBackend", "Single"]
 
 
-class _Nobody(Wire):
-    """Reaches all others: none."""
+@dataclass(frozen=True)
+class DetachedBackend:
+    """The data of a backend; other attributes raise an error."""
+
+    topology: Topology
+    device: torch.device
+    data: DataRank
+    distributed_type: DistributedType
+    collective_backend: str | None
+
+    @classmethod
+    def of(cls, backend: Backend | DetachedBackend) -> DetachedBackend:
+        """Copy the data of a backend."""
+        return cls(
+            backend.topology,
+            backend.device,
+            backend.data,
+            backend.distributed_type,
+            backend.collective_backend,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` and `pickle` look for methods of this object
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise self.build_error()
+
+    def build_error(self) -> RuntimeError:
+        """Return the error of a call that needs the other processes."""
+        return build_refusal(f"it was pickled on rank {self.topology.rank}")
+
+
+class _LoopbackTransport(Transport):
+    """The transport of a single rank."""
 
     @override
-    def swap(self, slot: memoryview, where: Callable[[], str]) -> bytearray:
+    def all_gather_slots(self, slot: memoryview, describe_call: Callable[[], str]) -> bytearray:
         return bytearray(slot)
+
+    @override
+    def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
+        return tuple(values)
 
     @override
     def transfer(
         self,
         outgoing: Mapping[int, torch.Tensor],
         incoming: Mapping[int, torch.Tensor],
-        where: Callable[[], str],
+        describe_call: Callable[[], str],
     ) -> None:
         return None
 
 
 class Single(Backend):
-    """The backend of a process that is alone."""
+    """The backend of a single process."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        super().__init__(topology, device, _Nobody())
-        self._words: dict[str, str] = {}
-        self._turns: Counter[str] = Counter()
+        super().__init__(topology, device, _LoopbackTransport())
+        self._store: dict[str, str] = {}
+        self._counters: Counter[str] = Counter()
 
     @override
-    def apart(self) -> Callable[[Any], list[Any]]:
+    def open_object_channel(self) -> Callable[[Any], list[Any]]:
         return lambda item: [item]
 
     @override
@@ -57,7 +93,7 @@ class Single(Backend):
         return tensor.clone()
 
     @override
-    def begin_sum(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: tensor
 
     @override
@@ -66,33 +102,33 @@ class Single(Backend):
 
     @property
     @override
-    def kind(self) -> DistributedType:
+    def distributed_type(self) -> DistributedType:
         return DistributedType.NO
 
     @property
     @override
-    def name(self) -> str | None:
+    def collective_backend(self) -> str | None:
         return None
 
     @override
-    def post(self, key: str, text: str) -> None:
-        self._words[key] = text
+    def set_store_key(self, key: str, text: str) -> None:
+        self._store[key] = text
 
     @override
-    def posted(self, key: str) -> str | None:
-        return self._words.get(key)
+    def get_store_key(self, key: str) -> str | None:
+        return self._store.get(key)
 
     @override
-    def turn(self, key: str) -> int:
-        self._turns[key] += 1
-        return self._turns[key]
+    def increment_store_key(self, key: str) -> int:
+        self._counters[key] += 1
+        return self._counters[key]
 
     @override
-    def replicate(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
         return model
 
     @override
-    def original(self, model: nn.Module) -> nn.Module:
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
         return model
 
     @override
@@ -100,7 +136,7 @@ class Single(Backend):
         return nullcontext()
 
     @override
-    def leave(self) -> None:
+    def close(self) -> None:
         return None
 
     @override

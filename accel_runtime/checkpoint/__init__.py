@@ -1,1 +1,1 @@
-"""Checkpoints: what a run's state is, how it is written whole or not at all, and how it comes back."""
+"""Save and load training states: complete or absent, verified, on any number of processes."""

@@ -1,13 +1,70 @@
-"""What goes wrong with a checkpoint, in words."""
+"""Errors of checkpoints, and their agreement: a step that fails on one rank raises on every rank. Imports no torch."""
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "RequestError"]
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = [
+    "AllGatherObjects",
+    "CheckpointError",
+    "CollectiveStep",
+    "RequestError",
+    "check_same_directory",
+    "errors_on_all_ranks",
+]
+
+AllGatherObjects = Callable[[Any], list[Any]]
+"""Collective call that returns the objects of all ranks, in rank order."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message names the file or the item, and what to do."""
+    """A checkpoint cannot be written or read; the message names the file or item, and the cure."""
 
 
 class RequestError(CheckpointError):
-    """What was asked for is not there, or would do harm; nothing is damaged, and nothing was changed."""
+    """A request names something that does not exist or would do harm; nothing is damaged or changed."""
+
+
+class CollectiveStep:
+    """Value of a step on this rank and, after the step, on all ranks."""
+
+    value: Any = None
+    values: Sequence[Any] = ()
+    """Values in rank order; set when the step has succeeded on every rank."""
+
+
+@contextmanager
+def errors_on_all_ranks(share: AllGatherObjects) -> Iterator[CollectiveStep]:
+    """Raise `CheckpointError` on every rank if the block fails on any rank; else exchange `step.value`."""
+    step, error = CollectiveStep(), None
+    try:
+        yield step
+    except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
+        error = raised
+    outcomes = share((None if error is None else _describe_error(error), step.value))
+    failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+    if not failed:
+        step.values = [value for _, value in outcomes]
+        return
+    equal = len(failed) == len(outcomes) and len(set(failed.values())) == 1
+    if equal and isinstance(error, CheckpointError):
+        raise error
+    text = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    raise CheckpointError(next(iter(failed.values())) if equal else text) from error
+
+
+def check_same_directory(operation: str, directories: Sequence[str | None]) -> None:
+    """Raise `CheckpointError` if the directories that the ranks passed to an operation differ."""
+    if len(set(directories)) > 1:
+        listed = ", ".join(f"rank {rank}: {path or 'none'}" for rank, path in enumerate(directories))
+        raise CheckpointError(
+            f"{operation}() received different directories ({listed}). Pass the same one on every rank."
+        )
+
+
+def _describe_error(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

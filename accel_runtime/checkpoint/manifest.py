@@ -1,27 +1,38 @@
-"""The manifest: what a checkpoint holds, where every byte of it lies and what it must hash to. Needs no torch."""
+"""The manifest of a checkpoint: items, tensors, files and checksums. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.form import Doubt, check
 
-__all__ = ["NAME", "UNFINISHED", "Chunk", "File", "Manifest", "Stored", "checksum", "item_of", "own_name"]
+__all__ = [
+    "NAME",
+    "UNFINISHED",
+    "Chunk",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "hash_bytes",
+    "hash_file",
+    "item_of_tensor",
+    "rank_tensor_name",
+]
 
 NAME = "checkpoint.json"
-"""The file without which a directory is no checkpoint."""
+"""File name of the manifest."""
 UNFINISHED = ".unfinished"
-"""The file that is in a directory from the start until all the others are."""
+"""File that marks a directory as incomplete."""
 FORMAT = 1
-"""The version of what is around the sections: a JSON object with its checksum in front."""
+"""Version of the frame around the sections: a JSON object after its checksum."""
 SECTIONS = {
     "layout": 1,  # `tensors` and `files`
     "values": 1,  # how the states of items are packed into JSON
@@ -36,216 +47,266 @@ SECTIONS = {
     "counters": 1,
     "random": 1,
 }
-"""The version of each section.
+"""Version of each section.
 
-It rises where a reader of the version before would take something for what it is not. A field that such a reader may leave
-out raises nothing: readers leave out what they do not know. This version of accel reads all versions up to these.
+A version is increased if an older reader would misread the section; fields that it may ignore need no new version. This
+version of accel reads all versions up to these.
 """
 _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, in one place of one file."""
+    """A contiguous part of a file with a part of a tensor."""
 
     file: str
     """Relative to the checkpoint."""
     start: int
-    """Where it begins in the file, in bytes."""
+    """Offset in the file, in bytes."""
     bytes: int
-    """How long it is; elements in row-major order, little endian."""
+    """Length; elements are in row-major order, little endian."""
     checksum: str
-    """Of these bytes; see `checksum`."""
+    """Checksum of these bytes; see `hash_bytes`."""
     offsets: tuple[int, ...]
-    """Where the part begins in the tensor, for every dimension."""
+    """Offset in the tensor, by dimension."""
     sizes: tuple[int, ...]
-    """How long it is in every dimension."""
+    """Size, by dimension."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor, of which every element lies in exactly one chunk."""
+class TensorEntry:
+    """A tensor; each element is in exactly one chunk."""
 
     dtype: str
-    """torch's name, as `float32`."""
+    """Name of the torch dtype, such as `float32`."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
     @property
     def bytes(self) -> int:
-        """What all its chunks take."""
+        """Size of all chunks."""
         return sum(chunk.bytes for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
-class File:
+class FileEntry:
     """A file of a checkpoint."""
 
     bytes: int
     checksum: str
-    """Of the whole file; see `checksum`."""
+    """Checksum of the file; see `hash_bytes`."""
     header: int = 0
-    """Of a data file, how many bytes come before the first chunk."""
+    """Bytes before the first chunk of a data file."""
     header_checksum: str = ""
-    """Of these bytes."""
+    """Checksum of the header."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
-    Tensors are named `item/path`. One that only rank 2 has, or has other values there, is named `item/path#2`.
+    Tensors are named `item/path`; a tensor that is specific to rank 2 is named `item/path#2`.
     """
 
     save: str
-    """A name that no other save has; it stands in every data file too."""
+    """Unique name of the save, also in the header of every data file."""
     saved_at: str
-    """When, in UTC: `2026-11-21T15:00:00Z`."""
+    """Time in UTC: `2026-11-21T15:00:00Z`."""
     world_size: int
-    """How many processes wrote it."""
+    """Number of processes that wrote the checkpoint."""
     step: int
-    """Optimizer steps until then."""
+    """Number of optimizer steps before the save."""
     versions: Mapping[str, str]
-    """Of accel and torch."""
+    """Versions of accel and torch."""
     values: Mapping[str, Any]
-    """For every item all ranks agree on, its state as `values.packed` gives it: references to tensors in it."""
+    """Serialized state of each item that is equal on all ranks."""
     own: Mapping[str, list[Any]] = field(default_factory=dict)
-    """The same for items that differ: one state a rank."""
-    tensors: Mapping[str, Stored] = field(default_factory=dict)
-    files: Mapping[str, File] = field(default_factory=dict)
-    """Every file but this one, also those that hooks of the script wrote."""
+    """Serialized states of each other item, one for each rank."""
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """All files except the manifest, including those of hooks."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """For items that a class of the script stands behind, its name."""
+    """Class name of each item that restores an object of the script."""
     run: Mapping[str, str] = field(default_factory=dict)
-    """What the run was called by those who started it: `launch`, `slurm_job`."""
+    """Identity of the run: `launch`, `slurm_job`."""
 
     @property
     def items(self) -> list[str]:
-        """The names of all items."""
+        """Names of all items."""
         return sorted({*self.values, *self.own})
 
     @property
     def bytes(self) -> int:
-        """What all files but the manifest take."""
+        """Size of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
     def tensors_of(self, item: str) -> Iterator[str]:
-        """The names of an item's tensors."""
-        return (name for name in self.tensors if item_of(name) == item)
+        """Return the names of the tensors of an item."""
+        return (name for name in self.tensors if item_of_tensor(name) == item)
 
     def parts(self, items: Iterable[str]) -> Iterator[tuple[str, Chunk]]:
-        """What has to be read to know that these items, and the files of hooks, are as they were written.
+        """Yield the chunks to verify for these items and for the files of hooks, by the names of their tensors.
 
-        Chunks of tensors under the tensors' names; headers and other files as if they were such.
+        Headers and files of hooks are yielded as chunks too.
         """
-        wanted, files = (
-            set(items),
-            {chunk.file for stored in self.tensors.values() for chunk in stored.chunks},
-        )
-        touched = self.files.keys() - files
-        for name, stored in self.tensors.items():
-            if item_of(name) in wanted:
-                touched |= {chunk.file for chunk in stored.chunks}
-                yield from ((name, chunk) for chunk in stored.chunks)
-        for name in sorted(touched):
+        items = set(items)
+        data_files = {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
+        files = self.files.keys() - data_files
+        for name, entry in self.tensors.items():
+            if item_of_tensor(name) in items:
+                files |= {chunk.file for chunk in entry.chunks}
+                yield from ((name, chunk) for chunk in entry.chunks)
+        for name in sorted(files):
             file = self.files[name]
-            if name in files:
+            if name in data_files:
                 yield "its header", Chunk(name, 0, file.header, file.header_checksum, (), ())
             else:
                 yield "the file", Chunk(name, 0, file.bytes, file.checksum, (), ())
 
     def text(self) -> str:
-        """The manifest as the file's text, its own checksum in front."""
-        told = {"format": FORMAT, "sections": SECTIONS} | asdict(self)
-        body = json.dumps(told, separators=(",", ":"))
-        return f'{{"checksum":"{checksum(body.encode())}",\n"checkpoint":{body}}}\n'
+        """Return the text of the manifest file, which begins with its own checksum."""
+        body = json.dumps({"format": FORMAT, "sections": SECTIONS} | asdict(self), separators=(",", ":"))
+        return f'{{"checksum":"{hash_bytes(body.encode())}",\n"checkpoint":{body}}}\n'
 
     @classmethod
-    def parsed(cls, text: str, path: Path) -> Manifest:
-        """The manifest this text says.
-
-        Args:
-            text: What `text` gave.
-            path: Where it was found, for messages.
-
-        Raises:
-            CheckpointError: It is damaged, cannot be true, or is written by a newer accel.
-        """
-        matched = _TEXT.fullmatch(text)
-        if matched is None:
-            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint")
-        told, found = matched[1], checksum(matched[2].encode(errors="replace"))
-        if found != told:
-            raise CheckpointError(f"{path} is damaged: its checksum is {found} and should be {told}")
+    def parse(cls, text: str, path: Path) -> Manifest:
+        """Parse the text of the manifest file `path`; raise `CheckpointError` if it is damaged or too new."""
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise CheckpointError(f"{path} is damaged: it is not a checkpoint manifest")
+        expected, checksum = match[1], hash_bytes(match[2].encode(errors="replace"))
+        if checksum != expected:
+            raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
         try:
-            body = json.loads(matched[2])
+            body = json.loads(match[2])
             number, sections = body["format"], body.get("sections", {})
         except (ValueError, KeyError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: it is no manifest of a checkpoint") from error
+            raise CheckpointError(f"{path} is damaged: it is not a checkpoint manifest") from error
         if type(number) is not int or number != FORMAT:
             raise CheckpointError(
                 f"{path} has format {number}, and this version of accel reads format {FORMAT}: "
-                f"it was written by accel {_writer(body)}"
+                f"it was written by accel {_read_version(body)}"
             )
         _check_sections(sections, body, path)
         try:
-            check(body, frozenset({NAME, UNFINISHED}))
-        except Doubt as doubt:
-            raise CheckpointError(f"{path} cannot be used: {doubt}") from doubt
-        return cls._of(body)
+            manifest = cls(
+                **_select_fields(cls, body)
+                | {
+                    "own": body["own"],
+                    "tensors": {name: _parse_tensor(entry) for name, entry in body["tensors"].items()},
+                    "files": {
+                        name: FileEntry(**_select_fields(FileEntry, file))
+                        for name, file in body["files"].items()
+                    },
+                }
+            )
+            _check_layout(manifest)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be used: {error}") from error
+        return manifest
 
-    @classmethod
-    def _of(cls, body: dict[str, Any]) -> Manifest:
-        told = _known(cls, body)
-        told["tensors"] = {name: _stored(stored) for name, stored in told.get("tensors", {}).items()}
-        told["files"] = {name: File(**_known(File, file)) for name, file in told.get("files", {}).items()}
-        return cls(**told)
 
-
-def checksum(data: bytes | memoryview) -> str:
-    """XXH3 of 64 bits, 16 hexadecimal digits, as `xxhsum -H3` prints it.
-
-    An accident is noticed, a forgery is not: that would take a key.
-    """
+def hash_bytes(data: bytes | memoryview) -> str:
+    """Return the 64-bit XXH3 of data as 16 hexadecimal digits, like `xxhsum -H3`; it detects accidents, not forgery."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def item_of(tensor: str) -> str:
-    """The item a tensor belongs to."""
+def hash_file(file: IO[bytes]) -> str:
+    """Return the checksum of an open file, read from its offset to the end."""
+    checksum = xxhash.xxh3_64()
+    while block := file.read(1 << 22):
+        checksum.update(block)
+    return checksum.hexdigest()
+
+
+def item_of_tensor(tensor: str) -> str:
+    """Return the item that a tensor belongs to."""
     return tensor.split("/", 1)[0]
 
 
+def rank_tensor_name(tensor: str, rank: int) -> str:
+    """Return the name of a tensor that differs from rank to rank."""
+    return f"{tensor}#{rank}"
+
+
 def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
-    """Refuse sections of a version that only a newer accel reads."""
+    """Raise `CheckpointError` if only a newer accel can read a section."""
     if not isinstance(sections, dict):
         raise CheckpointError(f"{path} cannot be used: sections is {type(sections).__name__}, not an object")
     for name, version in sections.items():
         if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
             raise CheckpointError(
                 f"{path} has version {version} of {name}, and this version of accel reads versions up to {SECTIONS[name]}: "
-                f"it was written by accel {_writer(body)}. Install that version to load it."
+                f"it was written by accel {_read_version(body)}. Install that version to load it."
             )
 
 
-def _known(kind: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass out of JSON that may have others."""
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in told.items() if name in names}
-
-
-def _writer(body: dict[str, Any]) -> str:
+def _read_version(body: dict[str, Any]) -> str:
     versions = body.get("versions")
     return str(versions.get("accel")) if isinstance(versions, dict) else "of another version"
 
 
-def own_name(tensor: str, rank: int) -> str:
-    """What a tensor is called that differs from rank to rank."""
-    return f"{tensor}#{rank}"
+def _select_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass, without those that only a newer accel knows."""
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
-def _stored(stored: dict[str, Any]) -> Stored:
+def _parse_tensor(entry: Mapping[str, Any]) -> TensorEntry:
     chunks = tuple(
-        Chunk(**_known(Chunk, chunk) | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
-        for chunk in stored["chunks"]
+        Chunk(
+            **_select_fields(Chunk, chunk)
+            | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}
+        )
+        for chunk in entry["chunks"]
     )
-    return Stored(stored["dtype"], tuple(stored["shape"]), chunks)
+    return TensorEntry(entry["dtype"], tuple(entry["shape"]), chunks)
+
+
+def _check_layout(manifest: Manifest) -> None:
+    """Raise `ValueError` or `TypeError` if a path leads out of the directory or chunks do not cover their tensor exactly."""
+    for name in ("values", "own", "about", "versions", "run"):
+        if not isinstance(value := getattr(manifest, name), dict):
+            raise TypeError(f"{name} is {type(value).__name__}, not an object")
+    for name in manifest.files:
+        path = PurePosixPath(name)
+        inside = name and path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
+        if not inside or name in {".", NAME, UNFINISHED} or "\0" in name:
+            raise ValueError(f"{name!r} is not the name of a file inside a checkpoint")
+    for name, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            if chunk.file not in manifest.files:
+                raise ValueError(f"tensor {name} is in {chunk.file!r}, which is not a file of the checkpoint")
+            if not 0 <= chunk.start <= chunk.start + chunk.bytes <= manifest.files[chunk.file].bytes:
+                raise ValueError(f"tensor {name} exceeds {chunk.file}")
+        if not _is_covered(entry.shape, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]):
+            raise ValueError(f"the chunks of tensor {name} do not cover it exactly once")
+
+
+def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether every element is in exactly one box."""
+    for offsets, sizes in boxes:
+        if any(
+            start < 0 or size < 0 or start + size > end
+            for start, size, end in zip(offsets, sizes, shape, strict=True)
+        ):
+            return False
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape) or any(size < 0 for size in shape):
+        return False
+    filled = sorted((offsets, sizes) for offsets, sizes in boxes if math.prod(sizes))
+    if not shape:
+        return len(filled) == 1
+    # The number of elements is right, so boxes cover the tensor if none overlap. Sorted by their first dimension, a
+    # box can only overlap those that start before it ends.
+    for index, (offsets, sizes) in enumerate(filled):
+        for later_offsets, later_sizes in filled[index + 1 :]:
+            if later_offsets[0] >= offsets[0] + sizes[0]:
+                break
+            if all(
+                start < later_start + later_size and later_start < start + size
+                for start, size, later_start, later_size in zip(
+                    offsets, sizes, later_offsets, later_sizes, strict=True
+                )
+            ):
+                return False
+    return True

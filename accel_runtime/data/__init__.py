@@ -1,1 +1,1 @@
-"""The data of a run: whose sample is whose, and the loader that hands them out."""
+"""Prepared data loaders: sharding and padding of batches, sources, and resumable iteration."""

@@ -1,4 +1,4 @@
-"""Data that the first rank reads for all: every step, each rank is handed its batch."""
+"""Source that reads the batches of all ranks on the first rank and sends each rank its own."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.ordered import Ordered
-from accel_runtime.data.sampling import Sharding, factor
-from accel_runtime.data.source import Loop, Share, Source
-from accel_runtime.data.streams import Stream
-from accel_runtime.exchange.samples import scatter_object
-from accel_runtime.randomness import alike, in_force, kept, restore
+from accel_runtime.collectives.metrics import scatter_object
+from accel_runtime.data.iterable import IterableSource
+from accel_runtime.data.map_style import MapStyleSource
+from accel_runtime.data.sharding import BatchSharding, loss_scale
+from accel_runtime.data.source import EpochIterator, Source, StepInfo
+from accel_runtime.rng import are_equal, current_states, restore_states, to_serializable
 
-__all__ = ["DispatchError", "Dispatched"]
+__all__ = ["DispatchError", "DispatchSource"]
 
 
 class DispatchError(RuntimeError):
-    """The first rank, which reads for all, could not; raised on the others."""
+    """Failure of the first rank, which reads for all; raised on the other ranks."""
 
 
-class Handed(NamedTuple):
-    """What a rank is handed for one step."""
+class RankBatch(NamedTuple):
+    """Batch of one rank for one step."""
 
     batch: Any
-    share: Share
-    stand: dict[str, Any]
-    """The position after the step; its random states come with the first step only."""
+    step_info: StepInfo
+    state: dict[str, Any]
+    """State after the step; its random states come with the first step only."""
 
 
 class _Failure(NamedTuple):
-    """The first rank could not read."""
+    """Failure of the first rank to read."""
 
     text: str
 
 
-class _Parcel(NamedTuple):
-    """What a rank is sent."""
+class _DispatchedBatch(NamedTuple):
+    """Message of the first rank to one rank."""
 
-    item: Handed | _Failure | None
+    item: RankBatch | _Failure | None
     """None at the end."""
-    states: dict[str, Any] | None = None
-    """What reading made of the first rank's random states, for those that compute one part with it."""
+    rng_states: dict[str, Any] | None = None
+    """Random states of the first rank after reading, for its model-parallel ranks, if reading changed them."""
 
 
-class Dispatched(Source):
-    """The batches of all ranks, read by the first only, and the same for ranks that have the same part; positions are those of the source it reads.
+class DispatchSource(Source):
+    """Batches of all ranks, read on the first rank; its states are those of the source that it reads.
 
     Args:
-        loader: The script's loader, over a dataset of any kind; the other ranks never walk theirs.
-        backend: Carries the batches.
-        sharding: How samples are divided.
-        seed: As for `Ordered`.
+        loader: The script's loader, over a dataset of any kind; only the first rank iterates over it.
+        backend: Sends the batches.
+        sharding: The sharding of the samples.
+        seed: As for `MapStyleSource`.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], backend: Backend, sharding: Sharding, seed: int | None = None
+        self, loader: DataLoader[Any], backend: Backend, sharding: BatchSharding, seed: int | None = None
     ) -> None:
         self._backend = backend
-        self._source: Ordered | Stream
+        self._source: MapStyleSource | IterableSource
         if isinstance(loader.dataset, IterableDataset):
-            self._source = Stream(loader, backend, sharding, for_all=True)
+            self._source = IterableSource(loader, backend, sharding, all_ranks=True)
         else:
-            self._source = Ordered(loader, backend, sharding, seed, for_all=True)
+            self._source = MapStyleSource(loader, backend, sharding, seed, all_ranks=True)
         self.inner = self._source.inner
         self._subject = f"the batches of a {type(loader.dataset).__name__}, batches of {sharding.batch_size}"
 
@@ -77,85 +77,89 @@ class Dispatched(Source):
         return self._source.kind
 
     @override
-    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
-        return self._source.overridden(even=even)
+    def override_padding(self, *, pad_last: bool) -> AbstractContextManager[None]:
+        return self._source.override_padding(pad_last=pad_last)
 
     @override
-    def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        place = self._backend.data
-        parts = [place.of(rank) for rank in range(self._backend.topology.world_size)]
-        stand = start
-        loop.where = lambda _: stand
-        leads = self._backend.topology.rank == 0
-        read = self._read(Loop(loop.epoch), start) if leads else iter(())
-        last = False
-        while not last:
-            parcels, error = self._fetched(read, parts) if leads else (None, None)
-            item, states = scatter_object(parcels, self._backend, self._subject)
-            if states is not None:
-                restore(states)
+    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+        data_rank = self._backend.data
+        data_ranks = [data_rank.of(rank) for rank in range(self._backend.topology.world_size)]
+        state = start
+        loop.state_at = lambda _: state
+        is_first = self._backend.topology.rank == 0
+        steps = self._read_steps(EpochIterator(loop.epoch), start) if is_first else iter(())
+        is_last = False
+        while not is_last:
+            messages, error = self._fetch(steps, data_ranks) if is_first else (None, None)
+            item, rng_states = scatter_object(messages, self._backend, self._subject)
+            if rng_states is not None:
+                restore_states(rng_states)
             if error is not None:
                 raise error
             if isinstance(item, _Failure):
                 raise DispatchError(f"rank 0, which reads for all ranks, failed: {item.text}")
             if item is None:
                 return
-            stand = {"random": stand.get("random")} | item.stand
-            share = item.share
-            loop.share = share._replace(factor=factor(share.valid, place.rank) if share.by_samples else 1.0)
-            last = item.share.last
+            state = {"random": state.get("random")} | item.state
+            info = item.step_info
+            scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
+            loop.step_info = info._replace(loss_scale=scale)
+            is_last = info.is_last
             yield item.batch
 
-    def _fetched(
-        self, read: Iterator[list[Handed]], parts: list[int]
-    ) -> tuple[list[_Parcel], Exception | None]:
-        """The next items by rank, whose part is said, or what tells the others of the end or of a failure."""
-        copies = self._backend.data.copies
-        before = in_force() if copies > 1 else {}
+    def _fetch(
+        self, steps: Iterator[list[RankBatch]], data_ranks: list[int]
+    ) -> tuple[list[_DispatchedBatch], Exception | None]:
+        """Return the message to each rank with its next batch, the end or a failure, and the exception if reading failed."""
+        model_parallel_size = self._backend.data.model_parallel_size
+        before = current_states() if model_parallel_size > 1 else {}
         error: Exception | None = None
-        items: list[Any] = [None] * len(parts)
+        items: list[Any] = [None] * len(data_ranks)
         try:
-            handed = next(read, None)
-            items = items if handed is None else [handed[part] for part in parts]
-        except Exception as failed:  # noqa: BLE001 - the others wait: whatever it is, they are told
-            items, error = [_Failure(f"{type(failed).__name__}: {failed}")] * len(parts), failed
-        after = in_force() if copies > 1 else {}
-        states = None if alike(before, after) else kept(after)
-        return [_Parcel(item, states if 0 < r < copies else None) for r, item in enumerate(items)], error
+            batches = next(steps, None)
+            items = items if batches is None else [batches[data_rank] for data_rank in data_ranks]
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for a message in any case
+            items, error = [_Failure(f"{type(failure).__name__}: {failure}")] * len(data_ranks), failure
+        after = current_states() if model_parallel_size > 1 else {}
+        rng_states = None if are_equal(before, after) else to_serializable(after)
+        return [
+            _DispatchedBatch(item, rng_states if 0 < rank < model_parallel_size else None)
+            for rank, item in enumerate(items)
+        ], error
+
+    def _read_steps(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[list[RankBatch]]:
+        """Yield the batches of all data ranks, step by step."""
+        batches = self._source.iterate(loop, start)
+        is_first_step = True
+        for first in batches:
+            step = [first, *islice(batches, self._backend.data.world_size - 1)]
+            state, info = loop.state_dict(), loop.step_info
+            assert info is not None
+            if not is_first_step:
+                del state["random"]
+            is_first_step = False
+            yield [RankBatch(batch, info, state) for batch in step]
 
     @override
-    def steps(self) -> int:
-        return self._source.steps()
+    def num_steps(self) -> int:
+        return self._source.num_steps()
 
     @override
-    def beginning(self) -> dict[str, Any]:
-        return self._source.beginning()
+    def next_epoch(self) -> dict[str, Any]:
+        return self._source.next_epoch()
 
     @override
-    def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        return self._source.after(steps, start)
+    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
+        return self._source.skip_steps(steps, start)
 
     @override
     def check(self, start: dict[str, Any]) -> None:
         self._source.check(start)
 
     @override
-    def following(self, start: dict[str, Any]) -> dict[str, Any]:
-        return self._source.following(start)
+    def with_restored_rng(self, start: dict[str, Any]) -> dict[str, Any]:
+        return self._source.with_restored_rng(start)
 
     @override
     def restart(self, start: dict[str, Any]) -> dict[str, Any]:
         return self._source.restart(start)
-
-    def _read(self, loop: Loop, start: dict[str, Any]) -> Iterator[list[Handed]]:
-        """What the ranks of each part are handed, step by step."""
-        walk = self._source.walk(loop, start)
-        told = False
-        for first in walk:
-            batches = [first, *islice(walk, self._backend.data.world_size - 1)]
-            stand, share = loop.position(), loop.share
-            assert share is not None
-            if told:
-                del stand["random"]
-            told = True
-            yield [Handed(batch, share, stand) for batch in batches]

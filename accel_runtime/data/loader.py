@@ -1,9 +1,9 @@
-"""The prepared loader: this rank's part of every global batch, on the device, from any position of an epoch."""
+"""Prepared loader: this rank's slice of every global batch, on the device, from any offset of an epoch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -12,86 +12,98 @@ from typing import Any, Literal
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
-from accel_runtime import rng, tree
+from accel_runtime import nested, rng
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.copies import alike_in_copies
-from accel_runtime.data.loops import Loops
-from accel_runtime.data.script import altered, batch_size_of, sampler_of, slot_of
-from accel_runtime.data.separate import elsewhere
-from accel_runtime.data.source import Loop, Source
+from accel_runtime.backends.prefetch import StreamCopies, copy_each, prefetch_batches
+from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.consistency import check_model_parallel_ranks
+from accel_runtime.data.dataloader_utils import (
+    batch_size_of,
+    copy_loader,
+    len_or_none,
+    sampler_attribute,
+    sampler_of_loader,
+)
+from accel_runtime.data.presharded import build_world_size_error
+from accel_runtime.data.source import EpochIterator, Source
 from accel_runtime.heartbeat import heartbeat
-from accel_runtime.randomness import Apart, capture
+from accel_runtime.rng import IsolatedRNG, capture_states
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "skip_first_batches"]
 
 
-_ABOUT = {"epoch", "kind", "restored", "batches", "upcoming"}
-"""The keys of a loader's state that are not those of a position of its source."""
+_LOADER_KEYS = {"epoch", "kind", "restored", "batches", "upcoming"}
+"""Keys of a loader's state that are not those of its source."""
 _END = object()
 
 NextBatch = Literal["next_batch", "epoch_start", "exact"]
-"""Where a loader begins after a state was loaded; see `PreparedLoader.load_state_dict`."""
+"""Point at which a loader continues after a state was loaded; see `PreparedLoader.load_state_dict`."""
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How loaders are prepared."""
+    """Options of prepared loaders."""
 
     split_batches: bool = False
-    """Whether the script's batch size is the global one, to be split among the ranks."""
+    """If true, the script's batch size is the global one, split among the ranks."""
     even_batches: bool = True
-    """Whether the end of an epoch is filled up, so that all ranks see equal shapes."""
+    """If true, the last batch is padded, so that all ranks have equal shapes."""
     dispatch: bool = False
-    """Whether the first rank alone reads, and sends the others their parts."""
+    """If true, the first rank reads for all and sends the other ranks their batches."""
     data: Literal["global", "sharded"] = "global"
-    """Whether the loader has the data of all ranks, or those of its own rank already."""
+    """`global` if the loader has the data of all ranks, `sharded` if only those of its own rank."""
     seeded: bool = False
-    """Whether shuffled orders are drawn anew for every epoch from a seed and the epoch's number alone."""
+    """If true, shuffled orders are drawn in every epoch from the seed and the epoch's number only."""
     seed: int | None = None
-    """That seed; None is what torch was seeded with."""
-    place: bool = True
-    """Whether batches are moved to the device."""
+    """Seed of shuffled orders; None is torch's initial seed."""
+    put_on_device: bool = True
+    """If true, batches are moved to the device."""
     non_blocking: bool = False
-    """Whether batches are moved while the script goes on; those in pinned memory always are."""
+    """If true, batches are moved asynchronously; those in pinned memory always are."""
     rng_types: tuple[str, ...] = ()
-    """The generators every rank takes over from the first at the start of an epoch."""
+    """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
 
 @dataclass
-class _Progress:
-    """How far a loader has come; shared with its copies that leave out the first steps."""
+class _LoaderProgress:
+    """Progress of a loader, shared with its copies that leave out the first steps."""
 
     epoch: int = 0
-    """Of the walk under way or left; of the next one, where none is."""
-    loop: Loop | None = None
-    """The walk under way or left early."""
-    batches: int = 0
-    """How many batches of the epoch under way were handed out or skipped."""
+    """Number of the current epoch (running, or left early); between two epochs, of the next."""
+    loop: EpochIterator | None = None
+    """Current epoch iterator, running or left early."""
+    num_batches: int = 0
+    """Number of batches of the current epoch that were returned or skipped."""
     resume: dict[str, Any] | None = None
-    """Where the next walk begins; None: at the start of the epoch."""
+    """State that the next iteration starts from; None is the start of the epoch."""
     upcoming: dict[str, Any] | None = None
-    """Where the epoch after that of `resume` begins, if `resume` is the end of its epoch."""
+    """State at the start of the epoch after that of `resume`, if `resume` is the end of its epoch."""
     saved_batches: int = 0
-    """How many batches had been handed out when the state that `resume` comes from was taken."""
-    repeats: int = 0
-    """How many samples the last whole epoch trained on twice, over all ranks."""
+    """Number of batches that had been returned when the state of `resume` was saved."""
+    num_padding: int = 0
+    """Number of padding samples in the last complete epoch, over all ranks."""
 
 
 class PreparedLoader(DataLoader[Any]):
-    """A DataLoader that gives this rank its part of every global batch, on the device.
+    """DataLoader that yields this rank's slice of every global batch, on the device.
 
     Attributes are those of the script's loader.
 
     Args:
         loader: The script's loader.
-        source: What its batches come from.
-        backend: Carries random states, where the options ask for it.
-        loops: Learns of every batch handed out.
+        source: The source of the batches.
+        backend: Moves batches and exchanges random states.
+        loops: Records every batch that is returned.
         options: See `LoaderOptions`.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], source: Source, backend: Backend, loops: Loops, options: LoaderOptions
+        self,
+        loader: DataLoader[Any],
+        source: Source,
+        backend: Backend,
+        loops: ActiveLoops,
+        options: LoaderOptions,
     ) -> None:
         # DataLoader guards names against assignment, and its own __init__ would build another loader.
         vars(self).update({k: v for k, v in vars(loader).items() if k != "_iterator"})
@@ -99,80 +111,90 @@ class PreparedLoader(DataLoader[Any]):
         self._backend = backend
         self._loops = loops
         self._options = options
-        self._progress = _Progress()
+        self._progress = _LoaderProgress()
         self._skip = 0
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        rng.share_states(list(self._options.rng_types), self._backend)
-        alike_in_copies(self._backend)
+        rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
+        check_model_parallel_ranks(self._backend)
         progress = self._progress
-        start, redone = self._begin()
-        loop = progress.loop = Loop(progress.epoch)
-        track, place = self._loops.opened(loop), self._placing()
-        there = tree.presence(self._backend.device)
-        note = self._loops.note if self._backend.repeats else None
+        start, replayed = self._begin_epoch()
+        loop = progress.loop = EpochIterator(progress.epoch)
+        record = self._loops.open(loop)
+        device, non_blocking = self._backend.device, self._non_blocking
+        put_on_device = self._options.put_on_device
+        is_on_device = nested.build_device_check(device)
+        record_batch = self._loops.record_batch if self._backend.pads_batches else None
         beat = heartbeat()
         finished = False
         try:
-            for batch in self._backend.walked(
-                lambda loop: _walk(self._source, loop, start, redone),
-                loop,
-                place=place is not None,
-                loaded_beside=self.num_workers > 0,
-            ):
-                if place and not there(batch):
-                    batch = place(batch)  # noqa: PLW2901 - the same batch, elsewhere
-                if note:
-                    note(track, batch)
+            for batch in self._iterate_batches(loop, start, replayed):
+                if put_on_device and not is_on_device(batch):
+                    batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
+                if record_batch:
+                    record_batch(record, batch)
                 if beat is not None:
                     beat.batch()
-                progress.batches += 1
+                progress.num_batches += 1
                 yield batch
             finished = True
         finally:
-            self._loops.closed(track, finished=finished)
+            self._loops.close(record, finished=finished)
             if finished:
                 progress.epoch += 1
                 progress.loop = None
-                progress.repeats = track.repeats
+                progress.num_padding = record.num_padding
 
-    def _begin(self) -> tuple[dict[str, Any], int]:
-        """Return the position of the next walk, and how many of its batches were handed out before a state was saved."""
+    def _begin_epoch(self) -> tuple[dict[str, Any], int]:
+        """Return the state to start from, and how many of its batches were returned before it was saved."""
         progress = self._progress
-        if progress.loop is not None:  # a walk that was left early was an epoch too
+        if progress.loop is not None:  # an iteration that was left early counts as an epoch
             progress.epoch += 1
         start, progress.resume, progress.upcoming = progress.resume or {}, None, None
         saved, progress.saved_batches = progress.saved_batches, 0
-        self._tell(progress.epoch)
+        self._notify_samplers(progress.epoch)
         if start.get("position"):
-            progress.batches = saved
+            progress.num_batches = saved
             return start, 0
-        progress.batches = self._skip
-        return self._source.after(self._skip, start), max(0, saved - self._skip)
+        progress.num_batches = self._skip
+        return self._source.skip_steps(self._skip, start), max(0, saved - self._skip)
 
-    def _placing(self) -> Callable[[Any], Any] | None:
-        """How a batch comes to the device; None where it is there already."""
-        device = self._backend.device
-        if not self._options.place:
-            return None
-        non_blocking = self._options.non_blocking or self.pin_memory
-        return lambda batch: tree.send(batch, device, non_blocking=non_blocking)
+    def _iterate_batches(self, loop: EpochIterator, start: dict[str, Any], replayed: int) -> Iterator[Any]:
+        """Yield the batches of an epoch, copied asynchronously if the script allows non-blocking copies."""
+
+        def iterate(loop: EpochIterator) -> Iterator[Any]:
+            return _iterate_source(self._source, loop, start, replayed)
+
+        put_on_device = self._options.put_on_device
+        stream = self._backend.copy_stream if put_on_device and self._non_blocking else None
+        if stream is None:
+            workers = self.num_workers > 0
+            return self._backend.iterate_batches(
+                iterate, loop, to_device=put_on_device, loaded_by_workers=workers
+            )
+        if self._source.can_fetch_ahead:
+            return prefetch_batches(iterate, loop, lambda: StreamCopies(stream))
+        return copy_each(iterate(loop), StreamCopies(stream))
+
+    @property
+    def _non_blocking(self) -> bool:
+        return self._options.non_blocking or bool(self.pin_memory)
 
     @override
     def __len__(self) -> int:
-        """The number of steps; the same on every rank."""
-        return max(self._source.steps() - self._skip, 0)
+        """Return the number of steps; the same on every rank."""
+        return max(self._source.num_steps() - self._skip, 0)
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch under way or, between two, of the next, from 0."""
+        """Return the number of the current epoch or, between two, of the next, from 0."""
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, for this loader and for each of its samplers and its dataset with `set_epoch`.
+        """Set the number of the next epoch, for this loader, its dataset and its samplers.
 
-        After a state was loaded, another number than that of its epoch begins that other epoch at its start.
+        After a state was loaded, the number of another epoch starts that epoch from its first batch.
         """
         progress = self._progress
         if epoch != progress.epoch and progress.resume is not None:
@@ -180,94 +202,96 @@ class PreparedLoader(DataLoader[Any]):
             progress.upcoming, progress.saved_batches = None, 0
         progress.epoch = epoch
         progress.loop = None
-        self._tell(epoch)
+        self._notify_samplers(epoch)
 
-    def _tell(self, epoch: int) -> None:
-        told: list[Any] = []
-        parts: list[Any] = [self.batch_sampler, self.sampler, self.dataset]
-        while parts:
-            part = parts.pop()
-            if part is None or any(part is one for one in told):
+    def _notify_samplers(self, epoch: int) -> None:
+        visited: list[Any] = []
+        pending: list[Any] = [self.batch_sampler, self.sampler, self.dataset]
+        while pending:
+            item = pending.pop()
+            if item is None or any(item is other for other in visited):
                 continue
-            told.append(part)
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)
-            if isinstance(part, Sampler):
+            visited.append(item)
+            if callable(getattr(item, "set_epoch", None)):
+                item.set_epoch(epoch)
+            if isinstance(item, Sampler):
                 # A batch sampler draws from a sampler, which may draw from another.
-                parts += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
+                pending += [getattr(item, "sampler", None), getattr(item, "batch_sampler", None)]
 
     @property
     def source_batch_size(self) -> int | None:
-        """Samples in a full batch of the script's loader; None where its batches have no fixed size."""
+        """Return the samples in a full batch of the script's loader; None if its batches have no fixed size."""
         return batch_size_of(self)
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a full global batch.
+        """Return the samples in a full global batch.
 
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
         if self.source_batch_size is None:
-            raise ValueError("this loader's batches have no fixed size")
+            raise ValueError(
+                "total_batch_size is unknown: the batches of this loader have no fixed size. Use the size of each batch."
+            )
         return self.source_batch_size * (1 if self._options.split_batches else self._backend.data.world_size)
 
     @property
     def end(self) -> str:
-        """What becomes of the end of an epoch, for people."""
+        """Return how the end of an epoch is handled, as text."""
         if self._options.data == "sharded":
-            return "each process has data of its own; one that is out repeats a batch that counts for nothing"
-        alone, even = self._backend.data.world_size == 1, self._options.even_batches
-        if alone and (self.drop_last or not self._backend.static_shapes):
-            return "no repeats"
+            return "each process has its own data; a process without a batch left gets padding without weight"
+        is_single = self._backend.data.world_size == 1
+        if is_single and (self.drop_last or not self._backend.static_shapes):
+            return "no padding"
         if self.drop_last:
-            return "what does not fill a global batch is left out"
-        if not even:
-            divided = "the end is divided evenly, gradients count its samples"
-            return "the last batch is as short as it comes, a shape of its own" if alone else divided
+            return "an incomplete global batch is left out"
+        if not self._options.even_batches:
+            split = "the last batch is split evenly, gradients are weighted by samples"
+            return "the last batch is not padded, so its shape differs" if is_single else split
         if self.source_batch_size is None and not self._backend.static_shapes:
-            return (
-                "batches keep their sizes; one that is missing at the end is a repeat that counts for nothing"
-            )
-        return f"the end is filled up from the start{self._filled()}"
+            return "batches keep their sizes; a missing one at the end is padding without weight"
+        return f"the last batch is padded from the start{self._describe_padding()}"
 
-    def _filled(self) -> str:
-        count, size = _length(self), self.source_batch_size
-        samples = _length(self.sampler)
-        if count is None or size is None or samples is None or isinstance(self.dataset, IterableDataset):
+    def _describe_padding(self) -> str:
+        num_steps, num_samples = len_or_none(self), len_or_none(self.sampler)
+        if num_steps is None or num_samples is None or self.source_batch_size is None:
             return ""
-        return f": {count * self.total_batch_size - samples} repeats an epoch"
+        if isinstance(self.dataset, IterableDataset):
+            return ""
+        return f": {num_steps * self.total_batch_size - num_samples} samples an epoch"
 
     @property
     def repeats(self) -> int:
-        """How many samples of the last whole epoch were repeats, over all ranks."""
-        return self._progress.repeats
+        """Return the number of padding samples in the last complete epoch, over all ranks."""
+        return self._progress.num_padding
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset.
+        """Return the number of samples in the dataset.
 
         Raises:
-            TypeError: It is a stream of unknown length.
+            TypeError: The dataset is a stream of unknown length.
         """
         return len(self.dataset)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: equal on all ranks, and valid for another number of them.
+        """Return the state of the loader: equal on all ranks, and valid for another number of them.
 
         Returns:
-            The epoch, the position in it, counting the batches handed out, and the random states the epoch is drawn
-            under: numbers, text and tensors only. After the last batch of an epoch, also where the next one begins.
+            The epoch, the offset in it after the batches that were returned, and the random states of the epoch:
+                numbers, text and
+            tensors only. After the last batch of an epoch, also the state at the start of the next one.
         """
         progress, loop = self._progress, self._progress.loop
         state = {"epoch": progress.epoch, "kind": self._source.kind}
         if loop is None:
             pending = {"batches": progress.saved_batches} if progress.resume else {}
             upcoming = {"upcoming": progress.upcoming} if progress.upcoming else {}
-            return state | (progress.resume or self._source.beginning()) | pending | upcoming
-        ended = loop.share is not None and loop.share.last
-        upcoming = {"upcoming": self._source.beginning()} if ended else {}
-        return state | loop.position() | {"batches": progress.batches} | upcoming
+            return state | (progress.resume or self._source.next_epoch()) | pending | upcoming
+        ended = loop.step_info is not None and loop.step_info.is_last
+        upcoming = {"upcoming": self._source.next_epoch()} if ended else {}
+        return state | loop.state_dict() | {"batches": progress.num_batches} | upcoming
 
     def load_state_dict(
         self,
@@ -276,91 +300,96 @@ class PreparedLoader(DataLoader[Any]):
         random_restored: bool = False,
         position: NextBatch = "next_batch",
     ) -> None:
-        """Continue from where `state_dict` was taken.
+        """Continue from the point where `state_dict` was saved.
 
         Args:
             state_dict: The return value of `state_dict`.
-            random_restored: The caller puts the global random generators back too, as they were then. An epoch that
-                had not begun draws from them as they are when it begins, as it would have without a break; otherwise
-                it draws under the states that `state_dict` kept.
-            position: Where the next iteration begins. `next_batch`: after the last batch that was handed out; after
-                the last one of an epoch, at the start of the next epoch. `epoch_start`: at the first batch of that
-                epoch, in the same order, for scripts that skip batches themselves. `exact`: as `next_batch`, but
-                after the last batch of an epoch the iteration ends at once, so that the script does what follows
-                the epoch.
+            random_restored: If true, the caller also restores the global random generators. An epoch that had not begun
+                then draws from them when it begins, as it would have without an interruption; otherwise it draws under
+                the states in `state_dict`.
+            position: Where the next iteration begins. `next_batch`: after the last batch that was returned; after the
+                last one of an epoch, at the start of the next epoch. `epoch_start`: at the first batch of that epoch,
+                in the same order, for scripts that skip batches themselves. `exact`: as `next_batch`, but after the
+                last batch of an epoch the iteration ends at once, so that the script runs the code that follows the
+                epoch.
 
         Raises:
-            ValueError: It is not what `state_dict` gave, or gave for a loader of another kind; or it holds for
-                another number of processes or workers only.
+            ValueError: The state is not that of a loader, is that of a loader of another kind, or is valid for another
+                number of processes or workers only.
         """
         kind = self._source.kind
-        start = {k: v for k, v in state_dict.items() if k not in _ABOUT}
+        start = {k: v for k, v in state_dict.items() if k not in _LOADER_KEYS}
         world = self._backend.data.world_size
         if start.get("world_size", world) != world:
-            # First of all: on one process such a loader is of another kind, which says nothing to a person.
-            raise elsewhere(start["world_size"], world)
+            # Checked first: on one process such a loader has another kind, which would be a confusing message.
+            raise build_world_size_error(start["world_size"], world)
         if not isinstance(state_dict.get("epoch"), int) or state_dict.get("kind") != kind:
             raise ValueError(
-                f"this loader's state has an epoch and kind={kind!r}; this one has "
-                f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }"
+                f"Cannot load this state into the loader: it must have an epoch and kind={kind!r}, and it has "
+                f"{ {key: state_dict[key] for key in ('epoch', 'kind') if key in state_dict} or 'neither' }. Load the state "
+                "of a loader over the same kind of dataset."
             )
         self._source.check(start)
         progress, epoch = self._progress, state_dict["epoch"]
         upcoming, saved_batches = state_dict.get("upcoming"), state_dict.get("batches", 0)
         if random_restored and upcoming is not None:
-            upcoming = self._source.following(upcoming)
+            upcoming = self._source.with_restored_rng(upcoming)
         if upcoming is not None and position != "exact":
             progress.epoch, progress.resume = epoch + 1, upcoming
             progress.upcoming, progress.saved_batches = None, 0
         else:
             start = self._source.restart(start) if position == "epoch_start" else start
             progress.epoch = epoch
-            progress.resume = self._source.following(start) if random_restored else start
+            progress.resume = self._source.with_restored_rng(start) if random_restored else start
             progress.upcoming, progress.saved_batches = upcoming, saved_batches
         progress.loop = None
 
     @property
-    def own_data(self) -> bool:
-        """Whether every part of a batch comes from data of its own, so that each has a state of its own."""
+    def is_presharded(self) -> bool:
+        """Return whether every rank has its own data, and therefore its own state."""
         return self._options.data == "sharded" and self._backend.topology.world_size > 1
 
-    def state_of(self, everyone: Sequence[Any]) -> Any:
-        """What holds for this rank, out of the states of another number of ranks, which may have had as many parts."""
-        parts = (everyone[0] or {}).get("world_size", 0)
-        if parts != self._backend.data.world_size or len(everyone) % parts:
-            return everyone[0]
-        return everyone[self._backend.data.rank * (len(everyone) // parts)]
+    def select_state(self, states: Sequence[Any]) -> Any:
+        """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
+        saved_world_size = (states[0] or {}).get("world_size", 0)
+        if saved_world_size != self._backend.data.world_size or len(states) % saved_world_size:
+            return states[0]
+        return states[self._backend.data.rank * (len(states) // saved_world_size)]
 
-    def skipping(self, steps: int) -> PreparedLoader:
-        """This loader without the first steps of every epoch; both count the same epochs."""
+    def without_first_batches(self, steps: int) -> PreparedLoader:
+        """Return a copy that leaves out the first steps of every epoch; both share their progress."""
         other = copy.copy(self)
         vars(other)["_skip"] = self._skip + steps
         return other
 
     @contextmanager
-    def overridden(self, *, even_batches: bool) -> Iterator[None]:
-        """Inside, epochs that begin treat their end so."""
-        with self._source.overridden(even=even_batches):
+    def override_even_batches(self, *, even_batches: bool) -> Iterator[None]:
+        """Return a context in which new epochs pad their last batch, or do not."""
+        with self._source.override_padding(pad_last=even_batches):
             yield
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes a subclass of DataLoader computes live on the loader that is walked.
+        # Attributes that a subclass of DataLoader computes are on the loader that is iterated over.
         if name == "_source":
             raise AttributeError(name)
         return getattr(self._source.inner or self.dataset, name)
 
 
-def _walk(source: Source, loop: Loop, start: dict[str, Any], redone: int) -> Iterator[Any]:
-    """Iterate over the batches from `start`; the first `redone` are loaded without drawing from the run's generators.
+def _iterate_source(
+    source: Source, loop: EpochIterator, start: dict[str, Any], replayed: int
+) -> Iterator[Any]:
+    """Yield the batches from `start`; the first `replayed` are loaded without drawing from the run's generators.
 
-    They were loaded before the state was saved, so the generators that were restored have those draws behind them.
+    They were loaded before the state was saved, so the restored generators are past those draws.
     """
-    if not redone:
-        return source.walk(loop, start)
-    return _isolate_first(source.walk(loop, start), redone, Apart(capture() | start.get("random", {})))
+    if not replayed:
+        return source.iterate(loop, start)
+    return _isolate_first(
+        source.iterate(loop, start), replayed, IsolatedRNG(capture_states() | start.get("random", {}))
+    )
 
 
-def _isolate_first(batches: Iterator[Any], count: int, isolated: Apart) -> Iterator[Any]:
+def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) -> Iterator[Any]:
     for _ in range(count):
         with isolated():
             batch = next(batches, _END)
@@ -370,36 +399,32 @@ def _isolate_first(batches: Iterator[Any], count: int, isolated: Apart) -> Itera
     yield from batches
 
 
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader that leaves out the first batches of every epoch, without loading their samples.
+    """Return a loader that leaves out the first batches of every epoch, without loading their samples.
 
     Args:
-        dataloader: A prepared loader; or one that is not, over a dataset with indices.
-        num_batches: How many, from the start of the epoch. A state that was loaded says the position itself.
+        dataloader: A prepared loader, or an unprepared one over a map-style dataset.
+        num_batches: The number of batches to skip from the start of the epoch; not needed after loading a state.
 
     Raises:
-        ValueError: A negative number; or a stream that is not prepared yet.
+        ValueError: A negative number, or an unprepared loader over a stream.
     """
     if num_batches < 0:
-        raise ValueError(f"num_batches must be at least 0; it is {num_batches}")
+        raise ValueError(f"Invalid num_batches={num_batches}: expected at least 0.")
     if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
+        return dataloader.without_first_batches(num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
         raise ValueError(  # noqa: TRY004 - the type is right, the order is not
-            "prepare() this loader before skip_first_batches: its dataset is a stream"
+            "skip_first_batches() failed: the dataset of this loader is a stream. Call prepare() on the loader first."
         )
-    return altered(dataloader, **{slot_of(dataloader): _Skipping(sampler_of(dataloader), num_batches)})
+    return copy_loader(
+        dataloader,
+        **{sampler_attribute(dataloader): _SkippingSampler(sampler_of_loader(dataloader), num_batches)},
+    )
 
 
-class _Skipping(Sampler[Any]):
-    """A sampler or batch sampler without the first of what it draws."""
+class _SkippingSampler(Sampler[Any]):
+    """Sampler or batch sampler without its first items."""
 
     def __init__(self, source: Any, count: int) -> None:
         self._source, self._count = source, count
@@ -418,6 +443,6 @@ class _Skipping(Sampler[Any]):
         return max(len(self._source) - self._count, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it on."""
+        """Call `set_epoch` of the wrapped sampler, if it has it."""
         if callable(getattr(self._source, "set_epoch", None)):
             self._source.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""What a prepared loader draws from: the steps of an epoch, from any position, each with what is valid in it."""
+"""Interface of the sources that prepared loaders read batches from, and the padding of each step."""
 
 from __future__ import annotations
 
@@ -10,131 +10,129 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["Loop", "Share", "Source", "ahead", "inside"]
+__all__ = ["EpochIterator", "Source", "StepInfo", "is_inside_epoch", "mark_skipped"]
 
-_EPOCH = ("random", "seed", "persisted", "walks", "base", "live")
-"""The keys of a position that hold for its whole epoch."""
+_EPOCH_KEYS = ("random", "seed", "persisted", "walks", "base", "live")
+"""Keys of a state that hold for its whole epoch."""
 
 
-class Share(NamedTuple):
-    """One step as all ranks know it: whose rows are samples of the epoch, and whose are repeats."""
+class StepInfo(NamedTuple):
+    """Batch sizes and padding of one step, equal on all ranks except for `loss_scale`."""
 
-    valid: tuple[int, ...]
-    """For every rank, how many samples at the front of its batch are no repeats."""
-    sizes: tuple[int, ...]
-    """For every rank, how many samples its batch has."""
-    last: bool
-    """Whether the epoch ends with this step."""
+    num_valid: tuple[int, ...]
+    """Number of samples at the front of each rank's batch that are not padding."""
+    batch_sizes: tuple[int, ...]
+    """Number of samples in each rank's batch, padding included."""
+    is_last: bool
+    """True for the last step of the epoch."""
     by_samples: bool = False
-    """Whether ranks count by their numbers of samples; else all count alike, repeats included."""
-    factor: float = 1.0
-    """What this rank's mean loss counts for, so that the average over the ranks is the mean over the step's
-    samples: `valid[rank] * world_size / sum(valid)` if they count by samples, else 1."""
+    """If true, ranks are weighted by their number of valid samples; otherwise all equally, padding included."""
+    loss_scale: float = 1.0
+    """Weight of this rank's mean loss, so that the average over the ranks is the mean over the step's samples:
+    `num_valid[rank] * world_size / sum(num_valid)` if weighted by samples, else 1."""
+
+    @property
+    def num_padding(self) -> int:
+        """Return the number of padding samples in the batches of all ranks."""
+        return sum(self.batch_sizes) - sum(self.num_valid)
 
 
-class Loop:
-    """One walk over a loader that is under way.
+class EpochIterator:
+    """State of one iteration over a loader.
 
     Args:
         epoch: The number of the epoch.
     """
 
-    share: Share | None = None
-    """The step whose batch was handed out last; None before the first."""
+    step_info: StepInfo | None = None
+    """Step of the last batch returned; None before the first."""
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
-        self.where: Callable[[Share | None], dict[str, Any]] = lambda _: {}
-        """Where the walk stands at a step; set by the source that is walked. It must not hold the loop: in a cycle,
-        a loader's workers end only when the collector comes, and torch waits for each of them."""
+        self.state_at: Callable[[StepInfo | None], dict[str, Any]] = lambda _: {}
+        """Returns the state after a step; set by the source. It must not hold this object: in a reference cycle the
+        loader's workers would end only at a garbage collection, and torch waits for each of them."""
 
-    def position(self) -> dict[str, Any]:
-        """Where the walk stands, counting the batches handed out."""
-        return self.where(self.share)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch returned."""
+        return self.state_at(self.step_info)
 
 
-def inside(start: dict[str, Any]) -> bool:
-    """Whether a position lies in an epoch that had begun, so that what is drawn at its start has been drawn."""
+def is_inside_epoch(start: dict[str, Any]) -> bool:
+    """Return whether a state belongs to an epoch that had begun, so the draws of its start are done."""
     begun = start.get("begun") or (start.get("position") and not start.get("ahead"))
     return "random" in start and bool(begun)
 
 
-def ahead(steps: int, start: dict[str, Any]) -> dict[str, Any]:
-    """What a position says of itself that lies so many steps after `start`, in an epoch that may not have begun."""
-    return {"ahead": True} if steps and not inside(start) else {}
+def mark_skipped(steps: int, start: dict[str, Any]) -> dict[str, Any]:
+    """Return the mark of a state that skips steps of a future epoch; empty otherwise."""
+    return {"ahead": True} if steps and not is_inside_epoch(start) else {}
 
 
 class Source(ABC):
-    """Where the batches of one rank come from.
+    """Source of one rank's batches.
 
-    A position is a dict that is equal on all ranks, valid for another world size (but for `Separate`), and made of numbers, text,
-    tensors, lists and dicts only, so that it can be saved. Its `position` is a number, in the source's own unit, and
-    its `random` the random states the epoch is drawn under, as `randomness.capture` gives them. A position of 0, or none,
-    is that of an epoch which has not begun, unless it is marked as `begun`.
+    A state is a dict that is equal on all ranks, valid for another world size (except for `PreshardedSource`) and made of
+    numbers, text, tensors, lists and dicts only, so that it can be saved. Its `position` is an offset in the unit of the
+    source, and its `random` the random states of the epoch, as `rng.capture_states` returns them. A `position` of 0, or
+    none, is the start of an epoch that has not begun, unless the state is marked as `begun`.
     """
 
     inner: DataLoader[Any] | None = None
-    """The copy of the script's loader that is walked, where attributes computed on the way are found on it."""
+    """Copy of the script's loader that is iterated over; holds the attributes computed on the way."""
 
     @property
+    @abstractmethod
     def kind(self) -> str:
-        """The name of what positions of this source hold for."""
-        return type(self).__name__
+        """Return the kind of source in a saved state. Checkpoints hold it, so it never changes."""
+
+    @property
+    def can_fetch_ahead(self) -> bool:
+        """Return True if the next batch may be fetched before the script computes on this one.
+
+        False if fetching may draw from random generators that the script draws from, or needs the other ranks.
+        """
+        return False
 
     @abstractmethod
-    def walk(self, loop: Loop, start: dict[str, Any]) -> Iterator[Any]:
-        """The batches of one epoch that follow the position `start` (empty: all), as the script's loader gives them.
+    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+        """Yield the batches of one epoch after the state `start` (empty: all), as the script's loader returns them.
 
-        Sets `loop.share` before each batch, and `loop.where` before the first.
+        Sets `loop.step_info` before each batch, and `loop.state_at` before the first.
         """
 
-    def overridden(self, *, even: bool) -> AbstractContextManager[None]:
-        """Inside, epochs that begin treat their end so.
-
-        Raises:
-            ValueError: It has no indices, so that its end cannot be treated otherwise once it is prepared.
-        """
+    def override_padding(self, *, pad_last: bool) -> AbstractContextManager[None]:
+        """Return a context in which new epochs pad their last batch, or do not; ValueError without indices."""
         raise ValueError(
-            f"even_batches={even} for a while can be asked of loaders over datasets with indices only: say it of all, "
-            f"Accelerator(dataloader_config=DataLoaderConfiguration(even_batches={even}))"
+            f"Cannot override even_batches={pad_last} for this loader: its dataset has no indices. Set it for all loaders: "
+            f"Accelerator(dataloader_config=DataLoaderConfiguration(even_batches={pad_last}))."
         )
 
-    def check(self, start: dict[str, Any]) -> None:  # noqa: B027 - most positions hold everywhere
-        """Refuse a position that does not hold here.
-
-        Raises:
-            ValueError: It does not.
-        """
+    def check(self, start: dict[str, Any]) -> None:  # noqa: B027 - most states are valid everywhere
+        """Raise ValueError if a state is not valid here."""
 
     @abstractmethod
-    def steps(self) -> int:
-        """How many steps a whole epoch has; the same on every rank.
+    def num_steps(self) -> int:
+        """Return the steps of a whole epoch, the same on every rank; raise TypeError if it is unknown."""
 
-        Raises:
-            TypeError: It is not known beforehand.
-        """
-
-    def beginning(self) -> dict[str, Any]:
-        """The position at which the next epoch begins."""
+    def next_epoch(self) -> dict[str, Any]:
+        """Return the state at the start of the next epoch."""
         return {}
 
-    def following(self, start: dict[str, Any]) -> dict[str, Any]:
-        """The position `start` for one who puts the global generators back: what comes next draws from them.
-
-        An epoch that has not begun is drawn from them; and what was read in turn with the loop goes on so.
-        """
-        if inside(start):
+    def with_restored_rng(self, start: dict[str, Any]) -> dict[str, Any]:
+        """Return the state `start` for a caller that restores the global generators, from which later draws are made."""
+        if is_inside_epoch(start):
             return start | {"restored": True}
         if "random" not in start:
             return start
         return start | {"random": {"generators": start["random"]["generators"]}}
 
     def restart(self, start: dict[str, Any]) -> dict[str, Any]:
-        """Return the start of the epoch that `start` lies in: the same order, with no batch left out."""
-        if not inside(start):
+        """Return the start of the epoch that `start` belongs to: the same order, with no batch left out."""
+        if not is_inside_epoch(start):
             return start
-        return {key: start[key] for key in _EPOCH if key in start} | {"begun": True}
+        return {key: start[key] for key in _EPOCH_KEYS if key in start} | {"begun": True}
 
     @abstractmethod
-    def after(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
-        """The position that lies so many steps after `start`."""
+    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
+        """Return the state `steps` steps after `start`."""

@@ -1,4 +1,4 @@
-"""The processes as a mesh: which of them share a batch, which divide parameters, which divide layers."""
+"""The device mesh of the processes: data, sequence and tensor parallel dimensions."""
 
 from __future__ import annotations
 
@@ -7,47 +7,44 @@ from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_runtime.env import Parallel
-from accel_runtime.topology import DataPlace, Topology
+from accel_runtime.topology import DataRank, Topology
 
-__all__ = ["DIMENSIONS", "Mesh", "Sizes"]
+__all__ = ["DIMENSIONS", "GroupFacts", "MeshSizes", "ProcessMesh", "class_of"]
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
-"""The mesh's dimensions, outermost first: neighbouring ranks differ in the last."""
+"""The dimensions of the mesh, outermost first; neighbouring ranks differ in the last."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many processes stand along each dimension."""
+class MeshSizes:
+    """The number of processes along each dimension."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
     shards: bool
-    """Whether parameters are divided over `dp_shard`, be it among one."""
+    """True if parameters are sharded over `dp_shard`, even if its size is 1."""
 
     @classmethod
-    def of(cls, asked: Parallel, world_size: int) -> Sizes:
-        """What was asked for, on so many processes.
+    def of(cls, parallel: Parallel, world_size: int) -> MeshSizes:
+        """Return the sizes for a number of processes."""
+        return cls(*parallel.sizes(world_size), shards=parallel.shards)
 
-        Raises:
-            SettingsError: The product is not their number.
-        """
-        return cls(*asked.sizes(world_size), shards=asked.shards)
-
-    def data(self, rank: int) -> DataPlace:
-        """Which part of a global batch a rank has."""
+    def data(self, rank: int) -> DataRank:
+        """Return the data rank of a rank."""
         copies = self.cp * self.tp
-        return DataPlace(rank // copies, self.dp_replicate * self.dp_shard, copies, self.cp)
+        return DataRank(rank // copies, self.dp_replicate * self.dp_shard, copies, self.cp)
 
     @property
     def parameters(self) -> tuple[int, int, int]:
-        """Ranks with the same part of a parameter, ranks that divide it, and ranks that divide layers.
+        """The number of replicas of a parameter shard, of its shards, and of tensor parallel ranks.
 
-        Ranks that divide sequences hold parameters as those do that divide batches.
+        Context parallel ranks hold parameters like data parallel ranks.
         """
         if self.shards:
             return self.dp_replicate, self.dp_shard * self.cp, self.tp
@@ -55,68 +52,104 @@ class Sizes:
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are combined over ranks, or parameters divided."""
+        """Return whether gradients are reduced over ranks, or parameters sharded."""
         return self.shards or self.dp_replicate * self.cp > 1
 
     @property
-    def told(self) -> str:
-        """The dimensions that are more than one, for people."""
+    def description(self) -> str:
+        """The dimensions larger than one, as text."""
         sizes = {name: getattr(self, name) for name in DIMENSIONS}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp_shard 1"
 
 
-class Mesh:
-    """The processes of a run, as torch's device meshes.
+class ProcessMesh:
+    """The processes of a run as device meshes; created by all ranks together.
 
-    All ranks make it together; the groups of processes are made with the first mesh that is asked for.
+    Process groups are created with the first mesh that is used.
 
     Args:
-        sizes: How many stand along each dimension.
-        device: What this process computes on.
-        topology: Where it stands.
+        sizes: The sizes of the mesh.
+        device: The device of this process.
+        topology: Rank and world size of this process.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, topology: Topology) -> None:
+    def __init__(self, sizes: MeshSizes, device: torch.device, topology: Topology) -> None:
         self.sizes = sizes
         self.data = sizes.data(topology.rank)
-        """Which part of a global batch this process has."""
+        """The data rank of this process."""
         self._device = device.type
 
     @cached_property
-    def whole(self) -> DeviceMesh:
-        """All dimensions that are more than one, under the names in `DIMENSIONS`."""
+    def full(self) -> DeviceMesh:
+        """The mesh of all dimensions larger than one, named as in `DIMENSIONS`."""
         sizes = {name: getattr(self.sizes, name) for name in DIMENSIONS}
-        there = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
-        return _made(dist.group.WORLD, self._device, tuple(there.items()))
+        dimensions = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
+        return _init_mesh(dist.group.WORLD, self._device, tuple(dimensions.items()))
 
     @cached_property
     def _parameters(self) -> DeviceMesh:
-        """As `Sizes.parameters` has it; what shards is always there, for `fully_shard` needs it."""
+        """The mesh of `MeshSizes.parameters`; always has `dp_shard`, which `fully_shard` needs."""
         sizes = dict(zip(("dp_replicate", "dp_shard", "tp"), self.sizes.parameters, strict=True))
-        there = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        return _made(dist.group.WORLD, self._device, tuple(there.items()))
+        dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        return _init_mesh(dist.group.WORLD, self._device, tuple(dimensions.items()))
 
     @property
     def shard(self) -> DeviceMesh:
-        """What `fully_shard` takes: `[shards]`, or `[copies, shards]` where there are copies."""
+        """The mesh for `fully_shard`: `[shards]`, or `[replicas, shards]`."""
         copies, _, _ = self.sizes.parameters
         return self._parameters["dp_replicate", "dp_shard"] if copies > 1 else self._parameters["dp_shard"]
 
     @property
     def tp(self) -> DeviceMesh | None:
-        """The ranks that divide layers; None where nothing does."""
+        """The mesh of tensor parallel ranks, or None."""
         return self._parameters["tp"] if self.sizes.tp > 1 else None
 
     @property
     def cp(self) -> DeviceMesh | None:
-        """The ranks that divide sequences; None where nothing does."""
-        return self.whole["cp"] if self.sizes.cp > 1 else None
+        """The mesh of context parallel ranks, or None."""
+        return self.full["cp"] if self.sizes.cp > 1 else None
 
 
-# Groups of processes stay until all end, and each has threads: a second Accelerator of the same layout takes those of the
-# first. The default group is part of the key, for a new one has other groups.
+# Process groups are never destroyed, and each has threads, so a second Accelerator of the same layout uses those of the
+# first. The default group is a part of the key, since a new one has other groups.
 @cache
-def _made(_: object, device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+def _init_mesh(_: object, device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     return init_device_mesh(
         device, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
     )
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Parameters of a sharded model with equal options: of one module, or of several equal ones."""
+
+    modules: tuple[str, ...]
+    """Module names; `""` is the model."""
+    kind: str
+    """The class of the modules."""
+    parameters: int
+    """Tensors in each module."""
+    elements: int
+    """Elements in each module, summed over all ranks."""
+    dtype: str
+    """The dtype of the parameters in the optimizer."""
+    gradients: str
+    """The dtype of the gradients in the optimizer; empty without trainable parameters."""
+    computes_in: str
+    """The dtype of gathered parameters in the forward and backward pass, else that of autocast."""
+    reduces_in: str
+    """The dtype of gradient averaging; empty without averaging."""
+    layout: str
+    """The sharding of the parameters over the ranks."""
+    bytes_here: int
+    """The bytes of all modules' parameters on this rank."""
+    computed_again: bool
+    """If True, activations are recomputed in the backward pass."""
+
+
+def class_of(model: nn.Module) -> str:
+    """Return the class name of a module in the script."""
+    name = type(model).__name__
+    # fully_shard replaces the class of a module by a subclass with this prefix.
+    sharded = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    return name.removeprefix("FSDP") if sharded else name

@@ -1,6 +1,6 @@
-"""The one table of trackers: a new one is a file beside this and a line here.
+"""The table of trackers; a new tracker needs a module in this package and an entry in `TRACKERS`.
 
-The file, and with it the tracker's package, is imported when the tracker is chosen.
+The module, and with it the package of the tracker, is imported when `log_with` names the tracker.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from accel_runtime.tracking.base import GeneralTracker, on_main_process
 __all__ = [
     "TRACKERS",
     "GeneralTracker",
-    "Known",
     "LoggerType",
+    "TrackerEntry",
     "get_available_trackers",
     "on_main_process",
     "register_tracker_class",
@@ -30,48 +30,48 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Known:
-    """Where a tracker is, and what it needs; known without importing it."""
+class TrackerEntry:
+    """Module and requirements of a tracker, available without importing it."""
 
     module: str
     class_name: str
     package: str | None = None
-    """The package it hands over to, by the name that is imported and installed; None needs nothing."""
+    """The package it needs, by the name of its import and installation; None if it needs none."""
     directory: bool = False
-    """Whether it writes into the logging directory."""
+    """If True, it writes into the logging directory."""
 
     @property
     def installed(self) -> bool:
-        """Whether its package is there."""
+        """Return whether its package is installed."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
     def load(self) -> type[GeneralTracker]:
-        """The class; imports its package."""
+        """Import the package and return the class."""
         loaded: type[GeneralTracker] = getattr(
             importlib.import_module(f"accel_runtime.tracking.{self.module}"), self.class_name
         )
         return loaded
 
 
-TRACKERS: Mapping[str, Known] = MappingProxyType(
+TRACKERS: Mapping[str, TrackerEntry] = MappingProxyType(
     {
-        "aim": Known("aim", "AimTracker", "aim", directory=True),
-        "clearml": Known("clearml", "ClearMLTracker", "clearml"),
-        "comet_ml": Known("comet_ml", "CometMLTracker", "comet_ml"),
-        "dvclive": Known("dvclive", "DVCLiveTracker", "dvclive"),
-        "jsonl": Known("jsonl", "JSONLTracker", directory=True),
-        "mlflow": Known("mlflow", "MLflowTracker", "mlflow"),
-        "swanlab": Known("swanlab", "SwanLabTracker", "swanlab"),
-        "tensorboard": Known("tensorboard", "TensorBoardTracker", "tensorboard", directory=True),
-        "trackio": Known("trackio", "TrackioTracker", "trackio"),
-        "wandb": Known("wandb", "WandBTracker", "wandb"),
+        "aim": TrackerEntry("aim", "AimTracker", "aim", directory=True),
+        "clearml": TrackerEntry("clearml", "ClearMLTracker", "clearml"),
+        "comet_ml": TrackerEntry("comet_ml", "CometMLTracker", "comet_ml"),
+        "dvclive": TrackerEntry("dvclive", "DVCLiveTracker", "dvclive"),
+        "jsonl": TrackerEntry("jsonl", "JSONLTracker", directory=True),
+        "mlflow": TrackerEntry("mlflow", "MLflowTracker", "mlflow"),
+        "swanlab": TrackerEntry("swanlab", "SwanLabTracker", "swanlab"),
+        "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", "tensorboard", directory=True),
+        "trackio": TrackerEntry("trackio", "TrackioTracker", "trackio"),
+        "wandb": TrackerEntry("wandb", "WandBTracker", "wandb"),
     }
 )
-"""Every tracker of accel, by the name that `log_with` takes."""
+"""The trackers of accel by their names in `log_with`."""
 
 
 class LoggerType(str, Enum):
-    """The names that `log_with` takes; plain text does as well."""
+    """Names for `log_with`, which accepts plain text, too."""
 
     ALL = "all"
     AIM = "aim"
@@ -91,48 +91,50 @@ class LoggerType(str, Enum):
 
 
 def get_available_trackers() -> list[str]:
-    """The trackers whose package is installed: what `log_with="all"` chooses."""
-    return [name for name, known in TRACKERS.items() if known.installed]
+    """Return the trackers whose package is installed, as `log_with="all"` selects them."""
+    return [name for name, entry in TRACKERS.items() if entry.installed]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Check that `log_with` can find this class by its `name`; that it exists is all it takes.
+    """Check that `log_with` can find a class by its `name`; no registration is needed.
 
     Raises:
-        TypeError: It is no subclass of `GeneralTracker`.
-        ValueError: It lacks an attribute, or has a name that is taken.
+        TypeError: If it is not a subclass of `GeneralTracker`.
+        ValueError: If it lacks an attribute, or another tracker has its name.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise TypeError(f"a tracker class is a subclass of GeneralTracker; this is {tracker_class!r}")
+        raise TypeError(f"Invalid tracker class {tracker_class!r}: expected a subclass of GeneralTracker.")
     for needed in ("name", "requires_logging_directory"):
         if not hasattr(tracker_class, needed):
-            raise ValueError(f"the class {tracker_class.__name__} has to define {needed!r}")
+            raise ValueError(f"Tracker class {tracker_class.__name__} lacks {needed!r}. Define it.")
     if tracker_class.name in {*TRACKERS, "all"}:
-        raise ValueError(f"{tracker_class.name!r} is the name of another tracker; choose a name of its own")
+        raise ValueError(
+            f"Tracker name {tracker_class.name!r} is used by a tracker of accel. Choose another name."
+        )
 
 
 @functools.cache
-def _without_package(tracker: str, known: Known) -> type[GeneralTracker]:
+def _build_placeholder(tracker: str, entry: TrackerEntry) -> type[GeneralTracker]:
     """Return a class that can be imported and subclassed, and raises ImportError when it is constructed."""
 
     def init(self: GeneralTracker, *_: Any, **__: Any) -> None:
         raise ImportError(
-            f"{type(self).__name__} cannot be made: the package {known.package} is not installed. "
-            f"Install it: pip install {known.package}."
+            f"Cannot create {type(self).__name__}: the package {entry.package} is not installed. "
+            f"Install it: pip install {entry.package}."
         )
 
     attributes = {
         "__init__": init,
-        "__module__": f"{__name__}.{known.module}",
+        "__module__": f"{__name__}.{entry.module}",
         "name": tracker,
-        "requires_logging_directory": known.directory,
+        "requires_logging_directory": entry.directory,
     }
-    return type(known.class_name, (GeneralTracker,), attributes)
+    return type(entry.class_name, (GeneralTracker,), attributes)
 
 
 def __getattr__(name: str) -> Any:
-    """The class of a tracker, under its name in Accelerate."""
-    for tracker, known in TRACKERS.items():
-        if known.class_name == name:
-            return known.load() if known.installed else _without_package(tracker, known)
+    """Return the class of a tracker by its name in Accelerate."""
+    for tracker, entry in TRACKERS.items():
+        if entry.class_name == name:
+            return entry.load() if entry.installed else _build_placeholder(tracker, entry)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,19 +7,18 @@ from typing import Any
 import aim
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import curves, deep
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_curves, to_numbers
 
 __all__ = ["AimTracker"]
 
 
-class AimTracker(Provided):
-    """Numbers become metrics, text becomes `aim.Text`, objects of `aim` stay; nested names are joined by `/`.
+class AimTracker(BuiltInTracker):
+    """Log numbers as metrics and text as `aim.Text`; objects of `aim` are unchanged, nested names are joined by `/`.
 
     Args:
-        run_name: The project's name; that of the run.
-        logging_dir: Where the repository is, or is made.
-        **kwargs: For `aim.Run`.
+        run_name: The name of the project and of the run.
+        logging_dir: The repository, created if missing.
+        **kwargs: Arguments of `aim.Run`.
     """
 
     name = "aim"
@@ -39,21 +38,21 @@ class AimTracker(Provided):
 
     @property
     def tracker(self) -> Any:
-        """The run."""
+        """Return the run."""
         return self.writer
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer["hparams"] = deep(values)
+        self.writer["hparams"] = to_numbers(values)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.track`."""
-        kept, left = curves(values)
-        self.leave_out(left)
-        for key, value in kept.items():
+        points, others = split_curves(values)
+        self.leave_out(others)
+        for key, value in points.items():
             item = aim.Text(value) if isinstance(value, str) else value
             self.writer.track(item, name=key, step=step, **kwargs)
 
@@ -65,14 +64,14 @@ class AimTracker(Provided):
 
         Args:
             values: Images by name.
-            step: The step they belong to.
+            step: The step of the images.
             kwargs: Arguments of `aim.Image` under `aim_image`, of `Run.track` under `track`.
         """
-        told = kwargs or {}
+        options = kwargs or {}
         for key, value in values.items():
             image, caption = value if isinstance(value, tuple) else (value, "")
-            drawn = aim.Image(image, caption=caption, **told.get("aim_image", {}))
-            self.writer.track(drawn, name=key, step=step, **told.get("track", {}))
+            picture = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.writer.track(picture, name=key, step=step, **options.get("track", {}))
 
     @override
     @on_main_process

@@ -1,4 +1,4 @@
-"""ClearML."""
+"""ClearML tracker."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 from clearml import Task
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import deep, numbers
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process, split_numbers, to_numbers
 
 __all__ = ["ClearMLTracker"]
 
 
-class ClearMLTracker(Provided):
-    """Reports scalars to a ClearML task: `train_`, `eval_` or `test_` before a name makes the series.
+class ClearMLTracker(BuiltInTracker):
+    """Report scalars to a ClearML task; the prefix `train_`, `eval_` or `test_` of a name becomes the series.
 
     Args:
-        run_name: The project's and the task's name, where `CLEARML_PROJECT` and `CLEARML_TASK` do not say.
-        **kwargs: For `clearml.Task.init`. A task that is there already is used, and left open at the end.
+        run_name: The name of the project and the task, unless `CLEARML_PROJECT` and `CLEARML_TASK` are set.
+        **kwargs: Arguments of `clearml.Task.init`. An existing task is used, and stays open at the end.
     """
 
     name = "clearml"
@@ -29,48 +28,48 @@ class ClearMLTracker(Provided):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self._theirs = False
+        self._task_exists = False
 
     @override
     @on_main_process
     def start(self) -> None:
-        found = Task.current_task()
-        self._theirs = bool(found)
+        task = Task.current_task()
+        self._task_exists = bool(task)
         names = {
             "project_name": os.environ.get("CLEARML_PROJECT", self.run_name),
             "task_name": os.environ.get("CLEARML_TASK", self.run_name),
         }
-        self.task = found or Task.init(**{**names, **self.init_kwargs})
+        self.task = task or Task.init(**{**names, **self.init_kwargs})
 
     @property
     def tracker(self) -> Any:
-        """The task."""
+        """Return the task."""
         return self.task
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> Any:
-        return self.task.connect_configuration(deep(values))
+        return self.task.connect_configuration(to_numbers(values))
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers: as scalars of a step, or as single values without one."""
-        counted, others = numbers(values)
+        """Record numbers as scalars of a step; without a step as single values."""
+        numbers, others = split_numbers(values)
         self.leave_out(others)
         logger = self.task.get_logger()
-        for key, value in counted.items():
+        for key, value in numbers.items():
             if step is None:
                 logger.report_single_value(name=key, value=value, **kwargs)
             else:
-                title, series = _title(key)
+                title, series = _split_name(key)
                 logger.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images: arrays `[H, W, C]` or PIL images."""
         for key, image in values.items():
-            title, series = _title(key)
+            title, series = _split_name(key)
             self.task.get_logger().report_image(
                 title=title, series=series, iteration=step, image=image, **kwargs
             )
@@ -85,15 +84,15 @@ class ClearMLTracker(Provided):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table: rows of `data`, whose first one names the columns unless `columns` do; or a `dataframe`.
+        """Record a table: rows of `data`, the first with the column names unless `columns` are passed; or a `dataframe`.
 
         Raises:
-            ValueError: Neither `data` nor `dataframe`.
+            ValueError: If neither `data` nor `dataframe` is passed.
         """
         if dataframe is None and data is None:
-            raise ValueError("log_table needs `data` or a `dataframe`")
+            raise ValueError("log_table needs rows: pass `data` or a `dataframe`.")
         table = dataframe if dataframe is not None else [columns, *(data or [])] if columns else data
-        title, series = _title(table_name)
+        title, series = _split_name(table_name)
         self.task.get_logger().report_table(
             title=title, series=series, table_plot=table, iteration=step, **kwargs
         )
@@ -101,11 +100,11 @@ class ClearMLTracker(Provided):
     @override
     @on_main_process
     def finish(self) -> None:
-        if not self._theirs:
+        if not self._task_exists:
             self.task.close()
 
 
-def _title(name: str) -> tuple[str, str]:
-    """The chart and its curve."""
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the title of the chart and the series of a name."""
     series, _, title = name.partition("_")
     return (title, series) if series in {"train", "eval", "test"} and title else (name, "train")

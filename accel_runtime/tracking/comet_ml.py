@@ -1,4 +1,4 @@
-"""Comet."""
+"""Comet tracker."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 import comet_ml
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat
+from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process
 
 __all__ = ["CometMLTracker"]
 
 
-class CometMLTracker(Provided):
-    """Numbers become metrics, text becomes "other" values; nested names are joined by `/`.
+class CometMLTracker(BuiltInTracker):
+    """Log numbers as metrics and text as "other" values; nested names are joined by `/`.
 
     Args:
-        run_name: The project's name.
-        **kwargs: For `comet_ml.start`, which needs comet_ml 3.41.0 or newer.
+        run_name: The name of the project.
+        **kwargs: Arguments of `comet_ml.start`, which needs comet_ml 3.41.0 or newer.
     """
 
     name = "comet_ml"
@@ -36,13 +35,13 @@ class CometMLTracker(Provided):
 
     @property
     def tracker(self) -> Any:
-        """The experiment."""
+        """Return the experiment."""
         return self.writer
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer.log_parameters(flat(values))
+        self.writer.log_parameters(flatten_values(values))
 
     @override
     @on_main_process
@@ -50,7 +49,7 @@ class CometMLTracker(Provided):
         """Record values; `kwargs` go to `log_metric` or `log_other`."""
         if step is not None:
             self.writer.set_step(step)
-        for key, value in flat(values).items():
+        for key, value in flatten_values(values).items():
             if isinstance(value, (bool, int, float)):
                 self.writer.log_metric(key, value, step=step, **kwargs)
             elif isinstance(value, str):

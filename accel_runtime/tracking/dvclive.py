@@ -1,4 +1,4 @@
-"""DVCLive: plain files for DVC."""
+"""DVCLive tracker, which writes files for DVC."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import dvclive
 from dvclive.plots import Metric
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import deep, flat
+from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process, to_numbers
 
 __all__ = ["DVCLiveTracker"]
 
 
-class DVCLiveTracker(Provided):
-    """Hands over to `dvclive.Live`, whose step moves on after every `log`.
+class DVCLiveTracker(BuiltInTracker):
+    """Log to `dvclive.Live`, whose step advances after every `log`.
 
     Args:
-        run_name: The project's name, which DVCLive has no place for: `dir` and `exp_name` say where.
-        live: One that the script has made.
-        **kwargs: For `dvclive.Live`.
+        run_name: The name of the project, which DVCLive does not use; pass `dir` and `exp_name` instead.
+        live: An existing `Live` of the script.
+        **kwargs: Arguments of `dvclive.Live`.
     """
 
     name = "dvclive"
@@ -39,16 +38,16 @@ class DVCLiveTracker(Provided):
 
     @property
     def tracker(self) -> Any:
-        """The `Live`."""
+        """Return the `Live`."""
         return self.live
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        every = deep(values)
-        left = {key: value for key, value in every.items() if value is None}
-        self.leave_out(left)
-        self.live.log_params({key: value for key, value in every.items() if key not in left})
+        parameters = to_numbers(values)
+        missing = {key: value for key, value in parameters.items() if value is None}
+        self.leave_out(missing)
+        self.live.log_params({key: value for key, value in parameters.items() if key not in missing})
 
     @override
     @on_main_process
@@ -56,7 +55,7 @@ class DVCLiveTracker(Provided):
         """Record values; `kwargs` go to `log_metric`."""
         if step is not None:
             self.live.step = step
-        for key, value in flat(values).items():
+        for key, value in flatten_values(values).items():
             if Metric.could_log(value):
                 self.live.log_metric(key, value, **kwargs)
             else:

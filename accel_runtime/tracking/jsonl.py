@@ -1,4 +1,4 @@
-"""A file with one JSON object a line: the tracker that needs no package."""
+"""JSON Lines tracker, which needs no package."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import plain
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process, to_number
 
 __all__ = ["JSONLTracker"]
 
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
-class JSONLTracker(Provided):
-    """Appends to `<logging_dir>/<run_name>.jsonl`, and flushes every line.
+class JSONLTracker(BuiltInTracker):
+    """Append to `<logging_dir>/<run_name>.jsonl`, and flush every line.
 
-    A line is `{"time": ..., "step": ..., "values": {...}}`, or `{"time": ..., "config": {...}}` where a run
-    begins; `time` is in seconds since 1970. What JSON has no number for is the text `NaN`, `Infinity` or
-    `-Infinity`.
+    A line is `{"time": ..., "step": ..., "values": {...}}`, or `{"time": ..., "config": {...}}` at the start of a run;
+    `time` is in seconds since 1970. Non-finite numbers become the text `NaN`, `Infinity` or `-Infinity`.
 
     Args:
-        run_name: The project's name.
-        logging_dir: The folder; it is made if need be.
+        run_name: The name of the project.
+        logging_dir: The directory, created if missing.
     """
 
     name = "jsonl"
@@ -43,24 +41,24 @@ class JSONLTracker(Provided):
     @on_main_process
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _torn(self.path)
+        incomplete = _is_last_line_incomplete(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        self._file.write("\n" if torn else "")
+        self._file.write("\n" if incomplete else "")
 
     @property
     def tracker(self) -> TextIO | None:
-        """The open file; None before the start."""
+        """Return the open file; None before the start."""
         return self._file
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self._write({"config": self._kept(values)})
+        self._write({"config": self._to_json(values)})
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None) -> None:  # type: ignore[override]
-        self._write({"step": step, "values": self._kept(values)})
+        self._write({"step": step, "values": self._to_json(values)})
 
     @override
     @on_main_process
@@ -73,37 +71,37 @@ class JSONLTracker(Provided):
         self._file.write(json.dumps({"time": time.time(), **line}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def _kept(self, values: dict[str, Any]) -> dict[str, Any]:
-        kept, left = {}, {}
+    def _to_json(self, values: dict[str, Any]) -> dict[str, Any]:
+        supported, others = {}, {}
         for key, value in values.items():
             try:
-                kept[str(key)] = _data(value)
+                supported[str(key)] = _to_json_value(value)
             except TypeError:
-                left[str(key)] = value
-        self.leave_out(left)
-        return kept
+                others[str(key)] = value
+        self.leave_out(others)
+        return supported
 
 
-def _data(value: Any) -> Any:
-    """What JSON can hold of a value."""
-    value = plain(value)
+def _to_json_value(value: Any) -> Any:
+    """Convert a value to one that JSON supports, or raise TypeError."""
+    value = to_number(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else _NAMES[str(value)]
     if isinstance(value, dict):
-        return {str(key): _data(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_data(item) for item in value]
+        return [_to_json_value(item) for item in value]
     if callable(getattr(value, "tolist", None)):
-        return _data(value.tolist())
+        return _to_json_value(value.tolist())
     if isinstance(value, Path):
         return str(value)
     raise TypeError(value)
 
 
-def _torn(path: Path) -> bool:
-    """Whether a run that was killed has left the last line unfinished."""
+def _is_last_line_incomplete(path: Path) -> bool:
+    """Return whether a killed run has left the last line incomplete."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""MLflow tracker."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import mlflow
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat, numbers
+from accel_runtime.tracking.base import BuiltInTracker, flatten_values, on_main_process, split_numbers
 
 __all__ = ["MLflowTracker"]
 
 
-class MLflowTracker(Provided):
-    """Numbers become metrics of a run; nested names are joined by `/`.
+class MLflowTracker(BuiltInTracker):
+    """Log numbers as metrics of a run; nested names are joined by `/`.
 
     Args:
-        experiment_name: The project's name; `MLFLOW_EXPERIMENT_NAME` wins.
-        logging_dir: Where a new experiment keeps its artifacts.
-        run_id: A run to go on with; `MLFLOW_RUN_ID` wins.
-        tags: Of a new experiment and of the run, a mapping or JSON; `MLFLOW_TAGS` wins.
-        nested_run: Whether the run lies inside the one that is active; `MLFLOW_NESTED_RUN` wins.
-        run_name: The run's name.
-        description: The run's description.
+        experiment_name: The name of the project; `MLFLOW_EXPERIMENT_NAME` overrides it.
+        logging_dir: The artifact directory of a new experiment.
+        run_id: A run to continue; `MLFLOW_RUN_ID` overrides it.
+        tags: Tags of a new experiment and of the run, a mapping or JSON; `MLFLOW_TAGS` overrides them.
+        nested_run: Create the run inside the active one; `MLFLOW_NESTED_RUN` overrides it.
+        run_name: The name of the run.
+        description: The description of the run.
     """
 
     name = "mlflow"
@@ -44,13 +43,13 @@ class MLflowTracker(Provided):
         description: str | None = None,
     ) -> None:
         super().__init__()
-        told = os.environ.get
-        self.experiment_name = told("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        getenv = os.environ.get
+        self.experiment_name = getenv("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = None if logging_dir is None else os.fspath(logging_dir)
-        self.run_id = told("MLFLOW_RUN_ID", run_id)
-        given = told("MLFLOW_TAGS", tags)
-        self.tags = json.loads(given) if isinstance(given, str) else given
-        nested = told("MLFLOW_NESTED_RUN", str(nested_run))
+        self.run_id = getenv("MLFLOW_RUN_ID", run_id)
+        tags = getenv("MLFLOW_TAGS", tags)
+        self.tags = json.loads(tags) if isinstance(tags, str) else tags
+        nested = getenv("MLFLOW_NESTED_RUN", str(nested_run))
         self.nested_run = nested.lower() in {"1", "true", "t", "yes", "y", "on"}
         self.run_name = run_name
         self.description = description
@@ -60,45 +59,45 @@ class MLflowTracker(Provided):
     def start(self) -> None:
         self.active_run = mlflow.start_run(
             run_id=self.run_id,
-            experiment_id=self._experiment(),
+            experiment_id=self._find_or_create_experiment(),
             run_name=self.run_name,
             nested=self.nested_run,
             tags=self.tags,
             description=self.description,
         )
 
-    def _experiment(self) -> Any:
-        found = mlflow.get_experiment_by_name(self.experiment_name)
-        if found is not None:
-            return found.experiment_id
+    def _find_or_create_experiment(self) -> Any:
+        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return experiment.experiment_id
         return mlflow.create_experiment(
             name=self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
         )
 
     @property
     def tracker(self) -> Any:
-        """The active run."""
+        """Return the active run."""
         return self.active_run
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record parameters; text that is longer than MLflow takes is left out, and told."""
-        every = flat(values)
-        left = {key: value for key, value in every.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH}
-        self.leave_out(left)
-        kept = {key: value for key, value in every.items() if key not in left}
-        for part in _parts(kept, MAX_PARAMS_TAGS_PER_BATCH):
-            mlflow.log_params(part)
+        """Record parameters; warn about text that is too long for MLflow."""
+        flat = flatten_values(values)
+        too_long = {key: value for key, value in flat.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH}
+        self.leave_out(too_long)
+        parameters = {key: value for key, value in flat.items() if key not in too_long}
+        for batch in _batches(parameters, MAX_PARAMS_TAGS_PER_BATCH):
+            mlflow.log_params(batch)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers; `kwargs` go to `mlflow.log_metrics`."""
-        counted, others = numbers(values)
+        numbers, others = split_numbers(values)
         self.leave_out(others)
-        for part in _parts(counted, MAX_METRICS_PER_BATCH):
-            mlflow.log_metrics(part, step=step, **kwargs)
+        for batch in _batches(numbers, MAX_METRICS_PER_BATCH):
+            mlflow.log_metrics(batch, step=step, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
@@ -121,8 +120,8 @@ class MLflowTracker(Provided):
         mlflow.end_run()
 
 
-def _parts(values: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """The items, at most `size` at a time."""
+def _batches(values: dict[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    """Yield the items in mappings of at most `size`."""
     items = list(values.items())
     for start in range(0, len(items), size):
         yield dict(items[start : start + size])

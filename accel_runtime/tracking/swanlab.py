@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""SwanLab tracker."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 import swanlab
 from typing_extensions import override
 
-from accel_runtime.tracking.base import on_main_process
-from accel_runtime.tracking.run import RunTracker
-from accel_runtime.tracking.values import curves
+from accel_runtime.tracking.base import RunTracker, on_main_process, split_curves
 
 __all__ = ["SwanLabTracker"]
 
 
 class SwanLabTracker(RunTracker):
-    """Hands over to `swanlab`: numbers and its own media; nested names are joined by `/`.
+    """Log numbers and media to `swanlab`; nested names are joined by `/`.
 
     Args:
-        run_name: The project's name; `name` is that of the run.
-        **kwargs: For `swanlab.init`.
+        run_name: The name of the project; `name` is that of the run.
+        **kwargs: Arguments of `swanlab.init`.
     """
 
     name = "swanlab"
@@ -32,10 +30,10 @@ class SwanLabTracker(RunTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        kept, left = curves(values)
-        self.leave_out(left)
-        taken = {k: swanlab.Text(v) if isinstance(v, str) else v for k, v in kept.items()}
-        self.run.log(taken, step=step, **kwargs)
+        points, others = split_curves(values)
+        self.leave_out(others)
+        points = {k: swanlab.Text(v) if isinstance(v, str) else v for k, v in points.items()}
+        self.run.log(points, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the logging directory."""
+"""TensorBoard tracker, which writes event files into the logging directory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
-from accel_runtime.tracking.base import Provided, on_main_process
-from accel_runtime.tracking.values import flat, numbers, plain
+from accel_runtime.tracking.base import (
+    BuiltInTracker,
+    flatten_values,
+    on_main_process,
+    split_numbers,
+    to_number,
+)
 
 __all__ = ["TensorBoardTracker"]
 
 
-class TensorBoardTracker(Provided):
-    """Numbers become scalars, text becomes text, a mapping of numbers several curves in one chart.
+class TensorBoardTracker(BuiltInTracker):
+    """Log numbers as scalars, text as text, and a mapping of numbers as several curves of one chart.
 
     Args:
-        run_name: The project's name; a folder in `logging_dir`.
-        logging_dir: Where the event files go.
-        **kwargs: For `torch.utils.tensorboard.SummaryWriter`.
+        run_name: The name of the project; a directory in `logging_dir`.
+        logging_dir: The parent directory of the event files.
+        **kwargs: Arguments of `torch.utils.tensorboard.SummaryWriter`.
     """
 
     name = "tensorboard"
@@ -42,14 +47,17 @@ class TensorBoardTracker(Provided):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The writer."""
+        """Return the writer."""
         return self.writer
 
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the configuration as hyperparameters, and in a file `hparams.yml` beside them."""
-        simple = {key: _simple(value) for key, value in flat(values).items()}
+        """Record the configuration as hyperparameters and in a file `hparams.yml`."""
+        simple = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in flatten_values(values).items()
+        }
         run = str(time.time())
         self.writer.add_hparams(simple, {}, run_name=run)
         self.writer.flush()
@@ -59,23 +67,23 @@ class TensorBoardTracker(Provided):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to the writer's `add_scalar`, `add_text` or `add_scalars`."""
-        for key, given in values.items():
-            value = plain(given)
+        for key, raw in values.items():
+            value = to_number(raw)
             if isinstance(value, (bool, int, float)):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
-                counted, others = numbers(value)
-                self.writer.add_scalars(key, counted, global_step=step, **kwargs)
-                self.leave_out({f"{key}/{below}": other for below, other in others.items()})
+                numbers, others = split_numbers(value)
+                self.writer.add_scalars(key, numbers, global_step=step, **kwargs)
+                self.leave_out({f"{key}/{name}": other for name, other in others.items()})
             else:
                 self.leave_out({key: value})
         self.writer.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record batches of images, `[N, C, H, W]` unless `dataformats` says otherwise."""
+        """Record batches of images, `[N, C, H, W]` unless `dataformats` is passed."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 
@@ -83,7 +91,3 @@ class TensorBoardTracker(Provided):
     @on_main_process
     def finish(self) -> None:
         self.writer.close()
-
-
-def _simple(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,4 +1,4 @@
-"""Trackio."""
+"""Trackio tracker."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 import trackio
 from typing_extensions import override
 
-from accel_runtime.tracking.base import on_main_process
-from accel_runtime.tracking.run import RunTracker
-from accel_runtime.tracking.values import deep
+from accel_runtime.tracking.base import RunTracker, on_main_process, to_numbers
 
 __all__ = ["TrackioTracker"]
 
 
 class TrackioTracker(RunTracker):
-    """Hands over to `trackio`.
+    """Log to `trackio`.
 
     Args:
-        run_name: The project's name; `name` is that of the run.
-        **kwargs: For `trackio.init`.
+        run_name: The name of the project; `name` is that of the run.
+        **kwargs: Arguments of `trackio.init`.
     """
 
     name = "trackio"
@@ -32,7 +30,7 @@ class TrackioTracker(RunTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        kept = deep(values)
-        left = {key: value for key, value in kept.items() if callable(getattr(value, "tolist", None))}
-        self.leave_out(left)
-        self.run.log({k: v for k, v in kept.items() if k not in left}, step=step, **kwargs)
+        points = to_numbers(values)
+        arrays = {key: value for key, value in points.items() if callable(getattr(value, "tolist", None))}
+        self.leave_out(arrays)
+        self.run.log({k: v for k, v in points.items() if k not in arrays}, step=step, **kwargs)

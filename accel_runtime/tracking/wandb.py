@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases tracker."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from typing import Any
 import wandb
 from typing_extensions import override
 
-from accel_runtime.tracking.base import on_main_process
-from accel_runtime.tracking.run import RunTracker
-from accel_runtime.tracking.values import deep
+from accel_runtime.tracking.base import RunTracker, on_main_process, to_numbers
 
 __all__ = ["WandBTracker"]
 
 
 class WandBTracker(RunTracker):
-    """Hands over to `wandb`, which takes numbers, text, nested mappings and its own media.
+    """Log numbers, text, nested mappings and media to `wandb`.
 
     Args:
-        run_name: The project's name; `name` is that of the run.
-        **kwargs: For `wandb.init`.
+        run_name: The name of the project; `name` is that of the run.
+        **kwargs: Arguments of `wandb.init`.
     """
 
     name = "wandb"
@@ -31,13 +29,13 @@ class WandBTracker(RunTracker):
     @override
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(deep(values), allow_val_change=True)
+        self.run.config.update(to_numbers(values), allow_val_change=True)
 
     @override
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values; `kwargs` go to `Run.log`."""
-        self.run.log(deep(values), step=step, **kwargs)
+        self.run.log(to_numbers(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The names scripts import from `accelerate.utils`: what is here, and every name of `accel_runtime`."""
+"""Names that scripts import from `accelerate.utils`, including every name of `accel_runtime`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import accel_runtime
 
-_ROOMS = {
+_MODULES = {
     "accel_runtime.memory": ("clear_device_cache",),
     "accel_runtime.options": ("KwargsHandler",),
     "accel_runtime.utils.deepspeed": ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"),
@@ -20,13 +20,8 @@ _ROOMS = {
         "save_fsdp_optimizer",
     ),
     "accel_runtime.utils.launch": ("PrepareForLaunch", "write_basic_config"),
-    "accel_runtime.utils.saving": ("load", "save"),
-    "accel_runtime.utils.between": (
-        "extract_model_from_parallel",
-        "synchronize_rng_state",
-        "wait_for_everyone",
-    ),
-    "accel_runtime.utils.nested": (
+    "accel_runtime.utils.other": ("load", "save"),
+    "accel_runtime.utils.operations": (
         "concatenate",
         "convert_outputs_to_fp32",
         "convert_to_fp32",
@@ -35,6 +30,9 @@ _ROOMS = {
         "is_torch_tensor",
         "listify",
         "recursively_apply",
+        "extract_model_from_parallel",
+        "synchronize_rng_state",
+        "wait_for_everyone",
     ),
     "accel_runtime.utils.imports": (
         "is_4bit_bnb_available",
@@ -95,14 +93,14 @@ _ROOMS = {
         "is_xpu_available",
     ),
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted([*accel_runtime.__all__, *_HOMES])  # noqa: PLE0605 - it is a list of names
+__all__ = sorted([*accel_runtime.__all__, *_MODULE_OF])  # noqa: PLE0605 - a list of names
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
     if name in accel_runtime.__all__:
         return getattr(accel_runtime, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,25 +1,26 @@
-"""The module that scripts import configuration objects and enumerations from, as in Accelerate."""
+"""Configuration objects and enumerations under the name of Accelerate's `utils.dataclasses`."""
 
-from accel_runtime.compilation import DynamoBackend, TorchDynamoPlugin
-from accel_runtime.kinds import DistributedType, PrecisionType
 from accel_runtime.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DistributedType,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    PrecisionType,
+    ProjectConfiguration,
 )
-from accel_runtime.parallel.config import (
+from accel_runtime.parallel.plugins import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
 from accel_runtime.profiling import ProfileKwargs
-from accel_runtime.project import ProjectConfiguration
 from accel_runtime.tracking import LoggerType
+from accel_runtime.training.compilation import DynamoBackend, TorchDynamoPlugin
 
 __all__ = [
     "AutocastKwargs",

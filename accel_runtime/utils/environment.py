@@ -1,4 +1,4 @@
-"""Environment variables, under the name of Accelerate's `utils.environment`."""
+"""`patch_environment` under the name of Accelerate's `utils.environment`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["patch_environment"]
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables inside a `with` block, and restore them at its end.
+    """Set environment variables inside a `with` block, and restore them afterwards.
 
     Args:
-        **kwargs: Values by name; names are written in capitals, and values as text.
+        **kwargs: Values by name; names are converted to upper case, and values to text.
     """
     new = {name.upper(): str(value) for name, value in kwargs.items()}
     before = {name: os.environ.get(name) for name in new}

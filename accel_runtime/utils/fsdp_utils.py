@@ -1,7 +1,7 @@
-"""Weights and optimizer states of sharded models in files of their own, under the names of Accelerate's `utils.fsdp_utils`.
+"""Files of weights and optimizer states of sharded models, under the name of Accelerate's `utils.fsdp_utils`.
 
-The files are those of accel: safetensors for weights, and torch's format without code for optimizers. They load on any number
-of processes, and without processes.
+Weights are safetensors files, optimizer states files of torch without code. Both load on any number of processes, and outside
+of a process group.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accel_runtime.checkpoint import folder
+from accel_runtime.checkpoint.directory import find_checkpoint
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME
-from accel_runtime.checkpoint.shell.merging import Wish, merge
-from accel_runtime.exporting.exported import files_of, shards
+from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors
+from accel_runtime.export.load_model import list_shards, list_weight_files
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.state import PartialState
 
 if TYPE_CHECKING:
-    from accel_runtime.accelerator import Accelerator
+    from accel_runtime.accelerator.accelerator import Accelerator
 
 __all__ = [
     "load_fsdp_model",
@@ -41,10 +41,11 @@ __all__ = [
 Folder: TypeAlias = "str | os.PathLike[str]"
 
 _MODEL = "pytorch_model_fsdp_"
+_FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_fsdp_model(  # noqa: PLR0913, PLR0917 - the signature scripts know
-    fsdp_plugin: Any,  # noqa: ARG001 - its kind of state dict does not change the files
+    fsdp_plugin: Any,  # noqa: ARG001 - the files are the same for each type of state dict
     accelerator: Accelerator,
     model: nn.Module,
     output_dir: Folder,
@@ -52,21 +53,21 @@ def save_fsdp_model(  # noqa: PLR0913, PLR0917 - the signature scripts know
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model's weights into `output_dir/pytorch_model_fsdp_N`, as `Accelerator.save_model` does.
+    """Write the weights of a sharded model into `output_dir/pytorch_model_fsdp_N` with `Accelerator.save_model`.
 
-    All ranks make the call.
+    All ranks must call it.
 
     Args:
-        fsdp_plugin: Not needed: the files are the same for each kind of state dict.
-        accelerator: The one that prepared the model.
+        fsdp_plugin: Not used: the files are the same for each type of state dict.
+        accelerator: The `Accelerator` that prepared the model.
         model: The prepared model.
-        output_dir: Where the directory of the model is made.
+        output_dir: The parent of the directory of the model.
         model_index: N.
-        adapter_only: False only.
-        use_dcp: True only; the files are those of `save_model`, not of `torch.distributed.checkpoint`.
+        adapter_only: Must be False.
+        use_dcp: Must be True; the files are those of `save_model`, not of `torch.distributed.checkpoint`.
 
     Raises:
-        ValueError: `adapter_only=True` or `use_dcp=False`.
+        ValueError: If `adapter_only=True` or `use_dcp=False`.
         CheckpointError: As `Accelerator.save_model`.
     """
     _refuse_options("save_fsdp_model", adapter_only=adapter_only, use_dcp=use_dcp)
@@ -82,11 +83,11 @@ def load_fsdp_model(  # noqa: PLR0913, PLR0917 - the signature scripts know
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_model` wrote into a prepared model, on any number of ranks; arguments are the same.
+    """Load weights of `save_fsdp_model` into a prepared model, on any number of ranks; the arguments are the same.
 
     Raises:
         ValueError: As `save_fsdp_model`.
-        CheckpointError: There are no such weights, they are damaged, or do not fit the model.
+        CheckpointError: If no weights are found, or they are damaged or do not match the model.
     """
     _refuse_options("load_fsdp_model", adapter_only=adapter_only, use_dcp=use_dcp)
     accelerator.load_model(model, _model_folder(input_dir, model_index))
@@ -101,22 +102,24 @@ def save_fsdp_optimizer(  # noqa: PLR0913, PLR0917 - the signature scripts know
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the full state of a sharded model's optimizer into `output_dir/optimizer.bin`; all ranks make the call.
+    """Write the full state of the optimizer of a sharded model into `output_dir/optimizer.bin`; all ranks must call it.
 
     Args:
-        fsdp_plugin: Not needed.
-        accelerator: The one that prepared both.
+        fsdp_plugin: Not used.
+        accelerator: The `Accelerator` that prepared both.
         optimizer: The prepared optimizer.
         model: The prepared model.
-        output_dir: Where the file is made.
+        output_dir: The directory of the file.
         optimizer_index: N of `optimizer_N.bin`; 0 is `optimizer.bin`.
-        use_dcp: True only.
+        use_dcp: Must be True.
 
     Raises:
-        ValueError: `use_dcp=False`.
+        ValueError: If `use_dcp=False`.
     """
     _refuse_options("save_fsdp_optimizer", use_dcp=use_dcp)
-    state = get_optimizer_state_dict(accelerator.unwrap_model(model), _inner(optimizer), options=_full())
+    state = get_optimizer_state_dict(
+        accelerator.unwrap_model(model), _unwrap_optimizer(optimizer), options=_FULL_STATE
+    )
     path = _optimizer_file(output_dir, optimizer_index)
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,16 +137,19 @@ def load_fsdp_optimizer(  # noqa: PLR0913, PLR0917 - the signature scripts know
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote into a prepared optimizer, on any number of ranks; arguments are the same.
+    """Load a state of `save_fsdp_optimizer` into a prepared optimizer, on any number of ranks; the arguments are the same.
 
     Raises:
-        ValueError: `adapter_only=True` or `use_dcp=False`.
-        CheckpointError: The file is not there or damaged, or needs code to be read.
+        ValueError: If `adapter_only=True` or `use_dcp=False`.
+        CheckpointError: If the file is missing or damaged, or needs code to be read.
     """
     _refuse_options("load_fsdp_optimizer", adapter_only=adapter_only, use_dcp=use_dcp)
     state = accelerator.load(_optimizer_file(input_dir, optimizer_index))
     set_optimizer_state_dict(
-        accelerator.unwrap_model(model), _inner(optimizer), optim_state_dict=state, options=_full()
+        accelerator.unwrap_model(model),
+        _unwrap_optimizer(optimizer),
+        optim_state_dict=state,
+        options=_FULL_STATE,
     )
 
 
@@ -155,22 +161,23 @@ def merge_fsdp_weights(
 ) -> None:
     """Write the full weights of a sharded model into `output_path/model.safetensors`.
 
-    The first rank writes, the others wait.
+    The main process writes, the others wait.
 
     Args:
-        checkpoint_dir: A directory of `Accelerator.save_state` or `save_fsdp_model`; its `pytorch_model_fsdp_N` is the
-            model number N of a directory of `save_state`.
-        output_path: The directory of the file; it is made if need be.
-        safe_serialization: True only.
-        remove_checkpoint_dir: Remove the checkpoint when the file is written.
+        checkpoint_dir: A directory of `Accelerator.save_state` or `save_fsdp_model`; `pytorch_model_fsdp_N` in a directory
+            of `save_state` means its model number N.
+        output_path: The directory of the file, created if missing.
+        safe_serialization: Must be True.
+        remove_checkpoint_dir: Remove the checkpoint after the file is written.
 
     Raises:
-        ValueError: `safe_serialization=False`.
-        CheckpointError: There is no such checkpoint, or it is damaged, or one of `torch.distributed.checkpoint`.
+        ValueError: If `safe_serialization=False`.
+        CheckpointError: If no checkpoint is found, or it is damaged, or from `torch.distributed.checkpoint`.
     """
     if not safe_serialization:
         raise ValueError(
-            "merge_fsdp_weights writes safetensors only, which run no code when they are read. Leave safe_serialization out."
+            "merge_fsdp_weights cannot write pickles (safe_serialization=False): reading them runs code. Leave "
+            "safe_serialization out."
         )
     state = PartialState()
     try:
@@ -183,24 +190,24 @@ def merge_fsdp_weights(
 
 
 def _merge(source: Path, output: Path) -> Path:
-    """Write the weights; return the directory that they were read from."""
+    """Write the weights, and return their source directory."""
     if (source / ".metadata").exists():
         raise CheckpointError(
-            f"{source} cannot be merged: torch.distributed.checkpoint wrote it, and reading its metadata runs code in it. "
-            "Run Accelerate's own `accelerate merge-weights` on a directory whose writer you know."
+            f"Cannot merge {source}: torch.distributed.checkpoint wrote it, and reading its metadata runs code. "
+            "If you trust its source, run `accelerate merge-weights` of Accelerate."
         )
     if source.is_dir() and not (source / NAME).exists():
-        first, indexed = files_of(source)
+        first, indexed = list_weight_files(source)
         output.mkdir(parents=True, exist_ok=True)
-        for file in [*(shards(first) if indexed else []), first]:
+        for file in [*(list_shards(first) if indexed else []), first]:
             shutil.copyfile(file, output / file.name)
         return source
     index = source.name.removeprefix(_MODEL)
     number, checkpoint = (int(index), source.parent) if index.isdigit() else (0, source)
     item = f"model_{number}" if number else "model"
-    found = folder.find(checkpoint)
+    opened = find_checkpoint(checkpoint)
     output.mkdir(parents=True, exist_ok=True)
-    merge(found, output / "model.safetensors", Wish(item=item))
+    merge_tensors(opened, output / "model.safetensors", MergeRequest(item=item))
     return checkpoint
 
 
@@ -212,21 +219,15 @@ def _optimizer_file(directory: Folder, index: int) -> Path:
     return Path(directory) / (f"optimizer_{index}.bin" if index else "optimizer.bin")
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-
-
-def _full() -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def _refuse_options(function: str, *, use_dcp: bool, adapter_only: bool = False) -> None:
     if adapter_only:
         raise ValueError(
-            f"{function} cannot take adapter_only=True: it handles all weights of the model. Write those of an adapter with "
+            f"{function} does not support adapter_only=True. Write the weights of an adapter with "
             "accelerator.unwrap_model(model).save_pretrained(directory, state_dict=accelerator.get_state_dict(model))."
         )
     if not use_dcp:
-        raise ValueError(
-            f"{function} cannot take use_dcp=False: it writes no file for each rank. Leave use_dcp out."
-        )
+        raise ValueError(f"{function} does not support use_dcp=False (one file per rank). Leave use_dcp out.")

@@ -1,82 +1,67 @@
-"""Whether a device, a number format or a package is there, under the names of Accelerate's `utils.imports`."""
+"""Availability of devices, number formats and packages, under the name of Accelerate's `utils.imports`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-__all__ = [
-    "is_4bit_bnb_available",
-    "is_8bit_bnb_available",
-    "is_aim_available",
-    "is_amdsmi_available",
-    "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available",
-    "is_boto3_available",
-    "is_clearml_available",
-    "is_comet_ml_available",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_dvclive_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_import_timer_available",
-    "is_lomo_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_msamp_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_numpy_available",
-    "is_pandas_available",
-    "is_peft_available",
-    "is_peft_model",
-    "is_pippy_available",
-    "is_pynvml_available",
-    "is_pytest_available",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_sagemaker_available",
-    "is_schedulefree_available",
-    "is_sdaa_available",
-    "is_swanlab_available",
-    "is_tensorboard_available",
-    "is_timm_available",
-    "is_torch_distributed_available",
-    "is_torch_xla_available",
-    "is_torchao_available",
-    "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available",
-    "is_tqdm_available",
-    "is_trackio_available",
-    "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_transformers_available",
-    "is_triton_available",
-    "is_wandb_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-    "is_xpu_available",
-]
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _build_check(package: str, name: str | None = None) -> Callable[[], bool]:
+    """Return the function `is_PACKAGE_available`."""
+
+    def check() -> bool:
+        return _is_installed(package)
+
+    check.__name__ = check.__qualname__ = f"is_{name or package}_available"
+    check.__doc__ = f"Return whether `{package}` is installed."
+    return check
+
+
+is_aim_available = _build_check("aim")
+is_amdsmi_available = _build_check("amdsmi")
+is_boto3_available = _build_check("boto3")
+is_clearml_available = _build_check("clearml")
+is_comet_ml_available = _build_check("comet_ml")
+is_datasets_available = _build_check("datasets")
+is_deepspeed_available = _build_check("deepspeed")
+is_dvclive_available = _build_check("dvclive")
+is_import_timer_available = _build_check("import_timer")
+is_lomo_available = _build_check("lomo_optim", "lomo")
+is_matplotlib_available = _build_check("matplotlib")
+is_mlflow_available = _build_check("mlflow")
+is_msamp_available = _build_check("msamp")
+is_pandas_available = _build_check("pandas")
+is_peft_available = _build_check("peft")
+is_pynvml_available = _build_check("pynvml")
+is_pytest_available = _build_check("pytest")
+is_rich_available = _build_check("rich")
+is_sagemaker_available = _build_check("sagemaker")
+is_schedulefree_available = _build_check("schedulefree")
+is_swanlab_available = _build_check("swanlab")
+is_timm_available = _build_check("timm")
+is_torchao_available = _build_check("torchao")
+is_torchdata_available = _build_check("torchdata")
+is_torchvision_available = _build_check("torchvision")
+is_tqdm_available = _build_check("tqdm")
+is_trackio_available = _build_check("trackio")
+is_transformer_engine_available = _build_check("transformer_engine")
+is_transformers_available = _build_check("transformers")
+is_triton_available = _build_check("triton")
+is_wandb_available = _build_check("wandb")
 
 
 def is_cuda_available() -> bool:
-    """Return whether a CUDA device is there, without initializing CUDA, so that processes can still be forked."""
+    """Return whether a CUDA device is available, without initializing CUDA, which would prevent forks."""
     # torch.cuda.is_available() initializes it.
     return torch.cuda.device_count() > 0
 
@@ -228,7 +213,7 @@ def is_fp16_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Return False: nothing here computes in fp8, whatever packages are installed."""
+    """Return False: fp8 is not supported, whatever packages are installed."""
     return False
 
 
@@ -238,17 +223,17 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Return False: nothing here hands a model to Megatron-LM."""
+    """Return False: Megatron-LM is not supported."""
     return False
 
 
 def is_pippy_available() -> bool:
-    """Return False: there is no `prepare_pippy`."""
+    """Return False: `prepare_pippy` is not supported."""
     return False
 
 
 def is_weights_only_available() -> bool:
-    """Return True: every torch that this package runs on loads weights without running code."""
+    """Return True: every supported version of torch loads weights without running code."""
     return True
 
 
@@ -261,168 +246,9 @@ def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, prepared or not, is one of `peft`."""
     if not is_peft_available():
         return False
-    from accel_runtime.utils.between import extract_model_from_parallel  # noqa: PLC0415 - it loads the backends
+    from accel_runtime.utils.operations import extract_model_from_parallel  # noqa: PLC0415 - it loads the backends
 
     return isinstance(extract_model_from_parallel(model), importlib.import_module("peft").PeftModel)
-
-
-def is_amdsmi_available() -> bool:
-    """Return whether `amdsmi` is installed."""
-    return _is_installed("amdsmi")
-
-
-def is_import_timer_available() -> bool:
-    """Return whether `import_timer` is installed."""
-    return _is_installed("import_timer")
-
-
-def is_lomo_available() -> bool:
-    """Return whether `lomo_optim` is installed."""
-    return _is_installed("lomo_optim")
-
-
-def is_msamp_available() -> bool:
-    """Return whether `msamp` is installed."""
-    return _is_installed("msamp")
-
-
-def is_sagemaker_available() -> bool:
-    """Return whether `sagemaker` is installed."""
-    return _is_installed("sagemaker")
-
-
-def is_transformer_engine_available() -> bool:
-    """Return whether `transformer_engine` is installed."""
-    return _is_installed("transformer_engine")
-
-
-def is_aim_available() -> bool:
-    """Return whether `aim` is installed."""
-    return _is_installed("aim")
-
-
-def is_boto3_available() -> bool:
-    """Return whether `boto3` is installed."""
-    return _is_installed("boto3")
-
-
-def is_clearml_available() -> bool:
-    """Return whether `clearml` is installed."""
-    return _is_installed("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether `comet_ml` is installed."""
-    return _is_installed("comet_ml")
-
-
-def is_datasets_available() -> bool:
-    """Return whether `datasets` is installed."""
-    return _is_installed("datasets")
-
-
-def is_deepspeed_available() -> bool:
-    """Return whether `deepspeed` is installed."""
-    return _is_installed("deepspeed")
-
-
-def is_dvclive_available() -> bool:
-    """Return whether `dvclive` is installed."""
-    return _is_installed("dvclive")
-
-
-def is_matplotlib_available() -> bool:
-    """Return whether `matplotlib` is installed."""
-    return _is_installed("matplotlib")
-
-
-def is_mlflow_available() -> bool:
-    """Return whether `mlflow` is installed."""
-    return _is_installed("mlflow")
-
-
-def is_pandas_available() -> bool:
-    """Return whether `pandas` is installed."""
-    return _is_installed("pandas")
-
-
-def is_peft_available() -> bool:
-    """Return whether `peft` is installed."""
-    return _is_installed("peft")
-
-
-def is_pynvml_available() -> bool:
-    """Return whether `pynvml` is installed."""
-    return _is_installed("pynvml")
-
-
-def is_pytest_available() -> bool:
-    """Return whether `pytest` is installed."""
-    return _is_installed("pytest")
-
-
-def is_rich_available() -> bool:
-    """Return whether `rich` is installed."""
-    return _is_installed("rich")
-
-
-def is_schedulefree_available() -> bool:
-    """Return whether `schedulefree` is installed."""
-    return _is_installed("schedulefree")
-
-
-def is_swanlab_available() -> bool:
-    """Return whether `swanlab` is installed."""
-    return _is_installed("swanlab")
-
-
-def is_timm_available() -> bool:
-    """Return whether `timm` is installed."""
-    return _is_installed("timm")
-
-
-def is_torchao_available() -> bool:
-    """Return whether `torchao` is installed."""
-    return _is_installed("torchao")
-
-
-def is_torchdata_available() -> bool:
-    """Return whether `torchdata` is installed."""
-    return _is_installed("torchdata")
-
-
-def is_torchvision_available() -> bool:
-    """Return whether `torchvision` is installed."""
-    return _is_installed("torchvision")
-
-
-def is_tqdm_available() -> bool:
-    """Return whether `tqdm` is installed."""
-    return _is_installed("tqdm")
-
-
-def is_trackio_available() -> bool:
-    """Return whether `trackio` is installed."""
-    return _is_installed("trackio")
-
-
-def is_transformers_available() -> bool:
-    """Return whether `transformers` is installed."""
-    return _is_installed("transformers")
-
-
-def is_triton_available() -> bool:
-    """Return whether `triton` is installed."""
-    return _is_installed("triton")
-
-
-def is_wandb_available() -> bool:
-    """Return whether `wandb` is installed."""
-    return _is_installed("wandb")
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _has_device(package: str, device: str) -> bool:
@@ -435,3 +261,6 @@ def _has_device(package: str, device: str) -> bool:
         return module is not None and bool(module.is_available())
     except (ImportError, RuntimeError, OSError):  # installed without its driver
         return False
+
+
+__all__ = sorted(name for name in globals() if name.startswith("is_"))  # noqa: PLE0605 - a list of names

@@ -1,4 +1,4 @@
-"""Functions that scripts and notebooks start processes with, under the name of Accelerate's `utils.launch`."""
+"""`PrepareForLaunch` and `write_basic_config` under the name of Accelerate's `utils.launch`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from accel_runtime.env import MixedPrecision
-from accel_runtime.kinds import DistributedType
+from accel_runtime.options import DistributedType
 
 __all__ = ["PrepareForLaunch", "write_basic_config"]
 
@@ -21,16 +21,15 @@ _LOG = logging.getLogger("accel_runtime.utils")
 
 
 class PrepareForLaunch:
-    """Call a function in a process that `torch.multiprocessing` or torch_xla has started, after placing the process.
+    """Set the variables of a rank in a process of `torch.multiprocessing` or torch_xla, and call a function.
 
-    `MASTER_ADDR`, `MASTER_PORT` and `WORLD_SIZE` are those of the environment, as in Accelerate; `NPROC` is the number of
-    processes of this machine, and `NODE_RANK` its number.
+    `MASTER_ADDR`, `MASTER_PORT` and `WORLD_SIZE` are read from the environment, as in Accelerate; `NPROC` is the number of
+    processes of this node, and `NODE_RANK` the rank of the node.
 
     Args:
         launcher: The function.
-        distributed_type: How the processes work together: with `MULTI_CPU`, `MULTI_GPU` and their like the variables of a
-            rank are set; with others the function is called as it is.
-        debug: Connect the processes over gloo and the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+        distributed_type: The variables of a rank are set for `MULTI_CPU`, `MULTI_GPU` and other `MULTI_` types only.
+        debug: Initialize a gloo process group with the rendezvous file `ACCELERATE_DEBUG_RDV_FILE`.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class PrepareForLaunch:
         """Call the function.
 
         Args:
-            index: The number of this process on its machine.
-            *args: What the function is called with.
+            index: The local rank of this process.
+            *args: Arguments of the function.
         """
         if self.debug or self.distributed_type.value.startswith("MULTI_"):
-            self._place(index)
+            self._set_rank(index)
         if self.debug:
             dist.init_process_group(
                 "gloo",
@@ -61,14 +60,14 @@ class PrepareForLaunch:
             )
         self.launcher(*args)
 
-    def _place(self, index: int) -> None:
+    def _set_rank(self, index: int) -> None:
         counts = (os.environ.get(name) for name in ("NPROC", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
         per_node = int(next((count for count in counts if count), "1"))
         os.environ["LOCAL_RANK"] = str(index)
         os.environ["RANK"] = str(per_node * int(os.environ.get("NODE_RANK", "0")) + index)
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(per_node))
         if self.debug:
-            # The processes have met; the variables only say so.
+            # Not used by the rendezvous file, but required for the environment of a rank.
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", "0")
 
@@ -76,18 +75,18 @@ class PrepareForLaunch:
 def write_basic_config(
     mixed_precision: MixedPrecision = "no", save_location: str | os.PathLike[str] | None = None
 ) -> Path | Literal[False]:
-    """Write the profile that suits this machine, as `accel config default` does, unless there is one.
+    """Write the default profile of this machine like `accel config default`, unless it exists.
 
     Args:
         mixed_precision: `no`, `bf16` or `fp16`.
-        save_location: None only: a profile has a name, and its place follows from it.
+        save_location: Must be None: the name of a profile defines its path.
 
     Returns:
-        The file; False if there was one, which is left as it is.
+        The file; False if it existed before, and was not changed.
 
     Raises:
-        ValueError: A `save_location`, or another number format.
-        RuntimeError: The profile cannot be written.
+        ValueError: If there is a `save_location`, or the number format is invalid.
+        RuntimeError: If the profile cannot be written.
     """
     if save_location is not None:
         raise ValueError(
@@ -95,13 +94,12 @@ def write_basic_config(
             "save_location out, or run `accel config default --profile NAME` in a shell."
         )
     if mixed_precision not in {"no", "bf16", "fp16"}:
-        raise ValueError(
-            f"mixed_precision must be one of no, bf16, fp16; it is {mixed_precision!r}. Choose one of them."
-        )
+        raise ValueError(f"Invalid mixed_precision {mixed_precision!r}: expected one of no, bf16, fp16.")
     path = Path(_run_config("path"))
     if path.exists():
         _LOG.warning(
-            "%s is left as it is. `accel config show` prints the profile, `accel config` changes it.", path
+            "%s exists and was not changed. `accel config show` prints the profile, `accel config` changes it.",
+            path,
         )
         return False
     _run_config("default")
@@ -110,9 +108,9 @@ def write_basic_config(
 
 
 def _run_config(*arguments: str) -> str:
-    # The runtime does not import the command line, which is a package of its own.
+    # The runtime must not import accel_cli.
     command = [sys.executable, "-m", "accel_cli", "config", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"write_basic_config failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout.strip()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"write_basic_config failed: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout.strip()

@@ -1,4 +1,4 @@
-"""The module that scripts import functions of `accel_runtime.memory` from, as in Accelerate."""
+"""Functions of `accel_runtime.memory` under the name of Accelerate's `utils.memory`."""
 
 from accel_runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
 from accel_runtime.memory import is_out_of_memory as should_reduce_batch_size

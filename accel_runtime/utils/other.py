@@ -1,7 +1,32 @@
-"""The module that scripts import `extract_model_from_parallel` and its like from, as in Accelerate."""
+"""Functions under the name of Accelerate's `utils.other`."""
 
-from accel_runtime.utils.between import extract_model_from_parallel, wait_for_everyone
+from __future__ import annotations
+
+import os
+from typing import Any, BinaryIO
+
+from accel_runtime.default_backend import current_backend
+from accel_runtime.export.objects import load, write_object
 from accel_runtime.utils.launch import write_basic_config
-from accel_runtime.utils.saving import load, save
+from accel_runtime.utils.operations import extract_model_from_parallel, wait_for_everyone
 
 __all__ = ["extract_model_from_parallel", "load", "save", "wait_for_everyone", "write_basic_config"]
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | BinaryIO,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Write an object on the main process; a path is replaced atomically.
+
+    Args:
+        obj: An object that `torch.save` supports; tensors by name with `safe_serialization`.
+        f: A path, or an open binary file.
+        save_on_each_node: Write on the first process of every node.
+        safe_serialization: Write safetensors; `f` must then be a path.
+    """
+    topology = current_backend().topology
+    if (topology.local_rank if save_on_each_node else topology.rank) == 0:
+        write_object(obj, f, safe_serialization=safe_serialization)

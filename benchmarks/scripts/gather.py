@@ -59,8 +59,8 @@ def _gather_object(library: str, accelerator: Any) -> Callable[[Any], Any]:
     if library == "accelerate":
         found: Callable[[Any], Any] = importlib.import_module("accelerate.utils").gather_object
         return found
-    collectives = importlib.import_module("accel_runtime.collectives")
-    return lambda objects: collectives.gather_object(objects, accelerator._backend)  # noqa: SLF001
+    samples = importlib.import_module("accel_runtime.collectives.metrics")
+    return lambda objects: samples.gather_object(objects, accelerator._backend)  # noqa: SLF001
 
 
 def _bare_objects(objects: list[Any]) -> list[Any]:

@@ -32,12 +32,12 @@ WAITED = {
 }
 
 TOLD_STALL = {
-    "kind": "accel_runtime.exchange.agreement.StallError",
-    "said": "accel_runtime.exchange.agreement.StallError: rank 1 did not come to gather at train.py:9 in time\n",
+    "kind": "accel_runtime.collectives.handshake.StallError",
+    "said": "accel_runtime.collectives.handshake.StallError: rank 1 did not come to gather at train.py:9 in time\n",
 }
 TOLD_LOSS = {
-    "kind": "accel_runtime.exchange.agreement.RankLostError",
-    "said": "accel_runtime.exchange.agreement.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
+    "kind": "accel_runtime.collectives.handshake.RankLostError",
+    "said": "accel_runtime.collectives.handshake.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
 }
 
 

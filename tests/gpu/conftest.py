@@ -18,7 +18,7 @@ from gpu_rehearsal import REHEARSAL
 
 import accel_runtime
 from accel_runtime.backends import distributed
-from accel_runtime.current import set_current_backend
+from accel_runtime.default_backend import set_current_backend
 
 COUNT = torch.cuda.device_count()
 DEVICE = torch.device("cpu") if REHEARSAL else torch.device("cuda", 0)
@@ -50,6 +50,16 @@ class GpuCluster(Cluster):
 def ranks(request):
     """Two ranks over gloo, which may share a GPU, and over NCCL."""
     cluster = GpuCluster(request.param)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def sharing(cuda):
+    """Two ranks that are to use NCCL on one GPU, which it refuses."""
+    if COUNT > 1:
+        pytest.skip("needs a single GPU")
+    cluster = GpuCluster("nccl")
     yield cluster
     cluster.close()
 
@@ -95,18 +105,23 @@ def _fresh(home, monkeypatch):
     set_current_backend(None)
     yield
     if torch.distributed.is_initialized():
-        distributed._leave()
+        distributed._destroy_process_group()
     set_current_backend(None)
     gc.collect()
     if COUNT:
         torch.cuda.empty_cache()
 
 
+def limit_of(item):
+    """Return how many seconds a test may take."""
+    mark = item.get_closest_marker("limit")
+    return mark.args[0] if mark else LIMIT_S
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Have a test that takes too long fail; one that cannot be interrupted ends the run, after its traceback."""
-    mark = item.get_closest_marker("limit")
-    seconds = mark.args[0] if mark else LIMIT_S
+    seconds = limit_of(item)
 
     def late(*_):
         raise TimeoutError(f"{item.nodeid} took more than {seconds} s")
@@ -127,7 +142,7 @@ def pytest_runtest_setup(item):
     wanted = max((mark.args[0] for mark in item.iter_markers("gpu") if mark.args), default=1)
     if wanted > COUNT and not (REHEARSAL and wanted == 1):
         pytest.skip("needs a GPU" if wanted == 1 else "needs two GPUs")
-    if time.monotonic() - STARTED > float(os.environ.get("GPU_TESTS_S", "inf")):
+    if time.monotonic() - STARTED + limit_of(item) > float(os.environ.get("GPU_TESTS_S", "inf")):
         pytest.skip("the time for this run is used up")
 
 

@@ -45,6 +45,7 @@ def test_the_probe_names_every_gpu(cuda):
     assert said == {
         "accelerator": "cuda",
         "devices": [cuda.get_device_name(index) for index in range(cuda.device_count())],
+        "rocm": torch.version.hip is not None,
         "bf16": cuda.is_bf16_supported(),
         "torch": torch.__version__,
     }
@@ -103,7 +104,8 @@ from accel_runtime.utils import is_bf16_available, is_cuda_available
 def train():
     accelerator = Accelerator()
     total = accelerator.reduce(torch.ones(4, device=accelerator.device), "sum")
-    print("rank", accelerator.process_index, str(accelerator.device), total.tolist(), flush=True)
+    # In one piece: both write to the same pipe.
+    print(f"rank {accelerator.process_index} {accelerator.device} {total.tolist()}\\n", end="", flush=True)
 is_cuda_available(), release_memory()
 notebook_launcher(train, num_processes=2)
 """
@@ -180,7 +182,7 @@ def test_an_estimate_is_what_training_takes(device, tmp_path, model):
         "target": f"{tmp_path}/models.py:{model}", "devices": 1, "memory": None, "headroom": 10, "batch_size": None,
         "seq_length": None, "optimizer": "adamw", "mixed_precision": "no", "dtype": None, "wrap": "auto", "activations": True,
     }  # fmt: skip
-    found = json.loads(python("-m", "accel_runtime.estimating", json.dumps(asked)))["result"]
+    found = json.loads(python("-m", "accel_runtime.estimate", json.dumps(asked)))["result"]
     estimated = next(
         one["bytes"] for one in found["layouts"] if not (one["sharded"] or one["activation_checkpointing"])
     )

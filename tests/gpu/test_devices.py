@@ -8,8 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.backends import connect
-from accel_runtime.env import Settings
 from accel_runtime.rng import set_seed
 from accel_runtime.topology import Topology
 from accel_runtime.utils import send_to_device
@@ -43,19 +41,43 @@ def test_models_batches_gradients_and_optimizer_states_are_on_the_device(device)
 
 
 @pytest.mark.feature(PLACES)
-def test_a_rank_takes_the_gpu_of_its_local_rank_and_over_gloo_ranks_share(cuda):
-    from accel_runtime.backends import _device
+def test_a_rank_takes_the_gpu_of_its_local_rank_and_further_ranks_share(cuda):
+    from accel_runtime.backends import _select_device
 
     count = cuda.device_count()
     for local in range(count + 1):
         place = Topology(local, count + 1, local, count + 1, launched=True)
-        assert _device("auto", place, "gloo") == torch.device("cuda", local % count)
+        assert _select_device("auto", place, "gloo") == torch.device("cuda", local % count)
         assert cuda.current_device() == local % count
     cuda.set_device(0)
-    with pytest.raises(
-        RuntimeError, match=rf"{count + 1} processes on this machine, but it has {count} cuda"
-    ):
-        connect(Settings(), Topology(0, count + 1, 0, count + 1, launched=True))
+    assert _select_device("auto", Topology(), "auto") == torch.device("cuda", 0)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.feature(PLACES)
+def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(cuda):
+    cuda.set_device(1)
+    try:
+        accelerator = Accelerator()
+        model = accelerator.prepare(nn.Linear(2, 2))
+        assert accelerator.device == model.weight.device == torch.device("cuda", 1)
+    finally:
+        cuda.set_device(0)
+
+
+def refused():
+    """What an Accelerator of a rank says that shares its GPU."""
+    try:
+        Accelerator()
+    except RuntimeError as error:
+        return str(error)
+    return "connected"
+
+
+@pytest.mark.feature(PLACES)
+def test_ranks_that_share_a_gpu_over_nccl_are_named(sharing):
+    answers = sharing.run(refused)
+    assert all("over nccl: some use the same GPU (ranks 0, 1 on" in answer for answer in answers), answers
 
 
 @pytest.mark.feature(PLACES)
@@ -119,6 +141,71 @@ def test_the_script_does_not_wait_for_the_copy_of_a_pinned_batch(device, busy, c
         busy(0.4)
         batch.mul_(2)
     assert waited == [False] * 4, f"the stream was idle when a batch was handed out: {waited}"
+
+
+@pytest.mark.feature(COPIES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pinned_batch_is_copied_while_the_computation_before_it_still_runs(busy, cuda, workers):
+    loader = DataLoader(TensorDataset(numbers(12)), batch_size=2, pin_memory=True, num_workers=workers)
+    prepared = Accelerator().prepare(loader)
+    beside = []
+    for number, (batch,) in enumerate(prepared):
+        if number > 1:  # the first starts the workers
+            prepared._backend.copy_stream.synchronize()
+            beside.append(not cuda.current_stream().query())
+        busy(0.4)
+        batch.mul_(2)
+    assert beside == [True] * 4, f"the stream was busy when the copy was done: {beside}"
+
+
+@pytest.mark.feature(COPIES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_right_on_a_stream_of_the_script(busy, cuda, workers):
+    data = numbers()
+    loader = DataLoader(TensorDataset(data), batch_size=2, pin_memory=True, num_workers=workers)
+    prepared, kept = Accelerator().prepare(loader), []
+    stream = cuda.Stream()
+    with cuda.stream(stream):
+        for number, (batch,) in enumerate(prepared):
+            if number % 8 == 0:
+                busy(0.1)
+            kept.append(batch * 1)
+    stream.synchronize()
+    assert torch.equal(torch.cat(kept).cpu(), data)
+
+
+@pytest.mark.feature(COPIES)
+def test_memory_of_batches_is_used_again_from_epoch_to_epoch(cuda):
+    loader = DataLoader(TensorDataset(numbers(64, 65536)), batch_size=4, pin_memory=True)
+    prepared, reserved = Accelerator().prepare(loader), []
+    for _ in range(6):
+        total = torch.zeros((), device="cuda")
+        for (batch,) in prepared:
+            total += batch.sum()
+        cuda.synchronize()
+        reserved.append(cuda.memory_reserved() >> 20)
+    assert max(reserved[1:]) <= reserved[0] + 64, f"MiB after each epoch: {reserved}"
+
+
+@pytest.mark.feature(COPIES)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_saved_while_the_next_batch_is_copied_leads_to_that_batch(device, busy, workers):
+    data = TensorDataset(numbers(24, 512))
+
+    def shuffled():
+        loader = DataLoader(data, batch_size=4, shuffle=True, pin_memory=True, num_workers=workers)
+        return Accelerator().prepare(loader)
+
+    loader, handed, states = shuffled(), [], []
+    for (batch,) in loader:
+        busy(0.02)
+        handed.append(batch * 1)
+        states.append(loader.state_dict())
+    for number in (0, 3):
+        later = shuffled()
+        later.load_state_dict(states[number])
+        rest = [batch * 1 for (batch,) in later]
+        assert torch.equal(torch.cat(rest), torch.cat(handed[number + 1 :]))
 
 
 @pytest.mark.feature(COPIES)

@@ -75,12 +75,12 @@ def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("list", "nowhere"), "nowhere is not there"),
-        (("show", "run/../empty"), "holds no checkpoint"),
+        (("list", "nowhere"), "Directory not found: nowhere"),
+        (("show", "run/../empty"), "No checkpoint found in"),
         (("export", "run", "-o", "m", "--item", "model_1"), "has no model_1; it has model"),
         (("export", "run", "-o", "m", "--dtype", "int8"), "--dtype takes bf16, fp16 or fp32; it got 'int8'"),
         (("export", "run", "-o", "m", "--max-shard-size", "5TB"), "takes a size such as 5GB"),
-        (("export", "run", "-o", "run/checkpoints/checkpoint_0/m"), "is a checkpoint; a file that is added"),
+        (("export", "run", "-o", "run/checkpoints/checkpoint_0/m"), "is a checkpoint: an added file"),
         (("export", "run"), "Missing option"),
         (("prune", "run"), "Missing option '--keep'"),
         (("prune", "run", "--keep", "0"), "should be greater than or equal to 1"),
@@ -96,7 +96,7 @@ def test_what_cannot_be_done_is_one_message_and_code_2(checkpoint, project, cwd,
 
 def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
     code = (
-        "import sys\nfrom accel_runtime.checkpoint.shell import __main__ as shell\n"
+        "import sys\nfrom accel_runtime.checkpoint import __main__ as shell\n"
         "for command in ('list', 'verify', 'show'):\n    shell.main({'command': command, 'directory': 'run'})\n"
         "assert 'torch' not in sys.modules"
     )

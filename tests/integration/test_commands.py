@@ -390,7 +390,7 @@ def test_bad_input_is_one_message_and_code_2(typed, home, args, said):
 def test_a_file_that_is_no_profile_is_refused_by_its_first_lines(typed, cwd, monkeypatch):
     (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
     searches = []
-    monkeypatch.setattr("accel_cli.profile.problems.nearest", lambda *asked: searches.append(asked))
+    monkeypatch.setattr("accel_cli.profile.problems.find_nearest", lambda *asked: searches.append(asked))
     done = typed("config", "validate", "much.yaml")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "... and 450 more"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from accel_cli import estimates
-from accel_runtime.estimating import __main__ as estimating
+from accel_runtime.estimate import __main__ as estimating
 
 MODULE = """
 import torch
@@ -69,7 +69,7 @@ def estimate(cwd, capfd, monkeypatch, tmp_path):
     """Calls `accel estimate` in this process, with the child process that it would start."""
 
     def child(command, **_):
-        assert command[:-1] == [sys.executable, "-m", "accel_runtime.estimating"]
+        assert command[:-1] == [sys.executable, "-m", "accel_runtime.estimate"]
         stdout = os.dup(1)
         with (tmp_path / "answer").open("w+b") as file:
             os.dup2(file.fileno(), 1)
@@ -141,7 +141,7 @@ def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(est
     assert "activations are not counted: there are no inputs" in done.stderr
     assert "Module with 100,000,000,000 parameters" in done.stderr
     assert "least divided that fits: dp_shard 64, reshard" in done.stderr
-    assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tensor parallel plan") == 1
+    assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tp_plan of its own") == 1
 
 
 def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, models):
@@ -224,15 +224,18 @@ def test_nothing_is_written_where_nothing_fits(estimate, models, cwd):
     [
         (("models:mak",), "models has no mak; did you mean make?"),
         (("models:raises",), "models:raises failed: "),
-        (("models:make", "--memory", "80Gb"), "--memory is a number of bytes, at least 1"),
-        (("models:make", "--optimizer", "adan"), "--optimizer is one of adamw"),
+        (
+            ("models:make", "--memory", "80Gb"),
+            "Invalid --memory '80Gb': expected a number of bytes, at least 1",
+        ),
+        (("models:make", "--optimizer", "adan"), "Invalid --optimizer 'adan': expected one of adamw"),
         (("models:make", "--wrap", "Blok"), "did you mean Block?"),
         (("models:make", "--seq-length", "9"), "--seq-length is for factories with a parameter seq_length"),
         (("models:make", "--devices", "0"), "Invalid value for '--devices'"),
         (("models:make", "--mixed-precision", "fp8"), "Invalid value for '--mixed-precision'"),
         (("models:make", "-o", "a.yaml", "--write-profile", "b"), "mean different files"),
         (("models:make", "--write-profile", "../b"), "is no profile name"),
-        ((".",), "config.json is not there"),
+        ((".",), "File not found: config.json"),
         ((), "Missing argument 'MODEL'"),
     ],
 )

@@ -125,9 +125,7 @@ def goes_on(run, processes):
     """Start it again; what it prints last."""
     again = run(processes, "--resume")
     assert again.end() == 0, again.said
-    assert re.search(
-        r"accel: the run goes on from project/checkpoints/checkpoint_\d+, of step [1-9]", again.said
-    )
+    assert re.search(r"accel: resuming from project/checkpoints/checkpoint_\d+ \(step [1-9]", again.said)
     return again.final
 
 
@@ -190,11 +188,12 @@ def test_processes_that_are_started_again_go_on_by_themselves(cwd, script):
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
     assert (
-        "this run has no checkpoint yet, and begins anew; those in project/checkpoints are of" in early.stderr
+        "no checkpoint of this run yet: starting from the beginning (those in project/checkpoints are of"
+        in early.stderr
     )
     assert early.stdout.count("begins at 0 of run None") == 2
     assert re.search(r"begins at 3 of run [0-9a-f]{12}\n", late.stdout)
-    assert "the run goes on from project/checkpoints/checkpoint_2, of step 3" in late.stderr
+    assert "resuming from project/checkpoints/checkpoint_2 (step 3)" in late.stderr
 
 
 @pytest.mark.slow
@@ -212,7 +211,9 @@ def test_a_run_that_is_to_go_on_and_has_nothing_yet_says_so_once(cwd):
     )
     done = forked("launch", *options)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("accel: project/checkpoints has no checkpoint yet: the run begins anew") == 1
+    assert (
+        done.stderr.count("accel: no checkpoint in project/checkpoints yet: starting from the beginning") == 1
+    )
 
 
 def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_to(cwd, script):
@@ -224,5 +225,5 @@ def test_a_script_that_never_looks_for_a_checkpoint_is_named_where_it_was_told_t
     done = forked("launch", "--cpu", "--resume", "--set", "launcher.kind=torchrun", "train.py")
     assert done.returncode == 0, done.stderr
     assert (
-        done.stderr.count("--resume was given, and the script calls neither resume() nor load_state()") == 1
+        done.stderr.count("--resume had no effect: the script calls neither resume() nor load_state()") == 1
     )

@@ -110,7 +110,7 @@ def test_a_spot_job_that_is_taken_away_goes_on_from_its_checkpoint(aws, here, la
     job.until(r"saved, and leaving")
     hold.unlink()
     assert job.end() == 0, job.said
-    assert re.search(r"accel: .*goes on from .*checkpoint_\d+", job.said), job.said
+    assert re.search(r"accel: .*resuming from .*checkpoint_\d+", job.said), job.said
     assert re.search(r"127\.0\.0\.1 \| .*\d+ steps, weights [0-9a-f]{16}", job.said)
     assert "restart 1" in job.said
     assert "30 billable seconds, spot saved 70 %" in job.said

@@ -393,7 +393,5 @@ def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(
     following.until(r"is PENDING \(BeginTime\), restart 1")
     following.start_now(job)
     assert following.end() == 0, following.said
-    assert re.search(
-        r"accel: the run goes on from project/checkpoints/checkpoint_\d+, of step \d+", following.said
-    )
+    assert re.search(r"accel: resuming from project/checkpoints/checkpoint_\d+ \(step \d+\)", following.said)
     assert following.said.count(whole.stdout.splitlines()[-1]) == 1

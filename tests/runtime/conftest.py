@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_runtime.backends import distributed
-from accel_runtime.current import set_current_backend
+from accel_runtime.default_backend import set_current_backend
 
 # The model of the tests of sharding travels with their functions.
 cloudpickle.register_pickle_by_value(divided)
@@ -24,7 +24,7 @@ def _on_the_cpu(home, monkeypatch):
     yield
     if torch.distributed.is_initialized():
         # A model that is divided on one process has a group of one, which processes forked from it would take for theirs.
-        distributed._leave()
+        distributed._destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator, GradientAccumulationPlugin, TorchDynamoPlugin
-from accel_runtime.env import Settings, SettingsError, accelerate_variables, flat
+from accel_runtime.env import Settings, SettingsError, accelerate_variables, flatten_settings
 
 USUAL = {
     "ACCELERATE_MIXED_PRECISION": "no",
@@ -58,8 +58,10 @@ TWO_NODES = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 
 def changed(environ):
     """Return the settings that differ from the defaults."""
-    usual = dict(flat(Settings()))
-    return {name: value for name, value in flat(Settings.from_env(environ)) if value != usual[name]}
+    usual = dict(flatten_settings(Settings()))
+    return {
+        name: value for name, value in flatten_settings(Settings.from_env(environ)) if value != usual[name]
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_a_variable_that_has_a_meaning_is_taken_over(environ, settings):
             "^FSDP_TRANSFORMER_CLS_TO_WRAP must be",
         ),
         (FSDP | {"FSDP_IGNORED_MODULES": r"(norm|head)$"}, "list the names in ACCEL_FULLY_SHARD_IGNORE"),
-        (SIZES | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "PARALLELISM_CONFIG_SP_SIZE=2 cannot be honoured"),
+        (SIZES | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "PARALLELISM_CONFIG_SP_SIZE=2 is not supported"),
     ],
 )
 def test_what_accel_does_not_do_is_refused_with_what_to_set(environ, message):

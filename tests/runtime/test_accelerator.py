@@ -173,7 +173,9 @@ def test_unwrapping_gives_the_model_of_the_script_with_the_names_of_the_script(r
 
 @pytest.mark.parametrize("model", [None, 3, network])
 def test_unwrapping_refuses_what_is_no_module(model):
-    with pytest.raises(TypeError, match=r"unwrap_model\(\) failed: .* is no torch.nn.Module. Pass a model"):
+    with pytest.raises(
+        TypeError, match=r"unwrap_model\(\) failed: .* is not a torch.nn.Module. Pass a model"
+    ):
         Accelerator().unwrap_model(model)
 
 
@@ -221,7 +223,7 @@ def test_every_object_may_be_placed_or_left_where_it_is():
     assert [next(m.parameters()).device.type for m in prepared] == ["meta", "cpu", "meta"]
     loaders = accelerator.prepare(DataLoader(DATA), DataLoader(DATA), device_placement=[False, True])
     assert [next(iter(loader)).device.type for loader in loaders] == ["cpu", "meta"]
-    with pytest.raises(ValueError, match="device_placement has 1 entries for 2 objects"):
+    with pytest.raises(ValueError, match="Invalid device_placement: it has 1 entries for 2 objects"):
         accelerator.prepare(*models[:2], device_placement=[True])
 
 
@@ -244,7 +246,7 @@ def test_the_state_of_an_optimizer_becomes_like_its_parameters_if_it_is_placed(p
 def test_float16_parameters_are_refused_at_prepare_under_fp16(what):
     accelerator, model = fp16(), network().half()
     item = model if what == "model" else sgd(model)
-    with pytest.raises(ValueError, match="gradients of float16 parameters cannot be unscaled"):
+    with pytest.raises(ValueError, match="fp16 cannot train float16 parameters"):
         accelerator.prepare(item)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
@@ -262,7 +264,7 @@ def test_the_gradients_of_one_optimizer_can_be_unscaled_alone():
     accelerator.unscale_gradients([optimizers[1]])
     ratios = [float((gradients(m)[0] / b).mean()) for m, b in zip(models, before, strict=True)]
     assert ratios == [pytest.approx(1 / 128), pytest.approx(1 / 128), 1]
-    with pytest.raises(ValueError, match="prepare\\(\\) has not seen"):
+    with pytest.raises(ValueError, match="is not prepared"):
         accelerator.unscale_gradients(sgd(network()))
 
 
@@ -581,10 +583,13 @@ def test_two_spellings_that_contradict_each_other_are_refused(fp16, mixed_precis
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mixed_precision": "fp8"}, "one of no, bf16, fp16; it is 'fp8'"),
-        ({"gradient_accumulation_steps": 0}, "at least 1; it is 0"),
-        ({"rng_types": ["tpu"]}, "rng_types may hold generator, torch, cuda, xpu, xla; it holds 'tpu'"),
-        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "2 AutocastKwargs"),
+        ({"mixed_precision": "fp8"}, "Invalid mixed_precision 'fp8': expected one of no, bf16, fp16"),
+        ({"gradient_accumulation_steps": 0}, "Invalid gradient_accumulation_steps 0: expected at least 1"),
+        (
+            {"rng_types": ["tpu"]},
+            "Invalid rng_types entry 'tpu': expected one of generator, torch, cuda, xpu, xla.",
+        ),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "contains several AutocastKwargs"),
     ],
 )
 def test_what_cannot_be_done_is_refused(arguments, message):
@@ -593,14 +598,14 @@ def test_what_cannot_be_done_is_refused(arguments, message):
 
 
 def test_a_handler_that_is_none_is_refused():
-    with pytest.raises(TypeError, match="it holds <object"):
+    with pytest.raises(TypeError, match="Invalid kwargs_handlers entry <object"):
         Accelerator(kwargs_handlers=[object()])
 
 
 def test_cpu_wins_over_the_device_of_the_launcher():
     with patch.dict(os.environ, ACCEL_DEVICE="xpu"):
         assert Accelerator(cpu=True).device.type == "cpu"
-        with pytest.raises(RuntimeError, match="device 'xpu' was asked for"):
+        with pytest.raises(RuntimeError, match="Device 'xpu' is not available"):
             Accelerator()
 
 

@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
-from accel_runtime.accumulation import Accumulation
+from accel_runtime.training.accumulation import Accumulation
 
 
 def windows(steps, micro_batches, epochs=1, **fields):
     """For every micro-batch, whether it completes a window."""
     accumulation = Accumulation(GradientAccumulationPlugin(steps, **fields))
     epoch = range(1, micro_batches + 1)
-    return [accumulation.advance(last=index == micro_batches) for _ in range(epochs) for index in epoch]
+    return [accumulation.advance(is_last=index == micro_batches) for _ in range(epochs) for index in epoch]
 
 
 def test_without_any_micro_batch_the_optimizer_may_step():
@@ -39,12 +39,12 @@ def test_the_last_micro_batch_of_an_epoch_completes_its_window_and_the_next_epoc
 
 def test_synced_is_what_advance_said():
     accumulation = Accumulation(2)
-    assert [accumulation.advance(last=False) == accumulation.synced for _ in range(5)] == [True] * 5
+    assert [accumulation.advance(is_last=False) == accumulation.synced for _ in range(5)] == [True] * 5
 
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_a_window_has_at_least_one_micro_batch(steps):
-    with pytest.raises(ValueError, match=f"at least 1; it is {steps}"):
+    with pytest.raises(ValueError, match=f"{steps}: expected at least 1"):
         Accumulation(steps)
 
 
@@ -155,7 +155,7 @@ def test_the_number_of_steps_and_whether_gradients_synchronise_can_be_set():
     run.accelerator.sync_gradients = False
     run.optimizer.step()
     assert run.value == 9
-    with pytest.raises(ValueError, match="at least 1; it is 0"):
+    with pytest.raises(ValueError, match="0: expected at least 1"):
         run.accelerator.gradient_accumulation_steps = 0
 
 
@@ -163,7 +163,7 @@ def test_a_number_of_steps_and_a_plugin_are_refused_together():
     plugin = GradientAccumulationPlugin(2)
     assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 2
     with pytest.raises(
-        ValueError, match="gradient_accumulation_steps and gradient_accumulation_plugin say the same"
+        ValueError, match="Pass either gradient_accumulation_steps or gradient_accumulation_plugin"
     ):
         Accelerator(gradient_accumulation_steps=4, gradient_accumulation_plugin=plugin)
 

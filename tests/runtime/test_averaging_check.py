@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
-from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.training.accumulation import Accumulation
 
 BYPASSED = "no forward pass of the prepared model belongs to them"
 
@@ -33,7 +33,7 @@ class Autoencoder(nn.Module):
 
 def warned(train, *args):
     """Return what a training logs on this rank."""
-    with collect_messages("accel_runtime.gradients") as messages:
+    with collect_messages("accel_runtime.training.gradients") as messages:
         train(*args)
     return messages
 

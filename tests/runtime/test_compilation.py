@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin
-from accel_runtime.compilation import plain
+from accel_runtime.training.compilation import uncompiled_module
 
 X = torch.linspace(-1, 1, 48).view(6, 8)
 
@@ -178,21 +178,19 @@ def test_a_model_that_the_script_compiled_is_not_compiled_again_and_comes_back_p
     assert model._compiled_call_impl is None
     assert accelerator.unwrap_model(prepared) is own
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
-    assert plain(own) is model
-    assert plain(model) is model
+    assert uncompiled_module(own) is model
+    assert uncompiled_module(model) is model
 
 
 @pytest.mark.parametrize("backend", ["fastest", DynamoBackend.FX2TRT])
 def test_a_backend_that_torch_does_not_know_is_refused_by_name(backend):
     name = backend.lower() if backend == "fastest" else "fx2trt"
-    with pytest.raises(
-        ValueError, match=f"dynamo backend '{name}' is not one that this torch knows: .*inductor"
-    ):
+    with pytest.raises(ValueError, match=f"Unknown dynamo backend '{name}': .*inductor"):
         Accelerator(dynamo_backend=backend)
 
 
 def test_options_that_exclude_each_other_are_refused():
-    with pytest.raises(ValueError, match="mode or options, not both"):
+    with pytest.raises(ValueError, match="either mode or options"):
         TorchDynamoPlugin("inductor", mode="default", options={"max_autotune": True})
-    with pytest.raises(ValueError, match="dynamo_backend and dynamo_plugin say the same; give one"):
+    with pytest.raises(ValueError, match="Pass either dynamo_backend or dynamo_plugin, not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin("eager"))

@@ -138,18 +138,18 @@ def test_a_misspelled_field_is_refused(kind):
 
 def test_a_refused_value_is_named_with_its_field():
     with pytest.raises(
-        ValueError, match=r"DataLoaderConfiguration.even_batches must be True or False; it is 'False'"
+        ValueError, match=r"DataLoaderConfiguration.even_batches 'False': expected True or False"
     ):
         DataLoaderConfiguration(even_batches="False")
     with pytest.raises(
-        ValueError, match=r"DataLoaderConfiguration.dispatch_batches must be True, False or None; it is 'yes'"
+        ValueError, match=r"DataLoaderConfiguration.dispatch_batches 'yes': expected True, False or None"
     ):
         DataLoaderConfiguration(dispatch_batches="yes")
 
 
 @pytest.mark.parametrize("steps", [1.5, "4", True])
 def test_steps_of_accumulation_that_are_no_whole_number_are_refused(steps):
-    refusal = rf"gradient_accumulation_steps must be a whole number of at least 1; it is {steps!r}"
+    refusal = rf"Invalid gradient_accumulation_steps {steps!r}: expected an integer of at least 1"
     with pytest.raises(ValueError, match=refusal):
         Accelerator(gradient_accumulation_steps=steps)
     accelerator = Accelerator(gradient_accumulation_steps=3)
@@ -179,7 +179,7 @@ def test_names_in_a_generator_are_read_once():
 # In an Accelerator ---------------------------------------------------------------------
 
 
-def warned(name="accel_runtime.configuration"):
+def warned(name="accel_runtime.options"):
     return collect_messages(name)
 
 
@@ -206,7 +206,7 @@ def test_fields_of_the_loader_configuration_hold_for_loaders_prepared_from_then_
     assert message.removeprefix("[RANK 0] ").startswith(
         "DataLoaderConfiguration.split_batches = False at test_configuration.py:"
     )
-    assert "1 DataLoader(s) are prepared already" in message
+    assert "1 DataLoader(s) that are prepared already" in message
     assert untold == []
 
 
@@ -231,7 +231,7 @@ def test_a_scheduler_counts_the_batches_of_loaders_that_are_prepared_after_it(pa
         assert (last, steps, messages) == (2, 2, [])
     (last, steps, _, messages), _ = pair.run(advance, True)
     assert (last, steps) == (4, 2)
-    assert "2 DataLoader(s) and scheduler(s) are prepared already, and keep the value before" in messages[0]
+    assert "2 DataLoader(s) and scheduler(s) that are prepared already" in messages[0]
 
 
 def test_a_loader_configuration_is_replaced_as_a_whole():
@@ -243,14 +243,16 @@ def test_a_loader_configuration_is_replaced_as_a_whole():
         accelerator.dataloader_config = DataLoaderConfiguration(even_batches=False)
     assert len(messages) == 3, messages
     assert len(loader) == 4
-    with pytest.raises(TypeError, match="dataloader_config must be a DataLoaderConfiguration; it is 3"):
+    with pytest.raises(
+        TypeError, match=r"Invalid Accelerator.dataloader_config 3: expected a DataLoaderConfiguration"
+    ):
         accelerator.dataloader_config = 3
 
 
 def test_a_seed_without_its_order_is_refused_when_a_loader_is_prepared():
     accelerator = Accelerator()
     accelerator.dataloader_config.data_seed = 3
-    with pytest.raises(ValueError, match="data_seed needs use_seedable_sampler=True"):
+    with pytest.raises(ValueError, match="has no effect without use_seedable_sampler=True"):
         accelerator.prepare(DataLoader(range(4)))
     accelerator.dataloader_config.use_seedable_sampler = True
     accelerator.prepare(DataLoader(range(4)))
@@ -300,7 +302,7 @@ def test_accumulation_follows_its_plugin_and_the_plugin_the_accelerator():
     assert seen == [False, True] * 2 + [False, False, True] * 2
     accelerator.gradient_accumulation_steps = 4
     assert plugin.num_steps == 4
-    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1; it is 0"):
+    with pytest.raises(ValueError, match="Invalid gradient_accumulation_steps 0: expected at least 1"):
         accelerator.gradient_accumulation_steps = 0
     assert plugin.num_steps == 4
 
@@ -318,18 +320,23 @@ def test_a_profile_follows_its_handler(tmp_path):
 @pytest.mark.parametrize(
     ("make", "name", "value", "why"),
     [
-        (lambda: ({"kwargs_handlers": [GradScalerKwargs()]}), "init_scale", 4.0, "the loss scaler is made"),
+        (
+            lambda: ({"kwargs_handlers": [GradScalerKwargs()]}),
+            "init_scale",
+            4.0,
+            "the loss scaler exists already",
+        ),
         (
             lambda: ({"kwargs_handlers": [InitProcessGroupKwargs()]}),
             "backend",
             "nccl",
-            "the processes are connected",
+            "the process group exists already",
         ),
         (
             lambda: ({"parallelism_config": ParallelismConfig()}),
             "tp_size",
             2,
-            "the processes are divided already",
+            "the device mesh exists already",
         ),
     ],
     ids=["scaler", "process group", "sizes"],
@@ -342,7 +349,8 @@ def test_an_assignment_that_can_have_no_effect_any_more_is_refused(make, name, v
     accelerator = Accelerator(**options)
     before = getattr(given, name)
     with pytest.raises(
-        RuntimeError, match=rf"Cannot set {type(given).__name__}.{name}: {why}. Set it before the Acc"
+        RuntimeError,
+        match=rf"Cannot set {type(given).__name__}.{name}: {why}. Set it before you create the Acc",
     ):
         setattr(given, name, value)
     assert getattr(given, name) == before
@@ -377,7 +385,7 @@ def test_the_directory_of_trackers_may_be_set_until_they_run(tmp_path):
     accelerator.end_training()
     assert list((tmp_path / "b").rglob("*.jsonl"))
     assert not (tmp_path / "c").exists()
-    assert "1 tracker(s) are prepared already" in messages[0]
+    assert "1 tracker(s) that are prepared already" in messages[0]
 
 
 def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
@@ -394,7 +402,7 @@ def test_a_plugin_of_sharding_holds_for_models_prepared_from_then_on(pair):
             plugin.cpu_offload = True
         options = accelerator.describe().options["fully_shard_wrap"]
         return (
-            len(accelerator._backend.groups(model, None)[0].modules),
+            len(accelerator._backend.list_parameter_groups(model, None)[0].modules),
             len(messages),
             options.value,
             options.origin,

@@ -10,17 +10,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_runtime import Accelerator, memory, precision, tree
-from accel_runtime.backends import _device
-from accel_runtime.checkpoint.staging import Staging
+from accel_runtime import Accelerator, ProfileKwargs, memory, nested, profiling
+from accel_runtime.backends import _select_device, connect
+from accel_runtime.backends.distributed import check_gpus_differ
+from accel_runtime.checkpoint.async_save import StagingBuffers
+from accel_runtime.checkpoint.tensor_matching import hash_words
 from accel_runtime.env import Settings
-from accel_runtime.parallel import unscaling
-from accel_runtime.precision import LossScaler
+from accel_runtime.parallel import grad_norm
+from accel_runtime.parallel.dtensor import gather_tensor
+from accel_runtime.rng import broadcast_rng_types
 from accel_runtime.topology import Topology
-from accel_runtime.utils import is_cuda_available
+from accel_runtime.training import precision
+from accel_runtime.training.loss_weighting import LossWeight
+from accel_runtime.training.precision import LossScaler
+from accel_runtime.utils import is_bf16_available, is_cuda_available
 
 
 def refuse(*_, **__):
@@ -37,6 +44,7 @@ def two_gpus(monkeypatch):
         "current_accelerator": lambda: torch.device("cuda"),
         "device_count": lambda: 2,
         "set_device_index": chosen.append,
+        "current_device_index": lambda: chosen[-1] if chosen else 0,
         "synchronize": refuse,
     }.items():
         monkeypatch.setattr(torch.accelerator, name, stub)
@@ -49,19 +57,96 @@ def place(local, count):
 
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
 def test_a_rank_takes_the_gpu_of_its_local_rank_before_it_joins_the_others(two_gpus, backend):
-    assert [_device("auto", place(local, 2), backend) for local in range(2)] == [
+    assert [_select_device("auto", place(local, 2), backend) for local in range(2)] == [
         torch.device("cuda", 0),
         torch.device("cuda", 1),
     ]
     assert two_gpus == [0, 1]
 
 
-def test_more_ranks_than_gpus_share_them_over_gloo_only(two_gpus):
-    shared = [_device("cuda", place(local, 4), "gloo").index for local in range(4)]
-    assert shared == two_gpus == [0, 1, 0, 1]
-    with pytest.raises(RuntimeError, match=r"4 processes .* 2 cuda device\(s\).*process_group_backend: gloo"):
-        _device("auto", place(3, 4), "auto")
+def test_more_ranks_than_gpus_take_them_in_turn(two_gpus):
+    taken = [_select_device("cuda", place(local, 4), "gloo").index for local in range(4)]
+    assert taken == two_gpus == [0, 1, 0, 1]
+
+
+def test_more_ranks_than_devices_without_an_identity_share_them_over_gloo_only(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert _select_device("xpu", place(3, 4), "gloo") == torch.device("xpu", 1)
+    with pytest.raises(RuntimeError, match=r"4 processes .* 2 xpu device\(s\).*process_group_backend: gloo"):
+        _select_device("auto", place(3, 4), "auto")
     assert Settings().process_group_backend == "auto"
+
+
+def test_a_script_without_a_launcher_keeps_the_gpu_that_it_made_current(two_gpus, monkeypatch):
+    monkeypatch.setenv("ACCEL_DEVICE", "auto")
+    assert _select_device("auto", Topology(), "auto") == torch.device("cuda", 0)
+    torch.accelerator.set_device_index(1)
+    assert connect(Settings(), Topology()).device == torch.device("cuda", 1)
+    assert two_gpus == [1], "it is not set again"
+
+
+def gpu(host, uuid, bus):
+    return host, f"GPU-{uuid}", 0, bus, 0
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        pytest.param([gpu("a", 1, 4), gpu("a", 2, 5)], id="two of a node"),
+        pytest.param([gpu("a", 1, 4), gpu("b", 2, 4)], id="the first of two nodes"),
+        pytest.param(
+            [gpu("a", 0, 4), gpu("a", 0, 5), gpu("b", 0, 4)], id="a driver that gives one UUID to all"
+        ),
+        pytest.param(
+            [("a", "GPU-1", None, None, None), ("a", "GPU-2", None, None, None)], id="an older torch"
+        ),
+    ],
+)
+def test_ranks_on_different_gpus_may_use_nccl(gpus):
+    check_gpus_differ(gpus, "nccl")
+
+
+def test_ranks_that_share_a_gpu_over_nccl_are_named():
+    gpus = [gpu("a", 1, 4), gpu("b", 3, 4), gpu("a", 1, 4), gpu("b", 3, 4), gpu("b", 4, 5)]
+    wanted = r"over nccl: some use the same GPU \(ranks 0, 2 on a; ranks 1, 3 on b\)\..*process_group_backend: gloo"
+    with pytest.raises(RuntimeError, match=wanted):
+        check_gpus_differ(gpus, "nccl")
+
+
+def connected(uuids, carriers):
+    """What becomes of a rank that joins the others with the GPU that has its UUID, `cuda:0` in every process."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from accel_runtime.backends.distributed import DistributedBackend
+
+    accelerator = Accelerator()  # holds the process group
+    rank = accelerator.process_index
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=uuids[rank], pci_bus_id=1)
+        )
+        patched.setattr(dist, "get_backend_config", lambda: carriers)
+        topology = Topology(rank, len(uuids), rank, len(uuids), launched=True)
+        try:
+            backend = DistributedBackend(topology, torch.device("cuda", 0), Settings(), {})
+        except RuntimeError as error:
+            return str(error)
+        backend.close()
+        return "connected"
+
+
+@pytest.mark.parametrize(
+    ("uuids", "carriers", "outcome"),
+    [
+        pytest.param(["x", "y"], "cpu:gloo,cuda:nccl", "connected", id="each process sees a GPU of its own"),
+        pytest.param(["x", "x"], "cpu:gloo,cuda:nccl", "ranks 0, 1 on", id="all see the same GPU"),
+        pytest.param(["x", "x"], "cpu:gloo,cuda:gloo", "connected", id="over gloo they share it"),
+    ],
+)
+def test_ranks_that_see_one_gpu_each_are_told_apart_by_what_the_gpus_are(pair, uuids, carriers, outcome):
+    assert all(outcome in told for told in pair.run(connected, uuids, carriers))
 
 
 def test_what_a_notebook_asks_before_a_launch_does_not_start_cuda(two_gpus, monkeypatch):
@@ -91,8 +176,8 @@ class Copies(TorchDispatchMode):
 
 
 def test_offloaded_gradients_are_unscaled_by_a_scale_that_has_arrived(monkeypatch):
-    monkeypatch.setattr(precision, "any_divided", lambda _: True)
-    monkeypatch.setattr(unscaling, "unscaled", lambda optimizer, unscale: unscale(optimizer))
+    monkeypatch.setattr(precision, "has_dtensor", lambda _: True)
+    monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
     with FakeTensorMode(), Copies() as copies:
         offloaded = torch.nn.Parameter(torch.ones(3))
         offloaded.grad = torch.ones(3)
@@ -135,10 +220,10 @@ def runtime(monkeypatch):
 
 
 def test_pinned_memory_is_as_large_as_the_state_and_is_unpinned_before_it_goes(runtime):
-    staging = Staging(pinned=True)
+    staging = StagingBuffers(pinned=True)
     sizes = []
     for count in (1000, 5000, 3000):
-        copies = staging.copies({"x": torch.arange(count)})
+        copies = staging.copy_tensors({"x": torch.arange(count)})
         assert torch.equal(copies["x"], torch.arange(count))
         sizes.append(list(runtime.pinned.values()))
         assert copies["x"].data_ptr() in runtime.pinned
@@ -157,8 +242,8 @@ def test_memory_that_the_system_does_not_pin_is_used_as_it_is(runtime, monkeypat
         raise torch.AcceleratorError("CUDA error: memory cannot be registered")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    staging = Staging(pinned=True)
-    assert torch.equal(staging.copies({"x": torch.arange(7)})["x"], torch.arange(7))
+    staging = StagingBuffers(pinned=True)
+    assert torch.equal(staging.copy_tensors({"x": torch.arange(7)})["x"], torch.arange(7))
     assert runtime.pinned == {}
     assert reported == ["cuda"], "the error is taken from CUDA, or the script's next kernel reports it"
 
@@ -197,11 +282,11 @@ def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_w
     data, options, pinned, monkeypatch
 ):
     sent = []
-    monkeypatch.setattr(tree, "presence", lambda _: lambda _: False)
-    real = tree.send
+    monkeypatch.setattr(nested, "build_device_check", lambda _: lambda _: False)
+    real = nested.send_to
     monkeypatch.setattr(
-        tree,
-        "send",
+        nested,
+        "send_to",
         lambda batch, *args, **kwargs: sent.append((batch, kwargs)) or real(batch, *args, **kwargs),
     )
     if isinstance(data, IterableDataset) and "shuffle" in options:
@@ -211,9 +296,109 @@ def test_every_batch_of_a_loader_with_pinned_memory_is_pinned_and_sent_without_w
     assert count == len(sent) == {None: 10, 4: 3, 5: 2}[options["batch_size"]]
     for batch, how in sent:
         assert how == {"non_blocking": True}
-        leaves = [leaf for leaf in tree.leaves(batch) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in nested.leaves(batch) if isinstance(leaf, torch.Tensor)]
         assert leaves
         assert all(leaf.untyped_storage().data_ptr() in pinned for leaf in leaves)
+
+
+def waited_for():
+    """Which devices a rank of CUDA waits for in a barrier, and what kind of run it says it is in."""
+    from accel_runtime.backends.distributed import DistributedBackend
+
+    Accelerator()  # holds the process group
+    synchronized = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.accelerator, "synchronize", lambda device: synchronized.append(str(device)))
+        patched.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=str(Topology.here().rank))
+        )
+        backend = DistributedBackend(Topology.here(), torch.device("cuda", 1), Settings(), {})
+        backend.barrier()
+        backend.close()
+    return synchronized, backend.distributed_type.value
+
+
+def test_a_barrier_waits_for_what_the_gpu_computes(pair):
+    assert pair.run(waited_for) == [(["cuda:1"], "MULTI_GPU")] * 2
+
+
+def taken_over():
+    """The state of the GPU's generator after the ranks took over the first one's."""
+    from accel_runtime.default_backend import current_backend
+
+    accelerator = Accelerator()
+    own = torch.full((16,), accelerator.process_index + 5, dtype=torch.uint8)
+    restored = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "get_rng_state", lambda: own)
+        patched.setattr(torch.cuda, "set_rng_state", restored.append)
+        broadcast_rng_types(["cuda"], current_backend())
+    return [state.tolist() for state in restored]
+
+
+def test_ranks_take_over_the_first_ones_generator_of_the_gpu(pair):
+    assert pair.run(taken_over) == [[[5] * 16]] * 2
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(7, dtype=torch.uint8),
+        torch.arange(12.0).view(3, 4),
+        torch.arange(9, dtype=torch.bfloat16),
+        torch.ones((), dtype=torch.float64),
+        torch.empty(0),
+    ],
+    ids=["7-bytes", "matrix", "bf16", "scalar", "empty"],
+)
+def test_the_digest_of_a_tensor_on_a_gpu_changes_with_every_value_and_with_nothing_else(tensor):
+    assert hash_words(torch.stack([tensor, tensor + 1], -1)[..., 0]) == hash_words(tensor), (
+        "strides are no values"
+    )
+    for place in range(tensor.numel()):
+        other = tensor.clone()
+        other.view(-1)[place] += 1
+        assert hash_words(other) != hash_words(tensor), f"value {place}"
+
+
+class Offloaded:
+    """A sharded parameter on the CPU of a mesh of GPUs."""
+
+    device = torch.device("cpu")
+    device_mesh = SimpleNamespace(device_type="cuda")
+
+    def detach(self):
+        return self
+
+    def to(self, device):
+        assert device == "cuda"
+        return SimpleNamespace(full_tensor=lambda: "whole, from the GPU")
+
+
+def test_an_offloaded_parameter_is_gathered_from_the_gpus():
+    assert gather_tensor(Offloaded()) == "whole, from the GPU"
+
+
+def test_a_weight_of_the_loss_that_is_on_the_device_is_not_fetched():
+    weight = LossWeight.build(torch.ones(1, device="meta"), torch.device("meta"))
+    assert (weight.amount.device.type, weight.amount.shape, weight.is_zero) == ("meta", (), None)
+
+
+def test_a_profile_records_the_cpu_and_the_gpu(monkeypatch):
+    every = {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}
+    monkeypatch.setattr(profiling, "supported_activities", lambda: every)
+    assert set(ProfileKwargs()._activities(torch.device("cuda", 0))) == {
+        ProfilerActivity.CPU,
+        ProfilerActivity.CUDA,
+    }
+    assert ProfileKwargs(activities=["cuda"])._activities(torch.device("cuda")) == [ProfilerActivity.CUDA]
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_gpu_is_asked_if_it_computes_in_bf16(monkeypatch, supported):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: supported)
+    assert is_bf16_available() is supported
 
 
 IMPORTS = """
@@ -226,7 +411,7 @@ for place in (torch.cuda, torch.accelerator):
             setattr(place, name, refuse)
 from accel_runtime import *
 from accel_runtime.utils import *
-import accel_runtime.launchers, accel_runtime.backends.sharded, accel_runtime.parallel.gathering, torch._dynamo
+import accel_runtime.launchers, accel_runtime.backends.fsdp, accel_runtime.parallel.dtensor, torch._dynamo
 """
 
 

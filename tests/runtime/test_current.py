@@ -7,7 +7,7 @@ import threading
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.backends.single import Single
-from accel_runtime.current import connected, current_backend, set_current_backend
+from accel_runtime.default_backend import connect_default_backend, current_backend, set_current_backend
 
 
 def test_it_is_that_of_the_newest_accelerator_or_state(ranks):
@@ -50,5 +50,5 @@ def test_a_forked_process_does_not_take_its_parent_for_itself(monkeypatch):
 def test_one_on_another_device_is_not_taken_for_the_cpu(monkeypatch):
     elsewhere = Single(current_backend().topology, type("Device", (), {"type": "cuda"})())
     set_current_backend(elsewhere)
-    assert connected() is elsewhere
-    assert connected(cpu=True).device.type == "cpu"
+    assert connect_default_backend() is elsewhere
+    assert connect_default_backend(cpu=True).device.type == "cpu"

@@ -20,7 +20,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
-from accel_runtime.env import FullyShard, Parallel, flat
+from accel_runtime.env import FullyShard, Parallel, flatten_settings
 
 
 class Stream(IterableDataset):
@@ -119,8 +119,8 @@ def test_the_repeats_of_an_epoch_are_told_beforehand_and_are_those_there_are(ran
         return accelerator.describe().loaders[0].end, loader.repeats
 
     repeats = -(-17 // (4 * ranks.size)) * 4 * ranks.size - 17
-    end = f"the end is filled up from the start: {repeats} repeats an epoch"
-    assert ranks.run(told) == [("no repeats", 0) if ranks.size == 1 else (end, repeats)] * ranks.size
+    end = f"the last batch is padded from the start: {repeats} samples an epoch"
+    assert ranks.run(told) == [("no padding", 0) if ranks.size == 1 else (end, repeats)] * ranks.size
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_every_rank_says_the_same_but_for_who_it_is(several):
 def test_an_option_comes_from_an_argument_a_variable_or_nowhere(monkeypatch):
     monkeypatch.setenv("ACCEL_LOG_LEVEL", "warning")
     options = Accelerator(mixed_precision="bf16").describe().options
-    divided = {f"parallel_{name}": value for name, value in flat(Parallel())}
-    divided |= {f"fully_shard_{name}": value for name, value in flat(FullyShard())}
+    divided = {f"parallel_{name}": value for name, value in flatten_settings(Parallel())}
+    divided |= {f"fully_shard_{name}": value for name, value in flatten_settings(FullyShard())}
     assert {name: (option.value, option.origin) for name, option in options.items()} == {
         **{name: (value, "default") for name, value in divided.items()},
         "device": ("cpu", "ACCEL_DEVICE"),
@@ -265,12 +265,12 @@ def test_every_field_is_among_those_that_change():
 @pytest.mark.parametrize(
     ("loader", "end"),
     [
-        (lambda: DataLoader(range(10), 2, drop_last=True), "what does not fill a global batch is left out"),
+        (lambda: DataLoader(range(10), 2, drop_last=True), "an incomplete global batch is left out"),
         (
             lambda: DataLoader(range(9), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8]]),
-            "batches keep their sizes; one that is missing at the end is a repeat that counts for nothing",
+            "batches keep their sizes; a missing one at the end is padding without weight",
         ),
-        (lambda: DataLoader(Stream(), 2), "filled up from the start"),
+        (lambda: DataLoader(Stream(), 2), "padded from the start"),
     ],
 )
 def test_the_end_of_an_epoch_is_told_for_loaders_of_every_kind(pair, loader, end):

@@ -22,9 +22,9 @@ from accel_runtime.env import (
     ProcessGroupBackend,
     Settings,
     SettingsError,
-    flat,
-    placed_by_device,
-    variable,
+    flatten_settings,
+    is_placed_by_device,
+    variable_name,
 )
 from accel_runtime.layouts import STYLES
 
@@ -74,7 +74,7 @@ def test_what_is_written_is_read_back(settings):
 @given(every_settings)
 def test_every_field_is_written_to_a_variable_of_ours(settings):
     written = settings.to_env()
-    assert len(written) == len(flat(settings))
+    assert len(written) == len(flatten_settings(settings))
     assert all(name.startswith(PREFIX) for name in written)
 
 
@@ -85,7 +85,7 @@ def test_early_fp16_says_nothing_where_the_launcher_spoke(settings):
 
 @given(every_settings)
 def test_no_two_fields_share_a_variable_and_every_section_travels(settings):
-    names = [variable(name) for name, _ in flat(settings)]
+    names = [variable_name(name) for name, _ in flatten_settings(settings)]
     assert len({*names}) == len(names)
     assert {"ACCEL_PARALLEL_TP_PLAN", "ACCEL_FULLY_SHARD_WRAP"} <= {*names}
 
@@ -130,7 +130,9 @@ def test_a_bad_value_is_an_error_that_names_the_variable_and_the_value(name, val
     assert value.split(",")[-1] in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*(variable(name) for name, _ in flat(Settings())), HOME, PROFILE])
+@pytest.mark.parametrize(
+    "name", [*(variable_name(name) for name, _ in flatten_settings(Settings())), HOME, PROFILE]
+)
 def test_a_near_miss_of_a_variable_is_refused_with_the_right_name(name):
     misspelled = name[:-2] + name[-2] + name[-2:]
     with pytest.raises(SettingsError, match=rf"{misspelled} is not .* did you mean {name}\?"):
@@ -164,4 +166,4 @@ def test_the_switch_of_early_scripts_asks_for_fp16(text, means):
 )
 def test_who_sets_the_variable_of_torch_xla_wants_it_unless_a_device_is_named(environ, device):
     assert Settings.from_env(environ).device == device
-    assert placed_by_device(environ) is (device == "xla")
+    assert is_placed_by_device(environ) is (device == "xla")

@@ -12,16 +12,16 @@ from accel_cli.runs import RankFolder
 from accel_cli.stalls import Beat
 from accel_runtime import Accelerator
 from accel_runtime.env import RANK_FOLDER
-from accel_runtime.heartbeat import Heartbeat, _of_process, heartbeat
+from accel_runtime.heartbeat import Heartbeat, _create_progress, heartbeat
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a rank that a launcher watches."""
     monkeypatch.setenv(RANK_FOLDER, str(tmp_path))
-    _of_process.cache_clear()
+    _create_progress.cache_clear()
     yield RankFolder(tmp_path)
-    _of_process.cache_clear()
+    _create_progress.cache_clear()
 
 
 def trained(accelerator, batches):
@@ -52,15 +52,18 @@ def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
 def test_a_process_in_a_collective_says_which(folder):
     accelerator = Accelerator()
     seen = []
-    swap = accelerator._backend.agreement._wire.swap
-    accelerator._backend.agreement._wire.swap = lambda *args: (seen.append(Beat.read(folder)), swap(*args))[1]
+    all_gather_slots = accelerator._backend.handshake._transport.all_gather_slots
+    accelerator._backend.handshake._transport.all_gather_slots = lambda *args: (
+        seen.append(Beat.read(folder)),
+        all_gather_slots(*args),
+    )[1]
     accelerator.wait_for_everyone()
     assert seen[0].where.startswith("in wait_for_everyone at test_heartbeat.py:")
 
 
 def test_nothing_is_kept_where_no_launcher_watches(monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
-    _of_process.cache_clear()
+    _create_progress.cache_clear()
     assert heartbeat() is None
 
 

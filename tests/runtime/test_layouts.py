@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.layouts import FSDP1, STYLES, FullyShard, Parallel, SettingsError, check_layout, fsdp1
+from accel_runtime.layouts import (
+    FSDP1,
+    STYLES,
+    FullyShard,
+    Parallel,
+    SettingsError,
+    check_layout,
+    explain_fsdp1_option,
+)
 from tests.runtime.test_env import every_parallel
 
 small = st.integers(1, 6)
@@ -56,10 +64,10 @@ def test_shards_of_one_process_are_shards():
 @pytest.mark.parametrize(
     ("parallel", "world", "said"),
     [
-        (Parallel(tp=2), 4, "set dp_replicate: 2 (more copies) or dp_shard: auto (more shards)"),
-        (Parallel(dp_shard=4), 6, "is 4, and there are 6 processes: start 4, or change the sizes"),
-        (Parallel(tp=2), 1, "is 2, and there is 1 process: start 2"),
-        (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is no multiple of 4"),
+        (Parallel(tp=2), 4, "set dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
+        (Parallel(dp_shard=4), 6, "is 4, and there are 6 processes. Start 4, or change the sizes"),
+        (Parallel(tp=2), 1, "is 2, and there is 1 process. Start 2"),
+        (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is not a multiple of 4"),
     ],
 )
 def test_a_refusal_says_what_would_do(parallel, world, said):
@@ -94,9 +102,9 @@ def test_a_style_that_is_none_is_refused_with_those_there_are(style, said):
 
 
 def test_the_styles_of_the_contract_are_those_that_the_runtime_knows():
-    from accel_runtime.parallel import styles
+    from accel_runtime.parallel import tensor_parallel
 
-    assert {*STYLES} == {*styles.WORDS, *styles._CLASSES}
+    assert {*STYLES} == {*tensor_parallel.STYLE_NAMES, *tensor_parallel._CLASSES}
 
 
 def test_a_name_of_a_module_has_no_equals_sign():
@@ -136,18 +144,18 @@ def test_an_option_that_has_nothing_to_say_is_refused(parallel, options, idle):
     said = FullyShard(**options)
     assert said.idle(parallel) == idle
     if idle:
-        with pytest.raises(SettingsError, match=rf"fully_shard\.{idle[0]} has no say"):
+        with pytest.raises(SettingsError, match=rf"fully_shard\.{idle[0]} has no effect"):
             check_layout(parallel, said, None)
     else:
         check_layout(parallel, said, None)
 
 
 def test_a_plan_for_layers_that_nothing_divides_is_refused():
-    with pytest.raises(SettingsError, match="tp_plan has no say with tp: 1"):
+    with pytest.raises(SettingsError, match="tp_plan has no effect with tp: 1"):
         check_layout(Parallel(tp_plan=(("a", "colwise"),)), FullyShard(), 4)
 
 
 def test_words_of_fsdp1_are_known_with_and_without_their_prefix():
     for word, instead in FSDP1.items():
-        assert fsdp1(word) == fsdp1(f"fsdp_{word}") == instead
-    assert fsdp1("reshard_after_forward") is None
+        assert explain_fsdp1_option(word) == explain_fsdp1_option(f"fsdp_{word}") == instead
+    assert explain_fsdp1_option("reshard_after_forward") is None

@@ -68,7 +68,7 @@ def test_weights_are_those_averaged_by_hand_in_one_collective(ranks, every):
         model = accelerator.prepare(Network())
         optimizer, backend, seen = sgd(model), accelerator._backend, []
         with (
-            patch.object(backend.agreement, "exchange", wraps=backend.agreement.exchange) as sent,
+            patch.object(backend.handshake, "exchange", wraps=backend.handshake.exchange) as sent,
             LocalSGD(accelerator, model, every) as local,
         ):
             for batches in DATA:
@@ -113,5 +113,5 @@ def test_after_an_exception_there_is_no_average_for_others_to_wait_in(pair):
 
 
 def test_a_number_of_steps_below_one_is_refused():
-    with pytest.raises(ValueError, match="local_sgd_steps must be at least 1; it is 0"):
+    with pytest.raises(ValueError, match="local_sgd_steps=0: expected at least 1"):
         LocalSGD(Accelerator(), nn.Linear(1, 1), 0)

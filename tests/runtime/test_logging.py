@@ -106,7 +106,7 @@ def test_in_order_before_the_processes_are_connected_is_refused(monkeypatch):
     }
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(RuntimeError, match="make the Accelerator before this call"):
+    with pytest.raises(RuntimeError, match="Create the Accelerator before this call"):
         get_logger("a test").warning("x", in_order=True)
 
 

@@ -61,7 +61,7 @@ def test_as_a_decorator_both_arguments_are_honoured():
 
 def test_where_nothing_fits_it_is_an_error():
     train, tried = fits(0)
-    with pytest.raises(RuntimeError, match="No executable batch size found: memory ran out with 1"):
+    with pytest.raises(RuntimeError, match="No executable batch size found: out of memory with 1"):
         find_executable_batch_size(train, starting_batch_size=3)()
     assert tried == [3, 2, 1]
 
@@ -69,7 +69,7 @@ def test_where_nothing_fits_it_is_an_error():
 @pytest.mark.parametrize("following", [8, 9, 7.5, None])
 def test_a_next_size_that_is_not_smaller_is_refused_instead_of_tried_for_ever(following):
     train, _ = fits(1)
-    with pytest.raises(ValueError, match="after 8 must be a smaller whole number"):
+    with pytest.raises(ValueError, match="after 8: reduce_batch_size_fn must return a smaller whole number"):
         find_executable_batch_size(train, 8, lambda: following)()
 
 
@@ -87,13 +87,13 @@ def test_a_batch_size_in_the_call_is_one_too_many():
     def train(batch_size, model):
         return batch_size
 
-    with pytest.raises(TypeError, match="train gets the batch size as its first argument"):
+    with pytest.raises(TypeError, match="passes the batch size to train as its first argument"):
         train(128, "model")
     assert train("model") == 128
 
 
 def test_a_starting_size_below_one_is_refused():
-    with pytest.raises(ValueError, match="at least 1; it is 0"):
+    with pytest.raises(ValueError, match="expected at least 1"):
         find_executable_batch_size(print, 0)
 
 
@@ -157,7 +157,9 @@ def test_an_exception_of_one_rank_stays_one_while_another_runs_out_of_memory(sev
                 return f"{type(error).__name__}: {error}"
 
     first, *between, last = several.run(trained)
-    assert first.startswith("RuntimeError: out of memory with batch size 10 (full), and no smaller")
+    assert first.startswith(
+        "RuntimeError: Out of memory with batch size 10 (full). No smaller size was tried"
+    )
     assert first.endswith(f"rank {several.size - 1}: ZeroDivisionError: mine")
     assert last == "ZeroDivisionError: mine"
     assert between == [10] * (several.size - 2)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.precision import Precision
+from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.precision import Precision
 
 HUGE = 1e30  # times the scale it is no number of float32 any more
 
@@ -48,7 +48,7 @@ def test_step_and_zero_grad_wait_for_the_end_of_the_window():
     run = Run(window=2)
     seen = []
     for _ in range(4):
-        run.accumulation.advance(last=False)
+        run.accumulation.advance(is_last=False)
         run.backward(1.0)
         run.optimizer.step()
         run.optimizer.zero_grad()
@@ -111,7 +111,7 @@ def test_gradients_are_unscaled_once_however_often_it_is_asked():
 def test_gradients_of_an_open_window_keep_their_scale():
     run = Run("fp16", window=2)
     for _ in range(2):
-        run.accumulation.advance(last=False)
+        run.accumulation.advance(is_last=False)
         run.backward(1.0)
         run.optimizer.unscale()
     assert run.weights[0].grad.item() == 2
@@ -170,7 +170,7 @@ def test_a_scaler_that_is_switched_off_scales_nothing():
 
 def test_a_closure_is_refused_with_a_loss_scaler():
     run = Run("fp16")
-    with pytest.raises(ValueError, match=r"cannot be combined with mixed_precision fp16"):
+    with pytest.raises(ValueError, match=r"is not supported with mixed_precision fp16"):
         run.optimizer.step(lambda: 1.0)
 
 

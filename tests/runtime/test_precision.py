@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.precision import FORMATS, AutocastForward, Precision
+from accel_runtime.training.precision import FORMATS, AutocastForward, Precision
 
 CPU = torch.device("cpu")
 COMPUTES_IN = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,7 +130,7 @@ def test_float16_parameters_under_the_scaler_are_refused_with_what_to_do(
     model, check = nn.Linear(2, 2).to(dtype), precision(mixed_precision, scaler=scaler).check
     check(p.detach() for p in model.parameters())
     if refused:
-        with pytest.raises(ValueError, match=r"float16 parameters .* float32 \(model\.float\(\)"):
+        with pytest.raises(ValueError, match=r"float16 parameters.* float32 \(model\.float\(\)"):
             check(model.parameters())
     else:
         check(model.parameters())

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from accel_runtime import Accelerator
-from accel_runtime.exchange.agreement import MismatchError
+from accel_runtime.collectives.handshake import MismatchError
 
 
 @pytest.fixture(autouse=True)
@@ -105,12 +105,12 @@ def test_only_the_signals_asked_for_count():
 
 def test_one_process_asks_nobody(monkeypatch):
     accelerator = Accelerator()
-    monkeypatch.setattr(accelerator._preemption._agreement, "exchange", None)
+    monkeypatch.setattr(accelerator._preemption._handshake, "exchange", None)
     assert not accelerator.preempted()
     os.kill(os.getpid(), signal.SIGTERM)
     assert accelerator.preempted()
 
 
 def test_a_signal_that_nothing_can_handle_is_refused_by_name():
-    with pytest.raises(ValueError, match="SIGKILL cannot be handled"):
+    with pytest.raises(ValueError, match="cannot handle SIGKILL"):
         Accelerator().preempted([signal.SIGKILL])

@@ -57,7 +57,7 @@ def test_a_schedule_that_never_records_is_told(tmp_path, caplog):
     )
     with Accelerator().profile(handler) as profiler:
         profiler.step()
-    assert "no trace is written: the schedule" in caplog.text
+    assert "No trace is written: the schedule" in caplog.text
 
 
 def test_a_process_that_fails_writes_its_trace_and_waits_for_nobody(several, tmp_path):

@@ -32,7 +32,7 @@ def test_a_bar_that_is_switched_off_stays_off(several):
 
 
 def test_the_early_first_argument_is_refused():
-    with pytest.raises(ValueError, match=r"write tqdm.*main_process_only=True"):
+    with pytest.raises(ValueError, match=r"Use tqdm.*main_process_only=True"):
         tqdm(True, range(3))
 
 

@@ -39,7 +39,7 @@ def test_two_directories_that_contradict_each_other_are_refused():
 
 @pytest.mark.parametrize(
     ("field", "said"),
-    [({"total_limit": 0}, "total_limit must be at least 1"), ({"iteration": -1}, "at least 0")],
+    [({"total_limit": 0}, "Invalid total_limit 0: expected at least 1"), ({"iteration": -1}, "at least 0")],
 )
 def test_limits_that_leave_no_checkpoint_are_refused(field, said):
     with pytest.raises(ValueError, match=said):

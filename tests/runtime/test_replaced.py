@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.replaced import Replaced, named_parameters
+from accel_runtime.accelerator.prepare import ParameterMap, named_parameters
 
 
 def replaced(model):
     """Give a model other parameters with the same values, and say so."""
-    before, known = named_parameters(model), Replaced()
+    before, known = named_parameters(model), ParameterMap()
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(old.detach().clone()))
-    known.note(before, model)
+    known.add(before, model)
     return known
 
 
@@ -27,7 +27,7 @@ def test_an_optimizer_trains_the_new_parameters_in_the_old_groups():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     groups = [{"params": list(model[1].parameters()), "lr": 0.5}, {"params": list(model[0].parameters())}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    replaced(model).bring(optimizer)
+    replaced(model).replace_parameters(optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
     for group, layer in zip(optimizer.param_groups, (model[1], model[0]), strict=True):
         assert [id(p) for p in group["params"]] == [id(p) for p in layer.parameters()]
@@ -39,7 +39,7 @@ def test_the_state_an_optimizer_has_goes_along():
     optimizers = [torch.optim.AdamW(some.parameters(), lr=0.1) for some in (model, twin)]
     for step in range(2):
         if step:
-            replaced(model).bring(optimizers[0])
+            replaced(model).replace_parameters(optimizers[0])
         for some, optimizer in zip((model, twin), optimizers, strict=True):
             some(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -50,7 +50,7 @@ def test_the_state_an_optimizer_has_goes_along():
 def test_an_optimizer_that_keeps_the_list_itself_follows():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
-    replaced(model).bring(optimizer)
+    replaced(model).replace_parameters(optimizer)
     assert {id(p) for p in optimizer._params} == {id(p) for p in model.parameters()}
 
 
@@ -69,6 +69,6 @@ def test_parameters_of_no_prepared_model_are_refused_before_a_step():
     known.check(torch.optim.SGD(model.parameters()), [model])
     with pytest.raises(
         ValueError,
-        match=r"SGD has 2 parameter\(s\) that are in no prepared model, the first of shape \[3, 3\]",
+        match=r"SGD cannot step: 2 of its parameters, the first of shape \[3, 3\]",
     ):
         known.check(torch.optim.SGD([*model.parameters(), *other.parameters()]), [model])

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from accel_runtime import Accelerator
-from accel_runtime.accumulation import Accumulation
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.training.accumulation import Accumulation
 
 
 def scheduled(make, *, strides=1, with_optimizer=True, window=1):
@@ -55,7 +55,7 @@ def test_it_waits_while_a_window_is_open():
     scheduler, optimizer, accumulation = scheduled(halving, window=2)
     seen = []
     for _ in range(4):
-        accumulation.advance(last=False)
+        accumulation.advance(is_last=False)
         seen += rates(scheduler, optimizer, 1)
     assert seen == [1, 0.5, 0.5, 0.25]
 
@@ -71,7 +71,7 @@ def test_it_waits_while_its_optimizer_skips():
 def test_left_to_the_script_it_does_what_the_script_says():
     scheduler, optimizer, accumulation = scheduled(halving, strides=3, with_optimizer=False, window=2)
     optimizer.step()
-    accumulation.advance(last=False)
+    accumulation.advance(is_last=False)
     scheduler.step()
     assert scheduler.last_epoch == 1
 

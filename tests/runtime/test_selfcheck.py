@@ -65,13 +65,17 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ra
 @pytest.mark.parametrize(
     ("part", "name", "broken"),
     [
-        ("sockets.SocketWire", "swap", lambda self, slot, _where: bytearray(slot) * self._size),
-        ("distributed.Distributed", "replicate", lambda _self, model, _options: model),
+        (
+            "collectives.transport.SocketTransport",
+            "all_gather_slots",
+            lambda self, slot, _where: bytearray(slot) * self._size,
+        ),
+        ("backends.distributed.DistributedBackend", "wrap_model", lambda _self, model, _options: model),
     ],
 )
 def test_a_backend_that_does_not_do_its_work_is_found_out(pair, part, name, broken):
     def found_out(part, name, broken):
-        with patch(f"accel_runtime.backends.{part}.{name}", broken):
+        with patch(f"accel_runtime.{part}.{name}", broken):
             return checked({})[0]
 
     assert pair.run(found_out, part, name, broken) == [1, 1]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.splitting import bounds, split
+from accel_runtime.state import split_bounds, split_items
 
 Pair = namedtuple("Pair", ["a", "b"])  # noqa: PYI024 - what scripts have
 
@@ -36,12 +36,12 @@ class Dataset:
 
 
 def parts(inputs, world_size, *, pad=False):
-    return [split(inputs, rank, world_size, pad=pad) for rank in range(world_size)]
+    return [split_items(inputs, rank, world_size, pad=pad) for rank in range(world_size)]
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
 def test_every_item_goes_to_exactly_one_rank_and_the_first_ones_get_one_more(length, world_size):
-    ends = [bounds(length, rank, world_size) for rank in range(world_size)]
+    ends = [split_bounds(length, rank, world_size) for rank in range(world_size)]
     assert [i for begin, end in ends for i in range(begin, end)] == list(range(length))
     sizes = [end - begin for begin, end in ends]
     assert sizes == [length // world_size + (rank < length % world_size) for rank in range(world_size)]
@@ -67,7 +67,7 @@ def test_all_kinds_are_split_alike_and_padding_repeats_the_last_item(length, wor
 
 
 def _own(length, rank, world_size):
-    begin, end = bounds(length, rank, world_size)
+    begin, end = split_bounds(length, rank, world_size)
     return end - begin
 
 
@@ -106,17 +106,17 @@ def test_a_part_of_a_named_tuple_is_a_tuple():
 
 @pytest.mark.parametrize("empty", [[], {}, {"a": []}, torch.empty(0, 2)], ids=str)
 def test_padding_nothing_is_refused_where_there_is_somebody_to_pad_for(empty):
-    with pytest.raises(ValueError, match="the input is empty"):
-        split(empty, 0, 2, pad=True)
-    assert split(empty, 0, 1, pad=True) is not None
+    with pytest.raises(ValueError, match="cannot pad an empty input"):
+        split_items(empty, 0, 2, pad=True)
+    assert split_items(empty, 0, 1, pad=True) is not None
 
 
 def test_values_of_different_length_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"one length .* a: 2, b: 3"):
-        split({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
+    with pytest.raises(ValueError, match=r"differ in length \(a: 2, b: 3\)"):
+        split_items({"a": [1, 2], "b": [1, 2, 3]}, 0, 2)
 
 
 @pytest.mark.parametrize("odd", ["text", 3, {1, 2}, torch.tensor(1), {"a": 3}], ids=repr)
 def test_what_cannot_be_split_is_refused(odd):
-    with pytest.raises(TypeError, match="can be split between processes"):
-        split(odd, 0, 2)
+    with pytest.raises(TypeError, match=r"Cannot split a .* between processes"):
+        split_items(odd, 0, 2)

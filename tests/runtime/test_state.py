@@ -26,7 +26,7 @@ from accel_runtime import (
     ProjectConfiguration,
     broadcast_object_list,
 )
-from accel_runtime.parallel.config import build_plugin
+from accel_runtime.parallel.plugins import build_plugin
 from accel_runtime.state import AcceleratorState, GradientState, is_initialized
 
 ROOT = Path(__file__).parent.parent.parent
@@ -137,7 +137,7 @@ def test_a_state_that_a_script_makes_is_that_of_the_newest_accelerator(ranks):
 def test_before_an_accelerator_there_is_no_state():
     def look():
         seen = [is_initialized()]
-        with pytest.raises(ValueError, match=r"Make one first: accelerator = Accelerator\(\)"):
+        with pytest.raises(ValueError, match=r"Create one first: accelerator = Accelerator\(\)"):
             AcceleratorState()
         PartialState()
         seen.append(is_initialized())
@@ -224,7 +224,7 @@ def test_the_step_counts_micro_batches_since_the_end_of_an_epoch():
     accelerator.step = 3
     with accelerator.accumulate():
         assert (accelerator.step, accelerator.sync_gradients) == (4, True)
-    with pytest.raises(ValueError, match="step must be a whole number of at least 0; it is -1"):
+    with pytest.raises(ValueError, match="Invalid step -1: expected a whole number of at least 0"):
         accelerator.step = -1
 
 
@@ -271,9 +271,7 @@ def test_in_a_process_that_has_not_joined_an_accelerator_says_where_it_was_pickl
             "barrier": state.wait_for_everyone,
         }
         for name, call in calls.items():
-            with pytest.raises(
-                RuntimeError, match="was pickled on rank 1, and this process has not joined the ranks"
-            ):
+            with pytest.raises(RuntimeError, match="was pickled on rank 1, and this process is not a rank"):
                 pytest.fail(f"{name} gave {call()}")
         again = pickle.dumps(accelerator)
         assert pickle.loads(again).process_index == 1  # noqa: S301
@@ -321,7 +319,7 @@ def test_a_forked_worker_refuses_collectives_and_its_rank_continues(clusters, si
         assert len(texts) == 5
         for text in texts:
             assert f"This object cannot be used here: this process was forked from rank {rank}, and" in text
-            assert "Make the call on the rank itself" in text
+            assert "Call it on the rank itself" in text
 
 
 @pytest.fixture

@@ -439,7 +439,8 @@ def test_an_enumeration_has_the_members_scripts_compare_with(name):
 @pytest.mark.parametrize("name", DUMMIES)
 def test_a_stand_in_of_deepspeed_is_imported_and_says_what_to_make_instead(name):
     with pytest.raises(
-        NotImplementedError, match=rf"{name}\(...\) stands for .*Make the (optimizer|schedule) in the script"
+        NotImplementedError,
+        match=rf"{name}\(...\) is not supported.*Create the (optimizer|scheduler) in the script",
     ):
         getattr(utils, name)([torch.ones(1)], lr=0.1)
 
@@ -491,7 +492,7 @@ def test_scripts_find_names_in_the_modules_they_know(place):
 
 def test_a_name_of_the_module_hooks_says_what_to_do():
     hooks = importlib.import_module("accel_runtime.hooks")
-    with pytest.raises(ImportError, match=r"inference.*from accelerate\.hooks import.*ParallelismConfig"):
+    with pytest.raises(ImportError, match=r"inference.*from accelerate\.hooks.*ParallelismConfig"):
         from accel_runtime.hooks import remove_hook_from_module  # noqa: F401
     assert not hasattr(hooks, "hook")
 

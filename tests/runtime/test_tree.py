@@ -7,7 +7,7 @@ from collections import OrderedDict, UserDict, defaultdict, namedtuple
 import pytest
 import torch
 
-from accel_runtime import tree
+from accel_runtime import nested as tree
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the old spelling is what scripts have
 
@@ -52,8 +52,8 @@ def test_only_tensors_are_mapped_by_map_tensors():
 
 def test_places_are_written_as_python_would():
     nested = {"x": [1, Point(2, 3)], 4: "five"}
-    assert dict(tree.paths(nested)) == {"['x'][0]": 1, "['x'][1][0]": 2, "['x'][1][1]": 3, "[4]": "five"}
-    assert list(tree.paths(7)) == [("", 7)]
+    assert dict(tree.leaf_paths(nested)) == {"['x'][0]": 1, "['x'][1][0]": 2, "['x'][1][1]": 3, "[4]": "five"}
+    assert list(tree.leaf_paths(7)) == [("", 7)]
 
 
 def test_send_moves_tensors_and_what_can_move_itself():
@@ -65,14 +65,14 @@ def test_send_moves_tensors_and_what_can_move_itself():
             return self
 
     meta = torch.device("meta")
-    tensor, movable, text = tree.send([torch.ones(2), Movable(), "text"], meta)
+    tensor, movable, text = tree.send_to([torch.ones(2), Movable(), "text"], meta)
     assert tensor.device == movable.device == meta
     assert text == "text"
 
 
 def test_send_does_not_copy_what_is_there_already():
     tensor = torch.ones(2)
-    assert tree.send({"x": tensor}, torch.device("cpu"))["x"] is tensor
+    assert tree.send_to({"x": tensor}, torch.device("cpu"))["x"] is tensor
 
 
 def test_a_container_that_can_move_itself_keeps_what_is_not_among_its_items():
@@ -85,7 +85,7 @@ def test_a_container_that_can_move_itself_keeps_what_is_not_among_its_items():
     encoding = Encoding(x=torch.ones(2))
     encoding.lengths = [2]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
-    (sent, moved), _ = tree.send([(encoding, packed), None], meta)
+    (sent, moved), _ = tree.send_to([(encoding, packed), None], meta)
     assert sent["x"].device == moved.data.device == meta
     assert sent.lengths == [2]
     assert moved.batch_sizes.device.type == "cpu"  # where torch needs it

@@ -20,8 +20,8 @@ from accel_runtime import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
-from accel_runtime.data.source import Loop, Share
-from accel_runtime.weights import Weight, silenced
+from accel_runtime.data.source import EpochIterator, StepInfo
+from accel_runtime.training.loss_weighting import LossWeight, zero_loss
 
 BAR = 1e-6  # relative error of the gradient
 EXACT = 1e-14  # the same in float64
@@ -172,17 +172,17 @@ def tail(steps, micro_batches, n):
 @contextmanager
 def epoch_of(accelerator, steps, factors=None):
     """The steps of a loop over a loader; `factors` are those of this rank."""
-    loop = Loop()
+    loop = EpochIterator()
 
     def walk():
-        track = accelerator._loops.opened(loop)
+        track = accelerator._loops.open(loop)
         try:
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]
-                loop.share = Share((1,), (1,), index == steps - 1, factor=factor)
+                loop.step_info = StepInfo((1,), (1,), index == steps - 1, loss_scale=factor)
                 yield index
         finally:
-            accelerator._loops.closed(track, finished=False)
+            accelerator._loops.close(track, finished=False)
 
     walking = walk()
     yield walking
@@ -315,25 +315,25 @@ def test_a_share_of_a_step_in_float64_is_as_exact_as_its_loss(pair):
 
 
 def silent_backward(model, weight, loss):
-    with silenced(model.parameters, weight):
+    with zero_loss(model.parameters, weight):
         loss.backward()
 
 
 def test_a_weight_that_is_only_known_on_the_device_selects_there():
     """Here the device is the CPU; what matters is that its value is not looked at."""
-    from accel_runtime.accumulation import Accumulation
     from accel_runtime.backends import connect
     from accel_runtime.env import Settings
     from accel_runtime.topology import Topology
-    from accel_runtime.weights import Weights, groups
+    from accel_runtime.training.accumulation import Accumulation
+    from accel_runtime.training.loss_weighting import LossWeights, group_parameters
 
     model, accumulation = Bigram(), Accumulation(3)
-    weights = Weights(connect(Settings(device="cpu"), Topology.here()), accumulation)
-    found = groups([model], [])
+    weights = LossWeights(connect(Settings(device="cpu"), Topology.here()), accumulation)
+    found = group_parameters([model], [])
     batches = [text(0, [3, 4]), text(1, [0, 0]), text(2, [9, 1])]
     for batch in batches:
-        accumulation.advance(last=False)
-        unknown = Weight(torch.tensor(float(asked(batch))), empty=None)
+        accumulation.advance(is_last=False)
+        unknown = LossWeight(torch.tensor(float(asked(batch))), is_zero=None)
         run = partial(silent_backward, model, unknown)
         weights.backward(mean_loss(model, batch), unknown, run, found)
     assert error(flat(model), reference([batches[0], batches[2]])) <= BAR
@@ -365,7 +365,7 @@ def test_fully_sharded_parameters_have_the_same_gradients(several, kept):
         accelerator = Accelerator(gradient_accumulation_steps=3)
         model = fully_shard(Copied())
         accelerator._models.append(model)
-        accelerator._gradients.find()
+        accelerator._gradients.find_groups()
         for batch in own_text(accelerator, counts):
             with accelerator.accumulate(model):
                 model.set_requires_gradient_sync(accelerator.sync_gradients or not kept)
@@ -681,13 +681,13 @@ def test_clipping_is_done_to_the_divided_gradients(ranks):
 def test_a_weight_that_is_no_number_of_items_is_refused(weight):
     accelerator = Accelerator()
     model = accelerator.prepare(Bigram())
-    with pytest.raises(ValueError, match="weight must be a finite number of items, at least 0; it is"):
+    with pytest.raises(ValueError, match="expected a finite number of items, at least 0"):
         accelerator.backward(mean_loss(model, text(0, [3])), weight=weight)
 
 
 def test_a_weight_of_several_numbers_is_refused():
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"one number; it is a tensor of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \[3\]\. Pass one number"):
         accelerator.backward(mean_loss(Bigram(), text(0, [3])), weight=torch.ones(3))
 
 

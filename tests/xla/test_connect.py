@@ -36,7 +36,7 @@ def test_without_torch_xla_the_message_says_what_to_install(monkeypatch, variabl
     with pytest.raises(RuntimeError) as raised:
         Accelerator()
     assert "No module named 'torch_xla'" in str(raised.value)
-    assert 'pip install "accel[xla]" installs torch_xla 2.9.0 with torch 2.9.0' in str(raised.value)
+    assert 'pip install "accel[xla]", which installs torch_xla 2.9.0 with torch 2.9.0' in str(raised.value)
 
 
 def test_a_torch_that_does_not_fit_is_named(tmp_path):
@@ -47,7 +47,7 @@ def test_a_torch_that_does_not_fit_is_named(tmp_path):
     done = ran("-c", SCRIPT, ACCEL_DEVICE="xla", PYTHONPATH=path)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert "torch_xla cannot be loaded beside torch 2." in said
+    assert "torch_xla cannot be loaded with torch 2." in said
     assert "undefined symbol" in said
     assert "released in pairs" in said
 
@@ -73,5 +73,5 @@ def test_torchrun_which_makes_every_process_rank_0_is_refused(tmp_path):
         PJRT_DEVICE="CPU",
     )
     assert done.returncode != 0
-    assert "WORLD_SIZE=2 says that there are 2 processes, but torch_xla sees 1 replica(s)" in done.stderr
-    assert "accel launch with launcher.kind: xla" in done.stderr
+    assert "WORLD_SIZE=2, but torch_xla finds 1 replica(s)" in done.stderr
+    assert "accel launch and launcher.kind: xla" in done.stderr

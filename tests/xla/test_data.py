@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.exchange.structure import Box
+from accel_runtime.collectives.packing import ContainerSpec
 
 SIZES = [1, 2, 4]
 
@@ -73,7 +73,7 @@ def test_without_even_batches_one_replica_keeps_its_short_tail(replicas):
     batches, repeats, end = replicas[1].run(walked)[0]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert repeats == 0
-    assert "short" in end
+    assert "the last batch is not padded" in end
 
 
 def test_one_replica_says_what_it_repeats(replicas):
@@ -87,9 +87,9 @@ def test_one_replica_says_what_it_repeats(replicas):
     batches, end, repeats, dropping, left_out, described = replicas[1].run(told)[0]
     assert batches[-1] == [8, 9, 0, 1]
     assert repeats == 2
-    assert end == "the end is filled up from the start: 2 repeats an epoch"
+    assert end == "the last batch is padded from the start: 2 samples an epoch"
     assert end in str(described)
-    assert (dropping, left_out) == (2, "no repeats")
+    assert (dropping, left_out) == (2, "no padding")
 
 
 def test_what_a_model_made_of_a_tail_is_known_on_one_replica(replicas):
@@ -377,7 +377,7 @@ def nested(samples):
     numbers = torch.stack(samples)
     return {
         # A worker can send what can be imported.
-        "pair": Box(numbers, {"text": [f"no {n}" for n in numbers.tolist()], "none": None}),
+        "pair": ContainerSpec(numbers, {"text": [f"no {n}" for n in numbers.tolist()], "none": None}),
         "own": Moving(numbers * 2) if get_worker_info() is None else numbers * 2,
         "half": numbers.to(torch.bfloat16),
         "flags": numbers > 3,
@@ -398,7 +398,7 @@ def test_batches_of_any_structure_arrive_as_they_are(ranks, workers):
         kinds, numbers, texts = set(), [], []
         for batch in loader:
             pair = batch["pair"]
-            assert type(pair) is Box
+            assert type(pair) is ContainerSpec
             number, more = pair
             assert more["none"] is None
             assert more["text"] == [f"no {n}" for n in number.tolist()]
@@ -434,4 +434,4 @@ def refused_tail():
 
 
 def test_ends_of_different_sizes_are_refused_on_several_replicas(replicas):
-    assert all("they have to run the same program" in said for said in replicas[2].run(refused_tail))
+    assert all("all ranks must run the same program" in said for said in replicas[2].run(refused_tail))

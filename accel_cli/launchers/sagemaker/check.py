@@ -13,7 +13,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.instances import known, nearby
 from accel_cli.launchers.sagemaker.service import model
 from accel_cli.masking import is_secret, masked
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["check", "problems"]
 
@@ -141,7 +141,7 @@ def _structure(shape: Any, value: Mapping[str, Any], place: _Place) -> Iterator[
         if name in shape.members:
             yield from _of(shape.members[name], each, place.member(name))
         else:
-            meant = nearest(str(name), list(shape.members))
+            meant = find_nearest(str(name), list(shape.members))
             hint = f" (did you mean {meant}?)" if meant else ""
             yield place.member(str(name)), f"SageMaker has no such member{hint}"
 
@@ -150,7 +150,7 @@ def _text(shape: Any, value: str, place: _Place) -> Iterator[tuple[_Place, str]]
     yield from _size(shape, len(value), place, "characters")
     pattern = shape.metadata.get("pattern")
     if shape.enum and value not in shape.enum and place.path != _TYPE:
-        meant = nearest(value, list(shape.enum))
+        meant = find_nearest(value, list(shape.enum))
         hint = f" (did you mean {meant}?)" if meant else ""
         yield place, f"expected {_listed(shape.enum)}, got {_shown(place, value)}{hint}"
     elif pattern and not _compiled(pattern).fullmatch(_classed(value)):

@@ -13,7 +13,7 @@ from accel_cli.launchers.sagemaker import buckets, images, instances, roles, tab
 from accel_cli.launchers.sagemaker.aws import Account, is_no_job
 from accel_cli.launchers.sagemaker.request import Facts, named
 from accel_cli.plan import Plan
-from accel_runtime.env import variable
+from accel_runtime.env import variable_name
 
 __all__ = ["ACCOUNT", "ROLE", "Found", "assumed", "filled", "gather", "is_taken"]
 
@@ -131,8 +131,8 @@ def _check_hardware(instance_type: str, settings: Mapping[str, str]) -> None:
     Raises:
         UsageError: They cannot.
     """
-    backend = settings[variable("process_group_backend")]
-    device = settings[variable("device")]
+    backend = settings[variable_name("process_group_backend")]
+    device = settings[variable_name("device")]
     if backend == "smddp":
         instances.check_smddp(instance_type)
     lacks = _lack(instance_type, device)
@@ -142,7 +142,7 @@ def _check_hardware(instance_type: str, settings: Mapping[str, str]) -> None:
         raise UsageError(f"device: cuda needs GPUs, and {lacks}; use cpu or auto, or another type")
     if backend in {"nccl", "smddp"}:
         raise UsageError(f"process_group_backend: {backend} needs GPUs, and {lacks}; use gloo or auto")
-    if settings[variable("mixed_precision")] == "fp16":
+    if settings[variable_name("mixed_precision")] == "fp16":
         raise UsageError(f"mixed_precision: fp16 needs GPUs, and {lacks}; use bf16, or no")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker import instances
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["TABLE", "image_uri", "known_regions", "known_versions", "python_of"]
 
@@ -82,7 +82,7 @@ def _known_minor(version: str) -> str:
     if minor in known:
         return minor
     if minor is None:
-        meant = nearest(version, list(known))
+        meant = find_nearest(version, list(known))
         hint = f" (did you mean {meant}?)" if meant else ""
         raise UsageError(
             f"launcher.pytorch_version: expected a version like {known[-1]}, got {version!r}{hint}"
@@ -101,7 +101,7 @@ def _known_minor(version: str) -> str:
 
 def _check_region(region: str, minor: str) -> None:
     if region not in known_regions():
-        meant = nearest(region, list(known_regions()))
+        meant = find_nearest(region, list(known_regions()))
         hint = f" (did you mean {meant}?)" if meant else ""
         raise UsageError(
             f"launcher.region: AWS has no training images in {region!r} that this version of accel knows{hint}; "

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["NO_REGION", "Around", "translated", "trouble"]
 
@@ -119,7 +119,7 @@ def _no_credentials(_: Exception, around: Around) -> AccelError:
 
 def _no_profile(error: Any, around: Around) -> AccelError:
     wanted = str(error.kwargs.get("profile", around.aws_profile))
-    meant = nearest(wanted, list(around.profiles))
+    meant = find_nearest(wanted, list(around.profiles))
     there = ", ".join(around.profiles) or "none"
     hint = f"did you mean {meant}? " if meant else ""
     return UsageError(
@@ -163,7 +163,7 @@ def _configuration(error: Exception, _: Around) -> AccelError:
 def _unreachable(error: Exception, around: Around) -> AccelError:
     # A region that there is not has no address either.
     if around.region and around.regions and around.region not in around.regions:
-        meant = nearest(around.region, list(around.regions))
+        meant = find_nearest(around.region, list(around.regions))
         hint = f"; did you mean {meant}?" if meant else ""
         return UsageError(
             f"region {around.region} is none that SageMaker is known to be in{hint} ({_cut(str(error))})"

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.aws import Account, code
 from accel_cli.launchers.sagemaker.rights import TRUST, policy
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["TRUST", "Role", "create", "find", "policy", "trusted"]
 
@@ -186,7 +186,7 @@ def _missing(account: Account, name: str, said: str) -> str:
         there = [role.name for role in trusted(account.client("iam"))]
     except Exception:  # noqa: BLE001 - the names are a help, and the answer is known without them
         there = []
-    meant = nearest(name, there)
+    meant = find_nearest(name, there)
     hint = f"; did you mean {meant}?" if meant else ""
     known = f" SageMaker may assume {', '.join(there[:_MANY])}" if there else ""
     return f"launcher.role: the account has no role {said}{hint}{known and '.' + known}"

@@ -20,7 +20,7 @@ from accel_cli.profile.accelerate.values import (
     whole,
 )
 from accel_cli.profile.problems import did_you_mean
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["NOT_HERE", "TAKEN", "Argument", "fate", "said", "variables", "wrong"]
 
@@ -186,7 +186,7 @@ def _reason(name: str) -> str:
         return NOT_HERE[name]
     if name in _OFF_IN_ACCEL:
         return "a job of accel has no such setting"
-    meant = did_you_mean(nearest(name, [*TAKEN, *NOT_HERE, *_OFF_IN_ACCEL]))
+    meant = did_you_mean(find_nearest(name, [*TAKEN, *NOT_HERE, *_OFF_IN_ACCEL]))
     return f"accel does not know this argument of the SDK{f' ({meant})' if meant else ''}"
 
 

@@ -20,7 +20,7 @@ from accel_cli.profile.accelerate.values import Refused, shown, without_secrets
 from accel_cli.profile.migrate import is_accelerate
 from accel_cli.profile.problems import did_you_mean, explain
 from accel_cli.profile.schema import Profile
-from accel_runtime.env import Parallel, SettingsError, nearest
+from accel_runtime.env import Parallel, SettingsError, find_nearest
 
 __all__ = ["Imported", "convert", "is_accelerate"]
 
@@ -94,7 +94,7 @@ def _forms(environment: object) -> tuple[Mapping[str, Key], Mapping[str, Key]]:
 def _meant(key: str, form: Mapping[str, Key], other: Mapping[str, Key]) -> str:
     if key in other:
         return f"it belongs to compute_environment: {SAGEMAKER if other is JOB else LOCAL}"
-    return did_you_mean(nearest(key, list(form)))
+    return did_you_mean(find_nearest(key, list(form)))
 
 
 def _came(key: str, value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from accel_cli.profile.accelerate.fates import NOT_SET, OFF, Fate, left
 from accel_cli.profile.accelerate.values import plain
 from accel_cli.profile.problems import did_you_mean
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["SECTIONS", "Section"]
 
@@ -39,7 +39,7 @@ class Section:
 
     def _meant(self, key: str) -> str:
         names = [*(self.prefix + name for name in self.known), *(self.known if self.bare else ())]
-        meant = did_you_mean(nearest(key, names))
+        meant = did_you_mean(find_nearest(key, names))
         return f"({meant})" if meant else ""
 
 

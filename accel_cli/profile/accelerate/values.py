@@ -10,7 +10,7 @@ from typing import Any, get_args
 from accel_cli.masking import masked
 from accel_cli.profile.accelerate.ways import NO_DEVICE, WAYS
 from accel_cli.profile.problems import did_you_mean, one_of
-from accel_runtime.env import Device, MixedPrecision, nearest
+from accel_runtime.env import Device, MixedPrecision, find_nearest
 
 __all__ = [
     "Read",
@@ -153,7 +153,7 @@ def choice(*words: str) -> Read:
     def read(value: Any) -> str | Refused:
         if value in words:
             return str(value)
-        meant = nearest(value, list(words)) if isinstance(value, str) else None
+        meant = find_nearest(value, list(words)) if isinstance(value, str) else None
         return Refused(one_of(words), did_you_mean(meant))
 
     return read

@@ -9,7 +9,7 @@ from typing import Any
 from accel_cli.profile.accelerate.fates import NOT_SET, OFF, Fate, left
 from accel_cli.profile.accelerate.values import Refused, plain, shown
 from accel_cli.profile.problems import did_you_mean
-from accel_runtime.env import nearest
+from accel_runtime.env import find_nearest
 
 __all__ = ["Around", "Became", "Vocabulary", "Word", "dropped", "kept", "off", "off_or", "said"]
 
@@ -109,5 +109,5 @@ class Vocabulary:
 
     def _meant(self, key: str) -> str:
         names = [*(self.prefix + name for name in self.words), *(self.words if self.bare else ())]
-        meant = did_you_mean(self.prefix + key if key in self.words else nearest(key, names))
+        meant = did_you_mean(self.prefix + key if key in self.words else find_nearest(key, names))
         return f"({meant})" if meant else ""

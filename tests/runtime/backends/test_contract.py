@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accel_runtime.backends import connect
+from accel_runtime.collectives.handshake import PAYLOAD, build_writer, call_at_site
 from accel_runtime.env import Settings
-from accel_runtime.exchange.agreement import ROOM, filled, here
 from accel_runtime.topology import Topology
 
 
@@ -110,24 +110,26 @@ def test_nobody_passes_a_barrier_before_everybody_is_there(ranks, tmp_path):
 def test_ranks_exchange_bytes_of_any_number_once_they_agree(ranks):
     def exchanged():
         b = backend()
-        call, met = here("test"), []
-        for size in (0, 5, ROOM, 3 * ROOM):
+        call, met = call_at_site("test"), []
+        for size in (0, 5, PAYLOAD, 3 * PAYLOAD):
             own = torch.full((size * b.topology.rank or 1,), b.topology.rank, dtype=torch.uint8)
-            found = b.agreement.exchange(call, len(own), filled(bytes(own.tolist())))
-            met.append([(len(blob), blob.unique().tolist()) for blob in found.blobs])
+            found = b.handshake.exchange(call, len(own), build_writer(bytes(own.tolist())))
+            met.append([(len(blob), blob.unique().tolist()) for blob in found.payloads])
         return met
 
-    wanted = [[(size * rank or 1, [rank]) for rank in range(ranks.size)] for size in (0, 5, ROOM, 3 * ROOM)]
+    wanted = [
+        [(size * rank or 1, [rank]) for rank in range(ranks.size)] for size in (0, 5, PAYLOAD, 3 * PAYLOAD)
+    ]
     assert ranks.run(exchanged) == [wanted] * ranks.size
 
 
 def test_one_rank_deals_to_all_others(ranks):
     def dealt():
         b = backend()
-        call, world = here("test"), b.topology.world_size
+        call, world = call_at_site("test"), b.topology.world_size
         room = torch.zeros(3, dtype=torch.uint8)
         own = [torch.full((3,), rank, dtype=torch.uint8) for rank in range(world)]
-        b.agreement.deal(own, room, world - 1, call)
+        b.handshake.scatter_bytes(own, room, world - 1, call)
         return room.tolist()
 
     others = [[rank] * 3 for rank in range(ranks.size - 1)]
@@ -148,7 +150,7 @@ def test_a_replicated_model_averages_its_gradients(ranks):
     def gradients():
         b = backend()
         model, batch = model_and_batch()
-        replica = b.replicate(b.place(model), {})
+        replica = b.wrap_model(b.move_model(model), {})
         replica(batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)).square().mean().backward()
         b.barrier()
         return [p.grad.cpu() for p in model.parameters()]
@@ -164,7 +166,7 @@ def test_replicas_start_as_the_first_rank(ranks):
         b = backend()
         model = nn.Linear(2, 2)
         nn.init.constant_(model.weight, b.topology.rank + 1)
-        return b.original(b.replicate(b.place(model), {})).weight.detach().cpu()
+        return b.unwrap_model(b.wrap_model(b.move_model(model), {})).weight.detach().cpu()
 
     assert all(torch.equal(got, torch.ones(2, 2)) for got in ranks.run(weights))
 
@@ -174,9 +176,9 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
         b = backend()
         model, batch = model_and_batch()
         own = batch.chunk(b.topology.world_size)[b.topology.rank].to(b.device)
-        model = b.place(model)
+        model = b.move_model(model)
         twin = copy.deepcopy(model)
-        replica = b.replicate(model, {})
+        replica = b.wrap_model(model, {})
         with b.no_sync(replica):
             replica(own).square().mean().backward()
         twin(own).square().mean().backward()
@@ -195,11 +197,11 @@ def test_no_sync_keeps_gradients_to_this_rank_until_the_next_pass_outside(ranks)
 def test_the_original_of_a_replica_is_the_very_module(ranks):
     def originals():
         b = backend()
-        model = b.place(nn.Linear(2, 2))
-        frozen = b.place(nn.Linear(2, 2).requires_grad_(requires_grad=False))
-        assert b.original(b.replicate(model, {})) is model
-        assert b.original(model) is model
-        assert b.replicate(frozen, {}) is frozen
+        model = b.move_model(nn.Linear(2, 2))
+        frozen = b.move_model(nn.Linear(2, 2).requires_grad_(requires_grad=False))
+        assert b.unwrap_model(b.wrap_model(model, {})) is model
+        assert b.unwrap_model(model) is model
+        assert b.wrap_model(frozen, {}) is frozen
         with b.no_sync(frozen):
             return True
 
@@ -207,7 +209,7 @@ def test_the_original_of_a_replica_is_the_very_module(ranks):
 
 
 def test_a_device_that_is_not_there_is_refused_by_name():
-    with pytest.raises(RuntimeError, match="device 'xpu' was asked for"):
+    with pytest.raises(RuntimeError, match="Device 'xpu' is not available"):
         connect(Settings(device="xpu"), Topology())
 
 
@@ -215,12 +217,16 @@ def test_words_are_left_for_all_and_turns_are_counted_for_each(ranks):
     def words(name):
         b = backend()
         mine, first = f"{name}/{b.topology.rank}", f"{name}/0"
-        before = b.posted(mine)
-        b.post(mine, f"from {b.topology.rank}")
+        before = b.get_store_key(mine)
+        b.set_store_key(mine, f"from {b.topology.rank}")
         b.barrier()
         again = backend()
-        turns = [b.turn(name), b.turn(name), again.turn(name) if b.topology.world_size > 1 else 3]
-        return before, b.posted(mine), b.posted(first), b.posted(f"{name}/nobody"), turns
+        turns = [
+            b.increment_store_key(name),
+            b.increment_store_key(name),
+            again.increment_store_key(name) if b.topology.world_size > 1 else 3,
+        ]
+        return before, b.get_store_key(mine), b.get_store_key(first), b.get_store_key(f"{name}/nobody"), turns
 
     name = f"words of {ranks.size}"
     wanted = [(None, f"from {rank}", "from 0", None, [1, 2, 3]) for rank in range(ranks.size)]
@@ -230,6 +236,6 @@ def test_words_are_left_for_all_and_turns_are_counted_for_each(ranks):
 def test_a_backend_says_what_it_is(ranks):
     def said():
         b = backend()
-        return b.kind.value, b.name
+        return b.distributed_type.value, b.collective_backend
 
     assert ranks.run(said) == [(ranks.kind, ranks.carrier)] * ranks.size

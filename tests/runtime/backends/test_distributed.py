@@ -105,11 +105,11 @@ sys.meta_path.insert(0, Finder())
 """
 CONNECT = """
 import os, torch, torch.distributed as dist
-from accel_runtime.backends.distributed import Distributed
+from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
-backend = Distributed(Topology.from_env(os.environ), torch.device("cuda", 0), Settings.from_env(os.environ), {})
-print(dist.get_backend(), backend.begin_sum(torch.ones(2))().tolist(), backend.name)
+backend = DistributedBackend(Topology.from_env(os.environ), torch.device("cuda", 0), Settings.from_env(os.environ), {})
+print(dist.get_backend(), backend.all_reduce_async(torch.ones(2))().tolist(), backend.collective_backend)
 """
 
 
@@ -124,7 +124,7 @@ def test_sagemakers_library_where_it_is_not_is_one_message(run, monkeypatch):
         (CONNECT, "which cannot be imported here (No module named 'smdistributed')"),
         (
             "import accel_runtime; accel_runtime.Accelerator(cpu=True)",
-            "smddp is for NVIDIA GPUs, and the device is cpu",
+            "smddp needs NVIDIA GPUs, but the device is cpu",
         ),
     ):
         _, errors, exit_code = run(code)

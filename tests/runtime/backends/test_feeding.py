@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_runtime.backends.feeding import stepper
+from accel_runtime.backends.prefetch import build_step_hook
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from accel_runtime.backends.feeding import stepper
 )
 def test_every_step_is_cut_off_once_by_the_loader_or_the_optimizer(handed, cuts):
     counts, made = iter(handed), []
-    after_step = stepper(lambda: next(counts), lambda: made.append(None))
+    after_step = build_step_hook(lambda: next(counts), lambda: made.append(None))
     for _ in handed:
         after_step()
     assert len(made) == cuts

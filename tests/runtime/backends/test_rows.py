@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.backends.rows import Rows
+from accel_runtime.backends.xla.spmd import RowSharding
 
 
 @dataclass
@@ -27,7 +27,7 @@ def rows(marked=None):
     def sharding(rank):
         return SimpleNamespace(xla_spec=lambda _: f"first of {rank}")
 
-    return Rows(4, sharding, (marked if marked is not None else []).append)
+    return RowSharding(4, sharding, (marked if marked is not None else []).append)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_tensor_is_cut_by_its_first_dimension_where_the_devices_divide_it(shap
 def test_outputs_with_as_many_rows_as_the_input_are_cut_in_any_container():
     def passed(*args, output, **kwargs):
         marked = []
-        rows(marked).passed(nn.Identity(), args, kwargs, output)
+        rows(marked).shard_outputs(nn.Identity(), args, kwargs, output)
         return [tuple(tensor.shape) for tensor in marked]
 
     batch, other, total = torch.zeros(8, 2), torch.zeros(4, 2), torch.tensor(1.0)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from accel_runtime import Accelerator
-from accel_runtime.backends.settling import PAUSE_S, _others_run, wait_for_threads
+from accel_runtime.backends.distributed import PAUSE_S, _other_threads_run, wait_for_threads
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 ROUNDS = 4_000_000
@@ -42,7 +42,7 @@ def test_a_process_in_a_group_forks_after_a_pause_in_which_threads_leave_python(
 @on_linux
 def test_a_thread_at_work_is_seen_and_one_that_waits_is_not():
     def seen():
-        found = [_others_run() for _ in range(50) if not time.sleep(PAUSE_S)]
+        found = [_other_threads_run() for _ in range(50) if not time.sleep(PAUSE_S)]
         return sum(found) / len(found)
 
     assert seen() < 0.5
@@ -77,7 +77,7 @@ def at_work():
 
     worker = threading.Thread(target=work)
     worker.start()
-    while not (_others_run() or ended):
+    while not (_other_threads_run() or ended):
         time.sleep(PAUSE_S)
     try:
         yield ended

@@ -18,10 +18,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_runtime.backends.news import News
-from accel_runtime.backends.sockets import SocketWire, connected
-from accel_runtime.backends.wire import GlooWire
-from accel_runtime.exchange.agreement import SLOT, SilenceError
+from accel_runtime.collectives.transport import (
+    SLOT,
+    ConnectionLostError,
+    GlooTransport,
+    SocketTransport,
+    StallReport,
+    connect_sockets,
+)
 
 
 class Wires:
@@ -34,7 +38,9 @@ class Wires:
         store = dist.HashStore()
         seconds = timedelta(seconds=timeout)
         self.peers = peers
-        self.wires = [SocketWire(p, rank, News(store, rank, size), seconds) for rank, p in enumerate(peers)]
+        self.wires = [
+            SocketTransport(p, rank, StallReport(store, rank, size), seconds) for rank, p in enumerate(peers)
+        ]
 
     def run(self, step):
         """What `step(rank, wire)` gives on every rank, all at once."""
@@ -58,7 +64,7 @@ def slot(rank):
 def test_every_rank_has_the_slots_of_all_in_rank_order(size):
     with Wires(size) as wires:
         for _ in range(2):
-            for got in wires.run(lambda rank, wire: wire.swap(slot(rank), str)):
+            for got in wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank), str)):
                 assert got == b"".join(map(slot, range(size)))
 
 
@@ -88,17 +94,17 @@ def test_a_rank_that_is_gone_is_missing_for_all_others_and_stays_so(large):
                 peer.close()
             return None
         rooms = {2: torch.empty(100_000, dtype=torch.uint8)}
-        step = partial(wire.transfer, {}, rooms) if large else partial(wire.swap, slot(rank))
-        with pytest.raises(SilenceError) as first:
+        step = partial(wire.transfer, {}, rooms) if large else partial(wire.all_gather_slots, slot(rank))
+        with pytest.raises(ConnectionLostError) as first:
             step(lambda: f"here {rank}")
-        with pytest.raises(SilenceError) as second:
-            wire.swap(slot(rank), str)
+        with pytest.raises(ConnectionLostError) as second:
+            wire.all_gather_slots(slot(rank), str)
         assert second.value is first.value
         return first.value
 
     with Wires(3) as wires:
         *errors, _ = wires.run(step)
-    assert [error.news for error in errors] == [{0: "here 0", 1: "here 1"}] * 2
+    assert [error.waiting for error in errors] == [{0: "here 0", 1: "here 1"}] * 2
     assert not errors[0].timed_out
 
 
@@ -107,13 +113,13 @@ def test_a_rank_that_does_not_come_in_time_is_missing_and_it_is_said_that_time_r
         if rank == 1:
             time.sleep(1.5)
             return None
-        with pytest.raises(SilenceError) as caught:
-            wire.swap(slot(rank), lambda: "here")
+        with pytest.raises(ConnectionLostError) as caught:
+            wire.all_gather_slots(slot(rank), lambda: "here")
         return caught.value
 
     with Wires(2, timeout=0.3) as wires:
         error, _ = wires.run(step)
-    assert error.news == {0: "here"}
+    assert error.waiting == {0: "here"}
     assert error.timed_out
 
 
@@ -123,8 +129,8 @@ def test_what_is_interrupted_half_way_is_never_taken_for_an_answer():
             with pytest.raises(KeyboardInterrupt):
                 wire.transfer({1: torch.ones(10, dtype=torch.uint8)}, {1: Interrupting()}, str)
         else:
-            with pytest.raises(SilenceError):
-                wire.swap(slot(rank), str)
+            with pytest.raises(ConnectionLostError):
+                wire.all_gather_slots(slot(rank), str)
 
     class Interrupting:
         def __len__(self):
@@ -140,18 +146,18 @@ def test_a_forked_child_holds_no_connection():
         if not child:
             os._exit(sum(peer.fileno() != -1 for peers in wires.peers for peer in peers.values()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert wires.run(lambda rank, wire: wire.swap(slot(rank), str))[0][SLOT:] == slot(1)
+        assert wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank), str))[0][SLOT:] == slot(1)
 
 
 def wire():
     from accel_runtime import Accelerator
 
-    return type(Accelerator()._backend.agreement._wire).__name__
+    return type(Accelerator()._backend.handshake._transport).__name__
 
 
 def test_ranks_of_one_machine_meet_over_sockets_and_others_over_gloo(pair, clusters):
-    assert pair.run(wire) == [SocketWire.__name__] * 2
-    assert clusters["apart"].run(wire) == [GlooWire.__name__] * 3
+    assert pair.run(wire) == [SocketTransport.__name__] * 2
+    assert clusters["apart"].run(wire) == [GlooTransport.__name__] * 3
 
 
 def new_group():
@@ -178,7 +184,7 @@ def attempt_with(broken, environ=()):
     }[broken]
     with mock.patch.object(*what, refuse), mock.patch.dict(os.environ, environ):
         try:
-            return connected(group, group.get_group_store(), timedelta(seconds=1))
+            return connect_sockets(group, group.get_group_store(), timedelta(seconds=1))
         except RuntimeError as error:
             return str(error)
 
@@ -186,8 +192,8 @@ def attempt_with(broken, environ=()):
 @pytest.mark.parametrize("broken", ["no folder", "cannot listen", "cannot call"])
 def test_where_one_rank_cannot_be_reached_all_refuse_to_go_on(pair, broken):
     said = pair.run(attempt_with, broken)
-    assert all(text.startswith("cannot connect the processes of this machine: ") for text in said)
-    assert all("Set TMPDIR to a folder" in text and "ACCEL_TRUST_NETWORK=1" in text for text in said)
+    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in said)
+    assert all("Set TMPDIR to a directory" in text and "ACCEL_TRUST_NETWORK=1" in text for text in said)
     assert any("no room" in text for text in said)
 
 
@@ -217,34 +223,36 @@ def test_a_folder_that_another_user_may_have_written_into_the_store_is_refused(p
         other = mock.patch.object(os, "geteuid", return_value=os.getuid() + 1)
         with other if change == "another owner" and group.rank() == 1 else nullcontext():
             try:
-                return connected(group, store, timedelta(seconds=1))
+                return connect_sockets(group, store, timedelta(seconds=1))
             except RuntimeError as error:
                 return str(error)
 
     said = pair.run(attempt, change, str(tmp_path))
-    assert all(text.startswith("cannot connect the processes of this machine: ") for text in said), said
-    assert "that no other user may enter" in said[1]
+    assert all(text.startswith("Cannot connect the processes of this machine: ") for text in said), said
+    assert "that only this user may enter" in said[1]
 
 
 def test_a_connection_whose_process_belongs_to_another_user_is_refused(pair):
     def attempt():
         from unittest import mock
 
-        from accel_runtime.backends import sockets
+        from accel_runtime.collectives import transport
 
         group = new_group()
         # Of rank 1 the kernel names another user.
-        there = mock.patch.object(sockets, "_CREDENTIALS", mock.Mock(size=12, unpack=lambda _: (1, 4242, 1)))
+        there = mock.patch.object(
+            transport, "_CREDENTIALS", mock.Mock(size=12, unpack=lambda _: (1, 4242, 1))
+        )
         with there if group.rank() == 0 else nullcontext():
             try:
-                return connected(group, group.get_group_store(), timedelta(seconds=1))
+                return connect_sockets(group, group.get_group_store(), timedelta(seconds=1))
             except RuntimeError as error:
                 return str(error)
 
     said = pair.run(attempt)
-    assert "a process of user 4242 answers for a rank" in said[0]
+    assert "the process of a rank belongs to user 4242" in said[0]
     # Rank 0 may have closed the connection before rank 1 has written its number into it.
-    assert "another process could not" in said[1] or "Broken pipe" in said[1]
+    assert "see the error of another process" in said[1] or "Broken pipe" in said[1]
 
 
 def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
@@ -265,7 +273,7 @@ def test_nobody_else_may_enter_the_place_where_ranks_meet(pair):
 
         group = new_group()
         with mock.patch.object(socket, "socket", Watched):
-            peers = connected(group, group.get_group_store(), timedelta(seconds=10))
+            peers = connect_sockets(group, group.get_group_store(), timedelta(seconds=10))
         for peer in peers.values():
             peer.close()
         return seen

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
-from accel_runtime.backends.status import StatusService
-from accel_runtime.heartbeat import Counts, Progress
+from accel_runtime.collectives.stalls import StatusService
+from accel_runtime.heartbeat import Progress, ProgressCounts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,7 +40,7 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
             return None
         while not (folder / "sleeps").exists():
             time.sleep(0.01)
-        found = accelerator._backend._attendance.service.ask([0, 1])
+        found = accelerator._backend._rank_monitor.service.ask([0, 1])
         (folder / "awake").touch()
         return {rank: (status.text, status.counts, status.ended) for rank, status in found.items()}
 
@@ -85,27 +85,27 @@ def test_an_error_of_a_collective_tells_where_all_ranks_are(pair, tmp_path):
 
 
 def test_a_rank_is_beyond_another_once_it_has_begun_what_that_one_has_not():
-    before = Counts(collectives=3, backwards=2, steps=2, batches=3)
+    before = ProgressCounts(collectives=3, backwards=2, steps=2, batches=3)
     assert not before.is_beyond(before)
-    for name in Counts._fields:
+    for name in ProgressCounts._fields:
         after = before._replace(**{name: getattr(before, name) + 1})
         assert after.is_beyond(before)
         assert not before.is_beyond(after)
     # What was counted before the last common collective is no sign.
-    assert not Counts(3, 9, 9, 9).is_beyond(Counts(4, 0, 0, 0))
+    assert not ProgressCounts(3, 9, 9, 9).is_beyond(ProgressCounts(4, 0, 0, 0))
 
 
 def test_counts_start_anew_at_each_collective_and_after_uneven_loops():
     progress = Progress()
     progress.backward()
     progress.batch()
-    assert progress.counts == Counts(0, 1, 0, 1)
+    assert progress.counts == ProgressCounts(0, 1, 0, 1)
     progress.enter("gather", None)
-    progress.leave()
+    progress.exit()
     progress.step()
-    assert progress.counts == Counts(1, 0, 1, 0)
+    assert progress.counts == ProgressCounts(1, 0, 1, 0)
     progress.level()
-    assert progress.counts == Counts(1, 0, 0, 0)
+    assert progress.counts == ProgressCounts(1, 0, 0, 0)
     assert progress.steps == 1
 
 
@@ -113,15 +113,15 @@ def test_ranks_do_not_wait_in_a_store_that_ends_with_the_first_rank():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     services = [StatusService(store, rank, 3, Progress()) for rank in range(3)]
     try:
-        services[2].leave()
-        services[0].leave()
+        services[2].close()
+        services[0].close()
         services[1]._thread.join(10)
         assert not services[1]._thread.is_alive()
         (found,) = services[1].ask([0, 2]).items()
         assert (found[0], found[1].ended) == (0, True)
     finally:
         for service in services:
-            service.leave()
+            service.close()
 
 
 def test_a_child_that_a_script_forks_does_not_tell_that_its_rank_has_ended():
@@ -130,10 +130,10 @@ def test_a_child_that_a_script_forks_does_not_tell_that_its_rank_has_ended():
     try:
         child = os.fork()
         if not child:
-            services[1].leave()
+            services[1].close()
             os._exit(0)
         os.waitpid(child, 0)
         assert not services[0].ask([1])[1].ended
     finally:
         for service in reversed(services):
-            service.leave()
+            service.close()

@@ -41,7 +41,7 @@ def learn(accelerator, model, optimizer, batch):
 def train_and_save_alone(folder, rank, metrics):
     accelerator, model, optimizer, loader = prepared(folder)
     saved, asked = [], 0
-    service = accelerator._backend._attendance.service
+    service = accelerator._backend._rank_monitor.service
     ask = service.ask
 
     def count(*arguments):
@@ -139,8 +139,8 @@ def save_own_data_and_open_cycle(folder):
 
 def test_what_only_the_others_have_is_named_and_starts_anew(pair, tmp_path):
     (told, steps), (_, others) = pair.run(save_own_data_and_open_cycle, str(tmp_path / "saved"))
-    assert "The positions of loaders with data of their own are missing too" in told[0]
-    assert "their gradients where an accumulation cycle is open" in told[0]
+    assert "Offsets of loaders with rank-specific data are missing too" in told[0]
+    assert "their gradients if an accumulation cycle is open" in told[0]
     assert steps == others == 6
 
 

@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.loading import Loading
-from accel_runtime.checkpoint.models import Model
-from accel_runtime.checkpoint.names import parameter_names
-from accel_runtime.checkpoint.optimizers import Optimizer
-from accel_runtime.checkpoint.saving import Saving
+from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.load import LoadOperation
+from accel_runtime.checkpoint.save import SaveOperation
+from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.training.gradients import name_parameters
 
 STEPS, EPOCHS = 4, 2
 
@@ -193,8 +192,8 @@ def net(kind, seed):
 def items(model, optimizer):
     prepared = object.__new__(PreparedOptimizer)
     prepared.optimizer = optimizer
-    names = parameter_names([model], [optimizer], lambda one: one)
-    return [Model("model", model), Optimizer("optimizer", prepared, names)]
+    names = name_parameters([model], [optimizer], lambda one: one)
+    return [ModelItem("model", model), OptimizerItem("optimizer", prepared, names)]
 
 
 def whole(model, optimizer):
@@ -213,20 +212,20 @@ def whole(model, optimizer):
 
 def share():
     accelerator = Accelerator()
-    return accelerator._share("test"), accelerator.process_index, accelerator.num_processes
+    return accelerator._build_share("test"), accelerator.process_index, accelerator.num_processes
 
 
-def put(folder, kind, disk=Disk, shared=True):
+def put(folder, kind, disk=FileSystem, shared=True):
     model, optimizer = net(kind, 1)
-    saving = Saving(*share(), disk(), shared=shared)
+    saving = SaveOperation(*share(), disk(), shared=shared)
     saving.begin(lambda: Path(folder))
     saving.take(items(model, optimizer), 1)
-    mine = sum(item.tensor_storage_size() for item in saving._mine.items)
+    mine = sum(item.tensor_storage_size() for item in saving._local_plan.items)
     saving.finish(share()[0])
     return whole(model, optimizer), mine
 
 
-class Elsewhere(Disk):
+class Elsewhere(FileSystem):
     """Of a machine that does not see what the first one has made."""
 
     looks = 0
@@ -243,8 +242,8 @@ def hooked_apart(folder):
     accelerator = Accelerator()
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._disk = Elsewhere()
-    accelerator._disk.made = True
+    accelerator._file_system = Elsewhere()
+    accelerator._file_system.made = True
     accelerator.save_state(folder)
 
 
@@ -255,7 +254,7 @@ def window_apart(folder, load):
     model = accelerator.prepare(nn.Linear(300, 100))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.settings = replace(accelerator.settings, shared_files=False)
-    accelerator._disk = Elsewhere()
+    accelerator._file_system = Elsewhere()
 
     def learned(number):
         torch.manual_seed(10 * number + accelerator.process_index)
@@ -275,7 +274,7 @@ def window_apart(folder, load):
 
 def got(folder, kind):
     model, optimizer = net(kind, 2)
-    loading = Loading(*share(), strict=True)
+    loading = LoadOperation(*share(), strict=True)
     loading.load(loading.open(lambda: Path(folder), folder), items(model, optimizer))
     assert any(isinstance(p, DTensor) for p in model.parameters()) == (kind != "replicated")
     return whole(model, optimizer)
@@ -324,7 +323,7 @@ def read_alone(folder):
     torch.manual_seed(2)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loading = Loading(lambda item: [item], 0, 1, strict=True)
+    loading = LoadOperation(lambda item: [item], 0, 1, strict=True)
     loading.load(loading.open(lambda: Path(folder), folder), items(model, optimizer))
     return whole(model, optimizer)
 
@@ -396,9 +395,7 @@ def test_what_each_rank_has_for_itself_is_sent_to_the_machine_that_writes(cluste
 
 
 def test_what_a_hook_writes_where_nobody_would_find_it_is_an_error_and_nothing_is_left(clusters, tmp_path):
-    with pytest.raises(
-        Exception, match=r"a hook has written .* on a machine that does not see the checkpoint"
-    ):
+    with pytest.raises(Exception, match=r"A save hook wrote .* on a node that does not see the checkpoint"):
         clusters[2].run(hooked_apart, str(tmp_path / "saved"))
     assert list(tmp_path.iterdir()) == []
 
@@ -406,8 +403,8 @@ def test_what_a_hook_writes_where_nobody_would_find_it_is_an_error_and_nothing_i
 @pytest.mark.parametrize(
     ("kind", "shared", "said"),
     [
-        ("replicated", True, r"shared_files: false in the profile, or ACCEL_SHARED_FILES=0"),
-        ("fsdp", False, r"is sharded, and this machine does not see the checkpoint's directory"),
+        ("replicated", True, r"shared_files: false in the profile or ACCEL_SHARED_FILES=0"),
+        ("fsdp", False, r"is sharded, and this node does not see the checkpoint's directory"),
     ],
 )
 def test_machines_that_share_no_files_are_told_what_can_be_done(clusters, tmp_path, kind, shared, said):

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
+from accel_runtime.checkpoint.async_save import StagingBuffers
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.staging import Staging
+from accel_runtime.checkpoint.filesystem import FileSystem
 
 
-class Held(Disk):
+class Held(FileSystem):
     """Writes nothing before it is let go."""
 
     def __init__(self):
@@ -30,7 +30,7 @@ class Held(Disk):
         super().write(file, data)
 
 
-class Full(Disk):
+class Full(FileSystem):
     """Has no room for data."""
 
     def write(self, _file, _data):
@@ -39,7 +39,7 @@ class Full(Disk):
 
 def trained(disk=None, **project):
     accelerator = Accelerator(project_config=ProjectConfiguration(**project))
-    accelerator._disk = disk or Disk()
+    accelerator._file_system = disk or FileSystem()
     model = nn.Linear(3, 2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     step(accelerator, model, optimizer)
@@ -62,7 +62,7 @@ def test_what_the_script_changes_while_it_is_written_is_not_in_it(tmp_path):
     accelerator.save_state(tmp_path / "a", async_save=True)
     assert not (tmp_path / "a").exists()
     step(accelerator, model, optimizer)
-    accelerator._disk.go.set()
+    accelerator._file_system.go.set()
     accelerator.wait_for_checkpoint()
     assert not torch.equal(before["weight"], plain(accelerator, model)["weight"])
     accelerator.load_state(tmp_path / "a")
@@ -72,7 +72,7 @@ def test_what_the_script_changes_while_it_is_written_is_not_in_it(tmp_path):
 def test_one_save_waits_for_the_one_before(tmp_path):
     accelerator, *_ = trained(Held())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._disk.go.set).start()
+    threading.Timer(0.3, accelerator._file_system.go.set).start()
     accelerator.save_state(tmp_path / "b", async_save=True)
     assert (tmp_path / "a" / "checkpoint.json").exists()
     accelerator.wait_for_checkpoint()
@@ -82,14 +82,14 @@ def test_one_save_waits_for_the_one_before(tmp_path):
 def test_a_load_waits_for_it_too(tmp_path):
     accelerator, *_ = trained(Held())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    threading.Timer(0.3, accelerator._disk.go.set).start()
+    threading.Timer(0.3, accelerator._file_system.go.set).start()
     assert accelerator.load_state(tmp_path / "a").manifest.step == 1
 
 
 def test_what_goes_wrong_comes_up_at_the_next_step(tmp_path):
     accelerator, model, optimizer = trained(Full())
     accelerator.save_state(tmp_path / "a", async_save=True)
-    accelerator._background._thread.join()
+    accelerator._background_writer._thread.join()
     accelerator.backward(model(torch.ones(4, 3)).mean())
     with pytest.raises(CheckpointError, match=r"a was not saved: .*No space left on device"):
         optimizer.step()
@@ -105,7 +105,7 @@ def test_what_goes_wrong_comes_up_at_the_next_save_and_when_it_is_waited_for(tmp
     accelerator.save_state(tmp_path / "a", async_save=True)
     with pytest.raises(CheckpointError, match="a was not saved"):
         accelerator.wait_for_checkpoint()
-    accelerator._disk = Disk()
+    accelerator._file_system = FileSystem()
     accelerator.save_state(tmp_path / "a")
     assert accelerator.checkpoints.verify(tmp_path / "a")
 
@@ -129,19 +129,19 @@ def test_the_project_may_say_that_all_saves_are_so_and_memory_is_there_before_th
 
 
 def test_copies_are_in_memory_that_is_used_again():
-    staging = Staging(pinned=False)
+    staging = StagingBuffers(pinned=False)
     tensors = {
         "a": torch.randn(5, 3).t(),
         "b": torch.tensor(2.0),
         "c": torch.empty(0),
         "d": torch.ones(3, dtype=torch.bool),
     }
-    first = staging.copies(tensors)
+    first = staging.copy_tensors(tensors)
     assert all(
         torch.equal(first[name], tensor) and first[name].is_contiguous() for name, tensor in tensors.items()
     )
-    assert staging.copies(tensors)["a"].data_ptr() == first["a"].data_ptr()
-    assert staging.copies({"e": torch.ones(1000)})["e"].sum() == 1000
+    assert staging.copy_tensors(tensors)["a"].data_ptr() == first["a"].data_ptr()
+    assert staging.copy_tensors({"e": torch.ones(1000)})["e"].sum() == 1000
 
 
 def _in_the_background(folder):
@@ -177,9 +177,9 @@ import errno, os, sys, time
 import torch
 from torch import nn
 from accel_runtime import Accelerator
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.filesystem import FileSystem
 
-class Slow(Disk):
+class Slow(FileSystem):
     def write(self, file, data):
         time.sleep(1.5)
         if "full" in sys.argv:
@@ -187,7 +187,7 @@ class Slow(Disk):
         super().write(file, data)
 
 accelerator = Accelerator(cpu=True)
-accelerator._disk = Slow()
+accelerator._file_system = Slow()
 model = accelerator.prepare(nn.Linear(3, 2))
 accelerator.save_state("a", async_save=True)
 print("done", flush=True)

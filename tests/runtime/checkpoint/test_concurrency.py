@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from faults import Run
 
-from accel_runtime.checkpoint import loading, placing
+from accel_runtime.checkpoint import atomic_directory, load
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import UNFINISHED
 
 
 def test_two_saves_to_one_directory_at_once_leave_one_that_is_whole(memory):
-    errors = saves_at_once(memory, Disk)
+    errors = saves_at_once(memory, FileSystem)
     assert all("is being written by another process" in error for error in errors), errors
     run = Run(memory, automatic=False)
     run.put(99)
@@ -30,7 +30,7 @@ def saves_at_once(memory, disk):
     """Two processes save into one directory again and again; what went wrong, but for what loses a race."""
     told = at_once(lambda number: saving_again_and_again(memory, disk(), number))
     # One takes the other's for what a crash has left, in the moment before it is locked.
-    lost = "No such file or directory", "is not there on this machine"
+    lost = "No such file or directory", "This node does not see"
     return [line for line in told.splitlines() if line and not any(words in line for words in lost)]
 
 
@@ -74,14 +74,14 @@ def saving_again_and_again(memory, disk, number):
 def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memory):
     project = memory / "checkpoints"
 
-    class Raced(Disk):
+    class Raced(FileSystem):
         """Another run begins a save between the choice of a number and the first directory."""
 
         other = None
 
         def make(self, folder):
             if folder.name.startswith(".checkpoint_0.") and self.other is None:
-                self.other = placing.begin(project / "checkpoint_0", "abc", Disk())[0]
+                self.other = atomic_directory.create_scratch(project / "checkpoint_0", "abc", FileSystem())[0]
             super().make(folder)
 
     disk = Raced()
@@ -89,12 +89,12 @@ def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memor
     run.put(1)
     assert Path(run.acc.save_state()).name == "checkpoint_1"
     assert sorted(path.name for path in project.iterdir()) == [disk.other.name, "checkpoint_1"]
-    with pytest.raises(placing.TakenError):
-        placing.begin(project / "checkpoint_1", "def", Disk(), new=True)
+    with pytest.raises(atomic_directory.TargetExistsError):
+        atomic_directory.create_scratch(project / "checkpoint_1", "def", FileSystem(), new=True)
 
 
 def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(memory):
-    class Watched(Disk):
+    class Watched(FileSystem):
         """Before the first lock of a save, another run puts everything in order."""
 
         swept = False
@@ -102,12 +102,12 @@ def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(
         def lock(self, folder, **how):
             if not self.swept:
                 self.swept = True
-                placing.sweep(folder.parent, 9, Disk())
+                atomic_directory.remove_leftovers(folder.parent, 9, FileSystem())
                 assert not folder.exists()
             return super().lock(folder, **how)
 
     disk = Watched()
-    scratch, _ = placing.begin(memory / "checkpoint_0", "abc", disk, new=True)
+    scratch, _ = atomic_directory.create_scratch(memory / "checkpoint_0", "abc", disk, new=True)
     assert (scratch / UNFINISHED).exists()
 
 
@@ -167,11 +167,11 @@ def test_a_checkpoint_that_is_removed_while_it_is_loaded_is_a_clear_error(memory
     path = Path(run.acc.save_state())
     run.put(5)
 
-    def gone(found, chunks, was=loading.damage):
+    def gone(found, chunks, was=load.find_damage):
         shutil.rmtree(path)
         return was(found, chunks)
 
-    monkeypatch.setattr(loading, "damage", gone)
+    monkeypatch.setattr(load, "find_damage", gone)
     with pytest.raises(CheckpointError, match="cannot be read: No such file or directory"):
         run.acc.load_state()
     assert run.step() == 5
@@ -183,12 +183,12 @@ def test_a_file_that_fails_after_all_was_verified_says_what_the_state_is_now(mem
     path = Path(run.acc.save_state())
     run.put(5)
 
-    def gone(found, chunks, was=loading.damage):
+    def gone(found, chunks, was=load.find_damage):
         wrong = was(found, chunks)
         (path / "optimizer.safetensors").unlink()
         return wrong
 
-    monkeypatch.setattr(loading, "damage", gone)
-    with pytest.raises(CheckpointError, match="neither what it had nor all of") as raised:
+    monkeypatch.setattr(load, "find_damage", gone)
+    with pytest.raises(CheckpointError, match="training state is now inconsistent") as raised:
         run.acc.load_state()
     assert "optimizer.safetensors" in str(raised.value)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
+from accel_runtime.checkpoint.directory import find_checkpoint
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.folder import find
-from accel_runtime.checkpoint.shell.merging import Wish, merge
+from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors
 
 PLAN = "blocks.*.up=colwise,blocks.*.down=rowwise"
 SHARDED, HYBRID = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}
@@ -50,7 +50,7 @@ class Run:
 
     def state(self):
         """Everything, gathered, and the samples of the next batch."""
-        self.accelerator._run()  # parameters are at rest
+        self.accelerator._training_state()  # parameters are at rest
         model = self.accelerator.unwrap_model(self.model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         moments = {
@@ -223,7 +223,7 @@ def test_resume(ready, tmp_path, monkeypatch):
 def test_the_shell_merges_shards_into_one_file(ready, tmp_path):
     folder = tmp_path / "saved"
     (want, _), _ = ready.run(written, str(folder), {"dp_shard": 2})
-    merge(find(folder), tmp_path / "m.safetensors", Wish())
+    merge_tensors(find_checkpoint(folder), tmp_path / "m.safetensors", MergeRequest())
     found = {name: value.tolist() for name, value in load_file(tmp_path / "m.safetensors").items()}
     assert found.items() <= want["model"].items()
     assert want["model"].keys() - found.keys() in ({"head.weight"}, {"embedding.weight"})
@@ -304,7 +304,7 @@ def test_under_tensor_parallel_an_open_window_is_exact_or_refused(ready, tmp_pat
     folder, sizes = str(tmp_path / "saved"), {"tp": 2, "tp_plan": PLAN}
     want = ready.run(half_or_why, folder, sizes, False)
     if isinstance(want[0], str):
-        assert "save at the end of a window" in want[0]
+        assert "Save at the end of a cycle" in want[0]
         assert not Path(folder).exists()
         return
     assert ready.run(half, folder, sizes, True) == want

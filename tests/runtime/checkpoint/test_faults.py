@@ -78,7 +78,7 @@ def prepared(case, folder, run):
             (mine / "link").symlink_to("nowhere")
     run.acc.wait_for_everyone()
     run.move(folder, total_limit=case.limit, automatic=case.automatic)
-    run.acc._disk = Probe()
+    run.acc._file_system = Probe()
     for step in range(1, case.before + 1):
         run.put(step)
         run.acc.save_state(case.target(folder))
@@ -104,7 +104,7 @@ def hidden(folder):
 def saved(case, folder, run, disk, step):
     """Save on this disk; what went wrong."""
     run.put(step)
-    run.acc._disk = disk
+    run.acc._file_system = disk
     try:
         run.acc.save_state(case.target(folder))
     except CheckpointError as error:

@@ -11,7 +11,7 @@ import pytest
 from faults import Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.filesystem import FileSystem
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system takes root")
 
@@ -41,10 +41,10 @@ def failed(run, path=None):
 
 @root_only
 def test_a_file_system_that_becomes_full_leaves_the_checkpoint_before(small):
-    class NoForesight(Disk):
+    class NoForesight(FileSystem):
         """Says that there is room, as where others write at the same time."""
 
-        def room(self, folder):  # noqa: ARG002 - it says the same of all
+        def free_space(self, folder):  # noqa: ARG002 - it says the same of all
             return 1 << 60
 
     run = Run(small, width=80, disk=NoForesight())  # 80 KB or so a checkpoint
@@ -73,7 +73,9 @@ def test_where_there_is_no_room_it_is_said_before_anything_is_written(small):
     (small / "filler").write_bytes(bytes(os.statvfs(small).f_bavail * 4096 - 40_000))
     said = failed(run)
     place = re.escape(str(small / "checkpoints"))
-    assert re.search(rf"{place} has room for \d\d\.\d\d kB, and this checkpoint takes \d+\.\d\d kB", said)
+    assert re.search(
+        rf"Not enough space in {place}: the checkpoint needs \d+\.\d\d kB, and \d\d\.\d\d kB are free", said
+    )
     run.acc.load_state()
     assert run.step() == 1
 
@@ -127,7 +129,7 @@ def test_a_directory_where_a_file_system_is_mounted_is_refused_with_what_to_do(s
     run = Run(small, automatic=False)
     run.put(1)
     said = failed(run, small)
-    assert f"save into one in it, as {small / 'checkpoint'}" in said
+    assert f"Use a subdirectory such as {small / 'checkpoint'}" in said
     assert not list(small.parent.glob(".*"))
     run.acc.save_state(small / "checkpoint")
     run.acc.load_state(small / "checkpoint")
@@ -143,7 +145,7 @@ def test_a_directory_that_is_bound_to_another_is_refused_with_what_to_do(tmp_pat
     try:
         run = Run(tmp_path, automatic=False)
         run.put(1)
-        assert f"save into one in it, as {there / 'checkpoint'}" in failed(run, there)
+        assert f"Use a subdirectory such as {there / 'checkpoint'}" in failed(run, there)
         assert [path.name for path in tmp_path.iterdir()] == ["there"]
         assert (there / "notes").read_text() == "of the user"
     finally:
@@ -201,7 +203,7 @@ def test_a_directory_without_the_right_to_write_is_named(memory):
 
 
 def test_a_directory_that_vanishes_in_the_midst_is_named(memory):
-    class Vanishing(Disk):
+    class Vanishing(FileSystem):
         def create(self, path):
             if path.name == "model.safetensors":
                 # In one step: another thread is writing other files into it, and may do so until it is gone.
@@ -213,7 +215,7 @@ def test_a_directory_that_vanishes_in_the_midst_is_named(memory):
     said = failed(run)
     assert "No such file or directory" in said
     assert "checkpoint_0" in said
-    run.acc._disk = Disk()
+    run.acc._file_system = FileSystem()
     run.acc.save_state()
     run.acc.load_state()
     assert run.step() == 1
@@ -231,7 +233,7 @@ def test_the_directory_a_process_works_in_is_not_taken_away(memory, monkeypatch)
     monkeypatch.chdir(memory)
     run = Run(memory, automatic=False)
     run.put(1)
-    assert f"save into one in it, as {memory / 'checkpoint'}" in failed(run, ".")
+    assert f"Use a subdirectory such as {memory / 'checkpoint'}" in failed(run, ".")
     run.acc.save_state("checkpoint")
     run.acc.load_state("checkpoint")
     assert run.step() == 1
@@ -260,5 +262,5 @@ def test_hooks_that_make_links_are_told_to_write_files(memory):
     run = Run(memory)
     run.put(1)
     run.acc.register_save_state_pre_hook(lambda *args: (Path(args[2]) / "big").symlink_to("/dev/null"))
-    assert "is a link that a hook has made" in failed(run)
+    assert "it is a link that a hook has made" in failed(run)
     assert not list(memory.rglob(".*"))

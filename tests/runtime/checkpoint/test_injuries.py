@@ -14,10 +14,10 @@ from faults import Failing, Log, Probe, Run, same
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
+from accel_runtime.checkpoint.filesystem import FileSystem
 
 
-class Dying(Disk):
+class Dying(FileSystem):
     """The process ends, without a chance to clear up, at the first call of a kind about a file of a name."""
 
     def __init__(self, method, name):
@@ -105,12 +105,12 @@ def test_c5_a_full_disk_leaves_no_partial_checkpoint_and_the_run_can_save_again(
     run = Run(memory, total_limit=3)
     run.put(1)
     run.acc.save_state()
-    run.acc._disk = Failing(15, errno.ENOSPC, forever=True)
+    run.acc._file_system = Failing(15, errno.ENOSPC, forever=True)
     run.put(2)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.acc.save_state()
     assert of_one_step(run) == 1
-    run.acc._disk = Disk()
+    run.acc._file_system = FileSystem()
     run.put(3)
     run.acc.save_state()
     assert of_one_step(run) == 3
@@ -219,7 +219,7 @@ def one_rank_does_not_write(folder):
     run.acc.wait_for_everyone()
     run.put(8)
     if run.rank == 1:
-        run.acc._disk = Failing(1, errno.EIO, forever=True)
+        run.acc._file_system = Failing(1, errno.EIO, forever=True)
     try:
         run.acc.save_state(folder / "step")
     except CheckpointError as error:
@@ -283,7 +283,7 @@ def test_c18_what_goes_wrong_in_the_background_comes_up_at_the_next_step(memory)
 
     with pytest.raises(CheckpointError, match="No space left on device"):
         steps()
-    run.acc._disk = Disk()
+    run.acc._file_system = FileSystem()
     run.put(2)
     run.acc.save_state()
     assert of_one_step(run) == 2

@@ -8,16 +8,35 @@ import pytest
 
 cloudpickle.register_pickle_by_value(kept_checkpoints)
 
+CHECKPOINTS = sorted(
+    (path.parent, path.stem) for folder in kept_checkpoints.KEPT for path in folder.glob("*.json")
+)
+"""Folders of versions, and the layouts in each."""
 
-@pytest.mark.parametrize("layout", kept_checkpoints.LAYOUTS)
-@pytest.mark.parametrize("folder", kept_checkpoints.KEPT, ids=lambda folder: folder.name)
-def test_a_checkpoint_of_each_layout_is_read_as_it_was_written(clusters, folder, layout):
-    size = kept_checkpoints.LAYOUTS[layout]
+
+def reads(folder, layout, size):
+    """Return the case of a checkpoint that so many processes read."""
+    marks = [pytest.mark.slow] if size > 3 else []
+    return pytest.param(folder, layout, size, id=f"{folder.name}-{layout}-{size} processes", marks=marks)
+
+
+AS_WRITTEN = [reads(folder, layout, kept_checkpoints.LAYOUTS[layout].size) for folder, layout in CHECKPOINTS]
+BY_OTHERS = [
+    reads(folder, layout, size)
+    for folder, layout in CHECKPOINTS
+    for size in kept_checkpoints.LAYOUTS[layout].others
+]
+
+
+@pytest.mark.parametrize(("folder", "layout", "size"), AS_WRITTEN)
+def test_a_checkpoint_of_each_layout_is_read_as_it_was_written(clusters, folder, layout, size):
     assert clusters[size].run(kept_checkpoints.read, str(folder), layout) == [True] * size
 
 
-@pytest.mark.parametrize("layout", ["one", "stream", "window"])
-@pytest.mark.parametrize("folder", kept_checkpoints.KEPT, ids=lambda folder: folder.name)
-def test_it_is_read_on_another_number_of_processes(clusters, folder, layout):
-    size = 3 - kept_checkpoints.LAYOUTS[layout]
+@pytest.mark.parametrize(("folder", "layout", "size"), BY_OTHERS)
+def test_it_is_read_on_another_number_of_processes(clusters, folder, layout, size):
     assert clusters[size].run(kept_checkpoints.read, str(folder), layout) == [True] * size
+
+
+def test_there_is_a_checkpoint_of_each_layout():
+    assert {layout for _, layout in CHECKPOINTS} == set(kept_checkpoints.LAYOUTS)

@@ -452,6 +452,22 @@ def test_gradients_that_are_views_of_buckets_continue(clusters, more, tmp_path):
     continues(clusters[3], Script(model=normed, options=as_views(**more)), tmp_path, [1, 2, 4])
 
 
+class Words(nn.Module):
+    """A model whose gradients are sparse in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1)
+
+    def forward(self, inputs):
+        return self.head(self.embedding((inputs[:, 0] * 10).long() % 5))
+
+
+def test_sparse_gradients_continue_on_several_processes(pair, tmp_path):
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    continues(pair, Script(model=Words, optimizer=optimizer, options=accumulating()), tmp_path, [1, 2])
+
+
 # Several, and beside -----------------------------------------------------------------------
 
 

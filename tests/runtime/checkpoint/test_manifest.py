@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.manifest import Chunk, File, Manifest, Stored, checksum
+from accel_runtime.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, hash_bytes
 
 PLACE = Path("somewhere") / "checkpoint.json"
 json_values = st.recursive(
@@ -17,7 +17,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
-sums = st.binary().map(checksum)
+sums = st.binary().map(hash_bytes)
 
 
 @st.composite
@@ -34,10 +34,10 @@ def manifests(draw):
                 size = 4 * count * columns
                 chunks.append(Chunk(file, start, size, draw(sums), (begin, 0), (count, columns)))
                 start, begin = start + size, begin + count
-            tensors[f"item/{number}.{index}"] = Stored("float32", (begin, columns), tuple(chunks))
-        files[file] = File(start, draw(sums), header, draw(sums))
+            tensors[f"item/{number}.{index}"] = TensorEntry("float32", (begin, columns), tuple(chunks))
+        files[file] = FileEntry(start, draw(sums), header, draw(sums))
     files |= {
-        name: File(draw(st.integers(0, 9)), draw(sums)) for name in draw(st.sets(st.sampled_from("ab")))
+        name: FileEntry(draw(st.integers(0, 9)), draw(sums)) for name in draw(st.sets(st.sampled_from("ab")))
     }
     world_size = draw(st.integers(1, 4))
     states = st.lists(json_values, min_size=world_size, max_size=world_size)
@@ -58,7 +58,7 @@ def manifests(draw):
 @given(manifests())
 @settings(max_examples=40)
 def test_it_says_the_same_when_it_is_read_again(manifest):
-    assert Manifest.parsed(manifest.text(), PLACE) == manifest
+    assert Manifest.parse(manifest.text(), PLACE) == manifest
 
 
 @given(manifests(), st.data())
@@ -68,7 +68,7 @@ def test_a_character_that_changed_is_noticed(manifest, data):
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
     with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.parsed(text[:at] + other + text[at + 1 :], PLACE)
+        Manifest.parse(text[:at] + other + text[at + 1 :], PLACE)
 
 
 @given(manifests(), st.data())
@@ -76,7 +76,7 @@ def test_a_character_that_changed_is_noticed(manifest, data):
 def test_a_text_that_was_cut_is_noticed(manifest, data):
     text = manifest.text()
     with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.parsed(text[: data.draw(st.integers(0, len(text) - 1))], PLACE)
+        Manifest.parse(text[: data.draw(st.integers(0, len(text) - 1))], PLACE)
 
 
 @given(manifests())
@@ -96,5 +96,5 @@ def test_every_byte_of_its_files_is_in_one_part_that_loading_verifies(manifest):
 
 @given(st.text())
 def test_any_other_text_is_none(text):
-    with pytest.raises(CheckpointError, match="it is no manifest"):
-        Manifest.parsed(text, PLACE)
+    with pytest.raises(CheckpointError, match="it is not a checkpoint manifest"):
+        Manifest.parse(text, PLACE)

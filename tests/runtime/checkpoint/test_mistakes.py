@@ -94,14 +94,14 @@ def saved(tmp_path):
 def test_another_architecture_is_named(saved):
     refused(
         saved,
-        "model: the checkpoint has no 0.weight, 0.bias, 1.weight and 1 more",
-        "the model here has no",
+        "model: missing in the checkpoint: 0.weight, 0.bias, 1.weight and 1 more",
+        "not in the model here:",
         model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)),
     )
     refused(saved, "model/weight is [3, 2] in the checkpoint and [4, 2] here", model=nn.Linear(2, 4))
     refused(
         saved,
-        "model: the model here has no bias",
+        "model: not in the model here: bias",
         "optimizer: the optimizer here does not have model.bias",
         model=nn.Linear(2, 3, bias=False),
     )
@@ -118,13 +118,13 @@ def test_another_dtype_is_named(saved):
 @pytest.mark.parametrize(
     ("how", "item"),
     [
-        ({"models": 2}, "model_1 (Linear): it is here, and not in the checkpoint"),
-        ({"optimizers": 2}, "optimizer_1 (AdamW): it is here, and not in the checkpoint"),
-        ({"schedulers": 2}, "scheduler_1 (StepLR): it is here, and not in the checkpoint"),
+        ({"models": 2}, "model_1 (Linear): it is prepared here and not in the checkpoint"),
+        ({"optimizers": 2}, "optimizer_1 (AdamW): it is prepared here and not in the checkpoint"),
+        ({"schedulers": 2}, "scheduler_1 (StepLR): it is prepared here and not in the checkpoint"),
         ({"loaders": 2}, "loader_1"),
-        ({"kept": 2}, "registered_1 (Kept): it is here, and not in the checkpoint"),
-        ({"schedulers": 0}, "scheduler (StepLR): it is in the checkpoint, and nothing of the kind here"),
-        ({"kept": 0}, "registered (Kept): it is in the checkpoint, and nothing of the kind here"),
+        ({"kept": 2}, "registered_1 (Kept): it is prepared here and not in the checkpoint"),
+        ({"schedulers": 0}, "scheduler (StepLR): it is in the checkpoint and not prepared here"),
+        ({"kept": 0}, "registered (Kept): it is in the checkpoint and not prepared here"),
         ({"loaders": 0}, "loader"),
         ({"groups": 2}, "optimizer: the checkpoint has 1 groups of parameters, the optimizer here 2"),
     ],
@@ -169,7 +169,7 @@ def test_not_strict_loads_what_fits_and_names_the_rest(saved, caplog):
         seed=3, optimizers=2, groups=2, model=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     )
     accelerator.load_state(saved, strict=False)
-    for text in ("model: the checkpoint has no 0.weight", "optimizer_1", "the model here has no"):
+    for text in ("model: missing in the checkpoint: 0.weight", "optimizer_1", "not in the model here:"):
         assert text in caplog.text
     stepped(prepared[0], prepared[1])
 
@@ -186,10 +186,10 @@ def test_not_strict_converts_dtypes(saved, caplog):
 def test_a_directory_that_is_no_checkpoint_says_what_it_is(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "nowhere", f"{tmp_path}/nowhere is no checkpoint: it does not exist")
-    refused(tmp_path / "empty", "is no checkpoint: it has no checkpoint.json")
-    refused(tmp_path / "file", "is no checkpoint: it is a file")
-    refused(None, "load_state() was given no directory")
+    refused(tmp_path / "nowhere", f"{tmp_path}/nowhere is not a checkpoint: it does not exist")
+    refused(tmp_path / "empty", "is not a checkpoint: it has no checkpoint.json")
+    refused(tmp_path / "file", "is not a checkpoint: it is a file")
+    refused(None, "load_state() cannot search for a checkpoint")
 
 
 def test_what_cannot_be_saved_is_named_with_its_path_and_nothing_is_left(tmp_path):
@@ -202,7 +202,7 @@ def test_what_cannot_be_saved_is_named_with_its_path_and_nothing_is_left(tmp_pat
 
 def test_only_what_has_a_state_is_registered():
     accelerator = Accelerator()
-    with pytest.raises(ValueError, match=r"state_dict\(\) and load_state_dict\(\); int has not got both"):
+    with pytest.raises(ValueError, match=r"cannot save int: it lacks state_dict\(\) or load_state_dict\(\)"):
         accelerator.register_for_checkpointing(Kept(), 3)
     assert not accelerator._registered
 
@@ -210,7 +210,7 @@ def test_only_what_has_a_state_is_registered():
 def test_a_checkpoint_is_told_briefly(saved):
     accelerator, *_ = made()
     found = accelerator.load_state(saved)
-    assert repr(found) == f"Found({str(saved)!r}, step=0)"
+    assert repr(found) == f"Checkpoint({str(saved)!r}, step=0)"
 
 
 # Several processes ---------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def into_different_directories(folder):
 def test_directories_that_differ_are_told(pair, tmp_path):
     for (saving, loading), left in pair.run(into_different_directories, str(tmp_path)):
         assert saving.startswith(
-            f"save_state() was given different directories (rank 0: {tmp_path}/0, rank 1: "
+            f"save_state() received different directories (rank 0: {tmp_path}/0, rank 1: "
         )
-        assert loading.startswith("load_state() was given different directories")
+        assert loading.startswith("load_state() received different directories")
         assert left == []
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.checkpoint.names import parameter_names
+from accel_runtime.training.gradients import name_parameters
 
 
 class Tied(nn.Module):
@@ -28,7 +28,7 @@ def named(*, compiled=False):
     first, second, optimizer = accelerator.prepare(
         torch.compile(first, backend="eager") if compiled else first, second, torch.optim.SGD(groups, lr=0.1)
     )
-    return list(parameter_names([first, second], [optimizer], accelerator._backend.original).values())
+    return list(name_parameters([first, second], [optimizer], accelerator._backend.unwrap_model).values())
 
 
 NAMES = [
@@ -51,7 +51,7 @@ def test_a_compiled_model_has_the_names_it_has_without(alone):
 
 def test_a_parameter_of_two_models_has_its_name_in_the_first():
     model = nn.Linear(1, 1)
-    assert set(parameter_names([model, nn.Sequential(model)], [], lambda m: m).values()) == {
+    assert set(name_parameters([model, nn.Sequential(model)], [], lambda m: m).values()) == {
         "model.weight",
         "model.bias",
     }
@@ -60,7 +60,7 @@ def test_a_parameter_of_two_models_has_its_name_in_the_first():
 def test_a_parameter_without_a_model_is_named_by_its_optimizer_group_and_position():
     loose = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
     optimizers = [torch.optim.SGD(loose[:1]), torch.optim.SGD([{"params": []}, {"params": loose[1:]}])]
-    assert list(parameter_names([], optimizers, lambda m: m).values()) == [
+    assert list(name_parameters([], optimizers, lambda m: m).values()) == [
         "optimizer.0.0",
         "optimizer_1.1.0",
         "optimizer_1.1.1",

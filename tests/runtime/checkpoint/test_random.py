@@ -11,23 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_runtime.checkpoint import random as item
+from accel_runtime.checkpoint import rng_state as item
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _streams_of_others_are_left_alone():
-    before = item.captured(CPU)
+    before = item.capture_rng_state(CPU)
     yield
-    item.restored(before, CPU)
+    item.restore_rng_state(before, CPU)
 
 
 def seeded(torchs, pythons, numpys):
     torch.manual_seed(torchs)
     random.seed(pythons)
     np.random.seed(numpys)  # noqa: NPY002 - what scripts draw from
-    return item.captured(CPU)
+    return item.capture_rng_state(CPU)
 
 
 def draws():
@@ -39,7 +39,7 @@ def draws():
 
 
 def drawn_from(tree):
-    item.restored(tree, CPU)
+    item.restore_rng_state(tree, CPU)
     return draws()
 
 
@@ -52,14 +52,14 @@ def test_what_is_put_back_draws_what_would_have_been_drawn(one, two, three, befo
     seeded(one, two, three)
     for _ in range(before):
         draws()
-    tree = item.captured(CPU)
+    tree = item.capture_rng_state(CPU)
     wanted = draws(), draws()
     seeded(0, 0, 0)
     assert (drawn_from(tree), draws()) == wanted
 
 
 def test_a_state_is_small_numbers_text_and_tensors():
-    tree = item.captured(CPU)
+    tree = item.capture_rng_state(CPU)
     assert set(tree) == {"torch", "python", "numpy"}
     words = tree["python"][1], tree["numpy"][1]
     assert all(isinstance(part, torch.Tensor) and part.dtype == torch.int64 for part in words)
@@ -73,7 +73,7 @@ def test_a_stream_that_was_not_kept_is_left_alone():
     random.seed(9)
     wanted = random.random()
     random.seed(9)
-    item.restored(tree, CPU)
+    item.restore_rng_state(tree, CPU)
     assert random.random() == wanted
 
 
@@ -85,7 +85,7 @@ worlds = st.integers(1, 4)
 def test_a_stream_that_was_the_same_on_several_ranks_stays_so_and_others_part(old, new, numpys):
     """Torch's stream is the same on all old ranks, Python's is not, NumPy's may be; a single one is everybody's."""
     trees = [seeded(7, rank, numpys[rank]) for rank in range(old)]
-    again = [drawn_from(item.derived(trees, rank, new)) for rank in range(new)]
+    again = [drawn_from(item.derive_rng_state(trees, rank, new)) for rank in range(new)]
     wanted = drawn_from(trees[0])
     equal = {"torch": old > 1, "python": False, "numpy": old > 1 and len(set(numpys[:old])) == 1}
     for kind, same in equal.items():
@@ -101,18 +101,18 @@ def test_a_stream_that_was_the_same_on_several_ranks_stays_so_and_others_part(ol
 def test_what_is_derived_follows_from_the_states_of_all_ranks_and_from_nothing_else(ranks, changed):
     trees = [seeded(seed, 1, 1) for seed in ranks]
     seeded(5, 5, 5)
-    once = item.derived(trees, 1, 2)
+    once = item.derive_rng_state(trees, 1, 2)
     seeded(6, 6, 6)
-    assert item.derived(trees, 1, 2) == once
+    assert item.derive_rng_state(trees, 1, 2) == once
     trees[changed] = seeded(ranks[changed] + 1, 1, 1)
-    assert item.derived(trees, 1, 2)["torch"] != once["torch"]
-    assert item.derived(trees, 1, 3)["torch"] != item.derived(trees, 1, 2)["torch"]
+    assert item.derive_rng_state(trees, 1, 2)["torch"] != once["torch"]
+    assert item.derive_rng_state(trees, 1, 3)["torch"] != item.derive_rng_state(trees, 1, 2)["torch"]
 
 
 def test_a_stream_only_some_ranks_had_is_derived():
     trees = [seeded(1, 1, 1), seeded(1, 1, 1)]
     del trees[1]["numpy"]
-    first, second = (item.derived(trees, rank, 2)["numpy"]["seed"] for rank in range(2))
+    first, second = (item.derive_rng_state(trees, rank, 2)["numpy"]["seed"] for rank in range(2))
     assert first != second
 
 
@@ -138,22 +138,22 @@ class Device:
 @pytest.fixture
 def device(monkeypatch):
     module = Device()
-    monkeypatch.setattr(item, "_module", lambda _: module)
+    monkeypatch.setattr(item, "_device_module", lambda _: module)
     return SimpleNamespace(module=module, name=torch.device("cuda", 0))
 
 
 def test_the_devices_own_generator_is_kept_too(device):
     device.module.manual_seed(4)
-    tree = item.captured(device.name)
+    tree = item.capture_rng_state(device.name)
     wanted = device.module.draw()
     device.module.manual_seed(0)
-    item.restored(tree, device.name)
+    item.restore_rng_state(tree, device.name)
     assert device.module.draw() == wanted
 
 
 def test_a_device_whose_generator_was_not_kept_begins_a_stream_that_follows_from_torchs(device):
     def first(seed):
-        item.restored(seeded(seed, 0, 0), device.name)
+        item.restore_rng_state(seeded(seed, 0, 0), device.name)
         return device.module.draw()
 
     assert first(1) == first(1) != first(2)
@@ -162,12 +162,12 @@ def test_a_device_whose_generator_was_not_kept_begins_a_stream_that_follows_from
 def test_the_devices_generator_is_derived_where_it_differed(device):
     def tree(seed):
         device.module.manual_seed(seed)
-        return seeded(0, 0, 0) | item.captured(device.name)
+        return seeded(0, 0, 0) | item.capture_rng_state(device.name)
 
     trees = [tree(1), tree(2)]
 
     def first(rank):
-        item.restored(item.derived(trees, rank, 3), device.name)
+        item.restore_rng_state(item.derive_rng_state(trees, rank, 3), device.name)
         return device.module.draw()
 
     assert len({tuple(first(rank)) for rank in range(3)}) == 3
@@ -178,8 +178,8 @@ def test_the_devices_generator_is_derived_where_it_differed(device):
 def test_a_gpu_draws_what_it_would_have_drawn():
     where = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.manual_seed(3)
-    tree = item.captured(where)
+    tree = item.capture_rng_state(where)
     wanted = torch.rand(2, device=where).tolist()
     torch.rand(5, device=where)
-    item.restored(tree, where)
+    item.restore_rng_state(tree, where)
     assert torch.rand(2, device=where).tolist() == wanted

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.values import packed, unpacked
+from accel_runtime.checkpoint.serialization import deserialize, serialize
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 KINDS = ["<f8", "<f4", "<i8", ">i4", "|u1", "|b1", "<c16", "<f2"]
@@ -89,31 +89,31 @@ def equal(one, other):  # noqa: PLR0911 - a kind a line
 @given(trees)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_any_tree_comes_back_with_its_values_types_and_order(tree):
-    text, found = packed(tree, "item")
-    again = unpacked(json.loads(json.dumps(text)), found)
+    text, found = serialize(tree, "item")
+    again = deserialize(json.loads(json.dumps(text)), found)
     assert equal(again, tree), (tree, again)
     assert all(name.startswith("item") and "#" not in name for name in found)
 
 
 def test_an_array_without_dimensions_stays_one():
     for value in (np.array(3.5), np.array(7, dtype="<i4")):
-        text, found = packed(value, "item")
-        assert equal(unpacked(text, found), value)
+        text, found = serialize(value, "item")
+        assert equal(deserialize(text, found), value)
 
 
 def test_tied_tensors_are_kept_once_and_a_conjugate_is_not_its_original():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     tree = {"one": tensor, "tied": tensor, "other": tensor.conj(), "copy": tensor.clone()}
-    text, found = packed(tree, "item")
+    text, found = serialize(tree, "item")
     assert len(found) == 3
-    assert equal(unpacked(text, found), tree)
+    assert equal(deserialize(text, found), tree)
 
 
 def test_a_rank_mark_in_a_name_is_not_taken_for_one():
     tree = {"a#1": torch.ones(1), "a%231": torch.zeros(1)}
-    text, found = packed(tree, "item")
+    text, found = serialize(tree, "item")
     assert len(found) == 2
-    assert equal(unpacked(text, found), tree)
+    assert equal(deserialize(text, found), tree)
 
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - what a script may have
@@ -132,7 +132,7 @@ _ITSELF.append(_ITSELF)
 )  # fmt: skip
 def test_what_loading_could_not_make_without_running_code_is_refused_by_its_path(odd):
     with pytest.raises(CheckpointError, match=r"^item/outer\.0.* cannot be saved"):
-        packed({"outer": [odd]}, "item")
+        serialize({"outer": [odd]}, "item")
 
 
 words = st.sampled_from(
@@ -156,6 +156,6 @@ noise = st.recursive(
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_text_that_nobody_packed_gives_plain_things_or_an_error_that_says_so(text):
     try:
-        unpacked(text, {"known": torch.ones(1)})
+        deserialize(text, {"known": torch.ones(1)})
     except CheckpointError as error:
         assert str(error)

@@ -15,7 +15,7 @@ from accel_runtime import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
 )
-from accel_runtime.checkpoint import window
+from accel_runtime.checkpoint import training_state
 from accel_runtime.checkpoint.errors import CheckpointError
 
 STEPS = 3  # micro-batches a window
@@ -78,7 +78,7 @@ class Run:
     def load(self, saved, tree):
         self.accelerator.unwrap_model(self.model).load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        window.restored(tree, *self.window)
+        training_state.restore_accumulation(tree, *self.window)
 
     def train(self, first, last):
         for at in range(first, last):
@@ -88,7 +88,7 @@ class Run:
             {
                 "model": model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "window": window.captured(*self.window),
+                "window": training_state.capture_accumulation(*self.window),
                 "flat": torch.cat([p.detach().flatten() for p in model.parameters()]),
             }
         )
@@ -124,7 +124,7 @@ def onwards(start, options, saved, trees, world_size_before):
     run = Run(options)
     run.train(0, 1)  # what is held is gone
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
-    tree = trees[rank] if world == world_size_before else window.merged(trees, world)
+    tree = trees[rank] if world == world_size_before else training_state.merge_accumulation(trees, world)
     run.load(saved, tree)
     return run.train(start, LAST)["flat"]
 
@@ -176,7 +176,7 @@ def test_weights_that_are_not_divided_by_yet_are_as_many_on_any_number_of_ranks(
     trees = [saved["window"] for saved, _ in clusters[3].run(until, 2, {"weighted": True})]
     wanted = sum(float(book["pending"]) for tree in trees for book in tree["weights"].values())
     for world in (1, 2, 4):
-        shared = window.merged(trees, world)["weights"]
+        shared = training_state.merge_accumulation(trees, world)["weights"]
         assert world * sum(float(book["pending"]) for book in shared.values()) == pytest.approx(wanted)
 
 
@@ -187,10 +187,14 @@ def test_gradients_of_what_is_not_prepared_are_refused_and_nothing_is_changed(al
     before = run.train(2, 2)["window"]
     other = saved["window"]
     with pytest.raises(CheckpointError, match=r"a gradient of model_1\.weight, which is not among"):
-        window.restored(other | {"gradients": {"model_1.weight": torch.zeros(1)}}, *run.window)
+        training_state.restore_accumulation(
+            other | {"gradients": {"model_1.weight": torch.zeros(1)}}, *run.window
+        )
     with pytest.raises(CheckpointError, match=r"model\.head\.bias has shape \[4\], the parameter \[3\]"):
-        window.restored(other | {"gradients": {"model.head.bias": torch.zeros(4)}}, *run.window)
-    after = window.captured(*run.window)
+        training_state.restore_accumulation(
+            other | {"gradients": {"model.head.bias": torch.zeros(4)}}, *run.window
+        )
+    after = training_state.capture_accumulation(*run.window)
     assert after["accumulation"] == before["accumulation"]
     assert all(torch.equal(after["gradients"][name], held) for name, held in before["gradients"].items())
 
@@ -199,5 +203,7 @@ def test_a_rank_without_a_gradient_counts_with_zeros():
     def tree(gradients):
         return {"accumulation": {}, "unit": None, "used": [], "gradients": gradients, "weights": {}}
 
-    got = window.merged([tree({"a": torch.tensor([3.0])}), tree({}), tree({"b": torch.tensor([6.0])})], 2)
+    got = training_state.merge_accumulation(
+        [tree({"a": torch.tensor([3.0])}), tree({}), tree({"b": torch.tensor([6.0])})], 2
+    )
     assert got["gradients"] == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}

@@ -288,10 +288,7 @@ def test_a_position_that_holds_for_other_processes_or_workers_only_is_refused_wh
     saved = clusters[2].run(state, "split by process, without")[0]
     for size in (1, 3):
         text = clusters[size].run(refusal, "split by process, without", saved, None)[0]
-        assert (
-            f"taken on 2 processes over data split by process, and holds for as many only; there are {size}"
-            in text
-        )
+        assert f'saved on 2 processes with data="sharded" and cannot be resumed on {size}' in text
     saved = clusters[1].run(state, "a stream that divides itself")[0]
     text = clusters[1].run(refusal, "a stream that divides itself", saved, 1)[0]
-    assert "resume with num_workers=2" in text
+    assert "Resume with num_workers=2" in text

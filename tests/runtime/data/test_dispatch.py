@@ -38,7 +38,7 @@ def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
                 loader = DataLoader(make(count), batch_size=size, drop_last=drop)
                 source = walks.dispatched(loader, walks.backend(), split=split, even=even)
                 key = (count, size if split else size * world, drop)
-                seen[key] = walked(source), None if make is walks.Stream else source.steps()
+                seen[key] = walked(source), None if make is walks.Stream else source.num_steps()
         return seen
 
     found = ranks.run(walk, DATASETS[kind], even)
@@ -192,7 +192,7 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
 
     def walk(make):
         source = walks.dispatched(DataLoader(make(33), batch_size=2), walks.backend())
-        return walked(source, source.after(2, {}))
+        return walked(source, source.skip_steps(2, {}))
 
     for make in DATASETS.values():
         assert checked(several.run(walk, make)) == chunks(range(33), 2 * several.size)[2:]

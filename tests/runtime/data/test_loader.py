@@ -22,10 +22,10 @@ from torch.utils.data import (
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.single import Single
-from accel_runtime.collectives import MismatchError
+from accel_runtime.collectives.handshake import MismatchError
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions
-from accel_runtime.data.loops import Loops
-from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.topology import Topology
 
@@ -190,7 +190,7 @@ def test_one_rank_may_read_a_loader_through_a_library(pair, kind):
             loader = accelerator.prepare_data_loader(own, data="sharded")
         else:
             loader = accelerator.prepare(loader)
-        with collect_messages("accel_runtime.exchange") as messages:
+        with collect_messages("accel_runtime.collectives") as messages:
             batches = list(loader if rank else read_on_by(loader))
         return sum(accelerator.gather_for_metrics(batch).numel() for batch in batches), messages
 
@@ -477,7 +477,7 @@ def test_the_loader_of_the_script_still_walks_everything_itself(ranks):
 def test_batches_are_placed_on_the_device_where_asked(place):
     backend = Single(Topology(), torch.device("meta"))
     loader = prepare_loader(
-        DataLoader(range(3)), backend, Loops(0, repeats=False), LoaderOptions(place=place)
+        DataLoader(range(3)), backend, ActiveLoops(0, has_padding=False), LoaderOptions(put_on_device=place)
     )
     assert {batch.device.type for batch in loader} == {"meta" if place else "cpu"}
 
@@ -496,7 +496,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_several_processes_cannot_share_is_refused_with_the_reason(several, kind):
     def refused(make, reason):
-        with pytest.raises(ValueError, match=f"cannot be prepared for .* processes: .*{reason}"):
+        with pytest.raises(ValueError, match=f"Cannot prepare this DataLoader for .* processes: .*{reason}"):
             Accelerator().prepare(make())
         return True
 
@@ -529,9 +529,9 @@ def test_split_batches_the_ranks_cannot_divide_are_refused_with_both_numbers(sev
     def refused(kind):
         accelerator = Accelerator(split_batches=True)
         size = accelerator.num_processes + 1
-        with pytest.raises(ValueError, match=f"a batch size that {size - 1} processes divide; it is {size}"):
+        with pytest.raises(ValueError, match=f"a batch size divisible by {size - 1}, and it is {size}"):
             accelerator.prepare(DataLoader(range(7), batch_size=size))
-        with pytest.raises(ValueError, match=r"split_batches needs a batch size .*; it is None"):
+        with pytest.raises(ValueError, match=r"split_batches needs a batch size .*, and it is None"):
             accelerator.prepare(DataLoader(kind(), batch_size=None))
         return True
 

@@ -59,7 +59,7 @@ def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_
             try:
                 accelerator.gather_for_metrics(one + 1)
             except ValueError as error:
-                refused += "say which batch" in str(error)
+                refused += "Pass the batch" in str(error)
         return told, refused
 
     told = list(range(1, 4 * several.size + 1))
@@ -68,7 +68,7 @@ def test_of_loops_that_advance_together_what_belongs_to_none_of_them_is_refused_
 
 def test_a_batch_nobody_handed_out_cannot_be_told(several):
     def told():
-        with pytest.raises(ValueError, match="takes a batch as a prepared loader gave it"):
+        with pytest.raises(ValueError, match="the batch is unknown"):
             Accelerator().gather_for_metrics(torch.ones(2), batch=torch.ones(2))
 
     several.run(told)
@@ -133,7 +133,7 @@ def test_after_a_loop_of_one_batch_with_repeats_it_must_be_said_what_is_gathered
         accelerator = Accelerator()
         for batch in prepared(accelerator, 3):
             assert accelerator.gather_for_metrics(batch * 2).tolist() == [0, 2, 4]
-        with pytest.raises(ValueError, match="as many as the only batch of the loop that is over"):
+        with pytest.raises(ValueError, match="as its only batch, which was padded"):
             accelerator.gather_for_metrics(torch.ones(4))
         return accelerator.gather_for_metrics(batch * 2, batch=batch).tolist()
 

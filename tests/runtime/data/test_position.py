@@ -15,11 +15,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from accel_runtime import Accelerator
 from accel_runtime.backends.single import Single
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
-from accel_runtime.data.loops import Loops
-from accel_runtime.data.order import Samples
-from accel_runtime.data.preparing import prepare_loader
-from accel_runtime.data.sampling import Sharding
+from accel_runtime.data.map_style import SampleOrder
+from accel_runtime.data.prepare import prepare_loader
+from accel_runtime.data.sharding import BatchSharding
 from accel_runtime.topology import Topology
 
 COUNT = 25
@@ -227,9 +227,9 @@ def test_drawing_for_a_resumed_epoch_leaves_the_global_generators_alone(ranks):
 
 def test_what_is_no_state_of_a_loader_or_of_another_kind_of_loader_is_refused():
     loader = Accelerator().prepare(DataLoader(range(3)))
-    with pytest.raises(ValueError, match="an epoch and kind='Ordered'; this one has neither"):
+    with pytest.raises(ValueError, match="an epoch and kind='Ordered', and it has neither"):
         loader.load_state_dict({"position": 3})
-    with pytest.raises(ValueError, match=r"this one has .*'kind': 'Stream'"):
+    with pytest.raises(ValueError, match=r"and it has .*'kind': 'Stream'"):
         loader.load_state_dict(loader.state_dict() | {"kind": "Stream"})
 
 
@@ -314,7 +314,7 @@ def test_skipping_works_on_a_loader_that_is_prepared_afterwards(ranks):
 
 
 def test_fewer_than_no_batches_cannot_be_skipped():
-    with pytest.raises(ValueError, match="at least 0; it is -1"):
+    with pytest.raises(ValueError, match="num_batches=-1"):
         skip_first_batches(DataLoader(range(3)), -1)
 
 
@@ -329,8 +329,8 @@ def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator
         torch.manual_seed(5)
         generator = torch.Generator().manual_seed(6) if own else None
         sampler = RandomSampler(range(count), generator=generator)
-        samples = Samples(sampler, Sharding(0, 1, size), Single(Topology(), torch.device("cpu")))
-        drawn = [index for indices, _ in samples.walk(position, 0, eager=False) for index in indices]
+        samples = SampleOrder(sampler, BatchSharding(0, 1, size), Single(Topology(), torch.device("cpu")))
+        drawn = [index for indices, _ in samples.iterate(position, 0, eager=False) for index in indices]
         return drawn, torch.get_rng_state().tolist(), generator.get_state().tolist() if own else None
 
     whole, *states = order(0)
@@ -345,7 +345,7 @@ def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
         options = LoaderOptions(seeded=True, seed=7)
         script = DataLoader(range(COUNT), batch_size=5, shuffle=True)
         backend = Single(Topology(), torch.device("cpu"))
-        loader = prepare_loader(script, backend, Loops(0, repeats=False), options)
+        loader = prepare_loader(script, backend, ActiveLoops(0, has_padding=False), options)
         loader.set_epoch(start)
         return [torch.cat(list(loader)).tolist() for _ in range(2)]
 

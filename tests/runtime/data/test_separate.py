@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from walks import checked, walked
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.separate import Separate
+from accel_runtime.data.presharded import PreshardedSource
+from accel_runtime.data.source import EpochIterator
 from accel_runtime.topology import Topology
 
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
@@ -43,14 +44,14 @@ def own(kind, counts, options=None):
     }
     loader = DataLoader(made[kind], batch_size=2, **options or {})
     local = walks.read(loader, alone()) if kind == "a stream" else walks.dispatched(loader, alone())
-    return Separate(local, loader, backend)
+    return PreshardedSource(local, loader, backend)
 
 
 def weighed(found):
     """The valid samples of every rank, where all promises of a walk hold."""
     checked(found)
     return [
-        list(chain.from_iterable(step.samples[: step.share.valid[rank]] for step in steps))
+        list(chain.from_iterable(step.samples[: step.step_info.num_valid[rank]] for step in steps))
         for rank, steps in enumerate(found)
     ]
 
@@ -79,8 +80,8 @@ def test_a_rank_that_is_out_gets_its_first_batch_again(pair):
     for kind in ("a stream", "a map"):
         first, second = pair.run(walk, kind)
         assert [step.samples for step in second] == [[100, 101]] * 3
-        assert [step.share.factor for step in first] == [1.0, 2.0, 2.0]
-        assert [step.share.factor for step in second] == [1.0, 0.0, 0.0]
+        assert [step.step_info.loss_scale for step in first] == [1.0, 2.0, 2.0]
+        assert [step.step_info.loss_scale for step in second] == [1.0, 0.0, 0.0]
 
 
 def test_a_rank_without_data_gets_a_batch_of_another(pair):
@@ -96,8 +97,8 @@ def test_a_batch_the_script_changed_is_given_whole_again(pair):
         backend = walks.backend()
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
-        source = Separate(walks.dispatched(loader, alone()), loader, backend)
-        return [batch.pop("label").tolist() for batch in source.walk(walks.Loop(), {})]
+        source = PreshardedSource(walks.dispatched(loader, alone()), loader, backend)
+        return [batch.pop("label").tolist() for batch in source.iterate(EpochIterator(), {})]
 
     assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
 
@@ -110,7 +111,7 @@ def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
         place = backend.topology
         sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
         loader = DataLoader(range(18), batch_size=2, sampler=sampler)
-        return walked(Separate(walks.dispatched(loader, alone()), loader, backend))
+        return walked(PreshardedSource(walks.dispatched(loader, alone()), loader, backend))
 
     assert sorted(chain.from_iterable(checked(ranks.run(walk)))) == list(range(18))
 
@@ -128,7 +129,11 @@ def test_a_walk_goes_on_from_its_position(pair, kind):
     def walk(kind):
         source = own(kind, (9, 4))
         whole = walked(source)
-        return whole, [walked(source, step.position) for step in whole], walked(source, source.after(3, {}))
+        return (
+            whole,
+            [walked(source, step.position) for step in whole],
+            walked(source, source.skip_steps(3, {})),
+        )
 
     (whole, rests, skipped), (others, other_rests, other_skipped) = pair.run(walk, kind)
     for at in range(len(whole)):
@@ -139,7 +144,7 @@ def test_a_walk_goes_on_from_its_position(pair, kind):
 
 def test_a_position_of_another_world_is_refused(pair):
     def walk():
-        with pytest.raises(ValueError, match="taken on 3 processes"):
+        with pytest.raises(ValueError, match="saved on 3 processes"):
             walked(own("a stream", (9, 4)), {"steps": 1, "world_size": 3})
         return True
 
@@ -160,7 +165,7 @@ def test_a_rank_that_cannot_read_is_an_error_on_all(several):
         loader = DataLoader(stream, batch_size=2)
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(Separate(walks.read(loader, alone()), loader, backend))
+            walked(PreshardedSource(walks.read(loader, alone()), loader, backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -175,6 +180,6 @@ def test_a_sampler_that_gives_less_than_it_says_is_an_error():
             return 4
 
     loader = DataLoader(range(4), batch_size=2, sampler=Short())
-    source = Separate(walks.dispatched(loader, alone()), loader, alone())
-    with pytest.raises(RuntimeError, match="fewer samples than its length says"):
+    source = PreshardedSource(walks.dispatched(loader, alone()), loader, alone())
+    with pytest.raises(RuntimeError, match="fewer samples than its length"):
         walked(source)

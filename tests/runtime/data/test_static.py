@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_runtime.backends.single import Single
-from accel_runtime.collectives import gather_valid
+from accel_runtime.collectives.metrics import gather_samples
+from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
-from accel_runtime.data.loops import Loops
-from accel_runtime.data.preparing import prepare_loader
+from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.topology import Topology
 
 
@@ -36,13 +36,13 @@ def run():
     backend = Kept(Topology(), torch.device("cpu"))
 
     def walked(loader, made=lambda batch: batch, *, skip=0, as_objects=False, **options):
-        loops = Loops(0, repeats=backend.repeats)
+        loops = ActiveLoops(0, has_padding=backend.pads_batches)
         prepared = prepare_loader(loader, backend, loops, LoaderOptions(**options))
         batches, gathered = [], []
         for batch in skip_first_batches(prepared, skip):
             batches.append(batch.tolist())
             data = made(batch)
-            gathered.append(gather_valid(data, loops.steps_of(data), backend, as_objects=as_objects))
+            gathered.append(gather_samples(data, loops.find_steps(data), backend, as_objects=as_objects))
         return batches, gathered, prepared
 
     return walked
@@ -62,10 +62,10 @@ def test_all_batches_are_full_and_every_sample_is_gathered_once(run, count, stre
 def test_a_tail_is_kept_short_or_left_out_where_that_is_asked_for(run):
     short, _, prepared = run(DataLoader(range(6), 4), even_batches=False)
     assert short == [[0, 1, 2, 3], [4, 5]]
-    assert prepared.end == "the last batch is as short as it comes, a shape of its own"
+    assert prepared.end == "the last batch is not padded, so its shape differs"
     left, _, prepared = run(DataLoader(range(6), 4, drop_last=True))
     assert left == [[0, 1, 2, 3]]
-    assert prepared.end == "no repeats"
+    assert prepared.end == "no padding"
 
 
 def test_batches_of_the_scripts_own_that_have_no_size_are_left_as_they_are(run):

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
-from accel_runtime import randomness, set_seed
+from accel_runtime import rng, set_seed
 from accel_runtime.backends.single import Single
-from accel_runtime.data.alike import StreamsDifferError
+from accel_runtime.data.iterable import StreamsDifferError
+from accel_runtime.data.source import EpochIterator
 from accel_runtime.topology import Topology
 
 # This machine has two cores, and torch warns of a third worker.
@@ -48,10 +49,10 @@ def _impatient(monkeypatch):
 
 def everywhere(world, loader, start=None, stop=None, **options):
     """The walks of all ranks, one after another in this process."""
-    kept = randomness.capture()
+    kept = rng.capture_states()
     seen = []
     for rank in range(world):
-        randomness.restore(kept)
+        rng.restore_states(kept)
         seen.append(walked(walks.read(loader(), walks.Likewise(rank, world), **options), start, stop))
     return seen
 
@@ -188,7 +189,7 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
     first, second = pair.run(walk)
     assert [step.samples for step in first] == [[0, 1, 2, 3], [8, 9, 10, 0]]
     assert [step.samples for step in second] == [[4, 5, 6, 7], [1, 2, 3, 4]]
-    assert first[-1].share.valid == (3, 0)
+    assert first[-1].step_info.num_valid == (3, 0)
 
 
 def test_without_even_batches_the_tail_is_split_and_weighed(several):
@@ -201,9 +202,9 @@ def test_without_even_batches_the_tail_is_split_and_weighed(several):
     found = several.run(walk)
     checked(found)
     world = several.size
-    assert [steps[-1].share.sizes for steps in found] == [(1,) * world] * world
-    assert [steps[-1].share.valid for steps in found] == [(1,) + (0,) * (world - 1)] * world
-    assert [steps[-1].share.factor for steps in found] == [float(world)] + [0.0] * (world - 1)
+    assert [steps[-1].step_info.batch_sizes for steps in found] == [(1,) * world] * world
+    assert [steps[-1].step_info.num_valid for steps in found] == [(1,) + (0,) * (world - 1)] * world
+    assert [steps[-1].step_info.loss_scale for steps in found] == [float(world)] + [0.0] * (world - 1)
 
 
 def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
@@ -241,7 +242,7 @@ def test_texts_and_padded_batches_come_whole(ranks, workers):
         walks.backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
         source = walks.read(loader, walks.backend(), even=False)
-        for batch in source.walk(walks.Loop(), {}):
+        for batch in source.iterate(EpochIterator(), {}):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
         return walked(source, read=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
 
@@ -334,9 +335,9 @@ def test_persistent_workers_shuffle_alike_after_a_break(ranks):
 def test_two_loops_over_one_stream_do_not_mix(ranks):
     def walk():
         source = walks.read(DataLoader(walks.Stream(11), batch_size=2), walks.backend())
-        one, other = walks.Loop(), walks.Loop()
-        pairs = zip(source.walk(one, {}), source.walk(other, {}), strict=True)
-        return all(a.tolist() == b.tolist() and one.share == other.share for a, b in pairs)
+        one, other = EpochIterator(), EpochIterator()
+        pairs = zip(source.iterate(one, {}), source.iterate(other, {}), strict=True)
+        return all(a.tolist() == b.tolist() and one.step_info == other.step_info for a, b in pairs)
 
     assert all(ranks.run(walk))
 
@@ -372,13 +373,13 @@ def test_ranks_that_part_later_are_noticed_later(pair):
             return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
 
     def walk(kind):
-        backend, loop = walks.backend(), walks.Loop()
+        backend, loop = walks.backend(), EpochIterator()
         stream = kind(64)
         stream.rank = backend.topology.rank
         taken = []
         source = walks.read(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
-            taken.extend(source.walk(loop, {}))
+            taken.extend(source.iterate(loop, {}))
         return len(taken)
 
     assert pair.run(walk, Parts) == [7, 7]
@@ -504,13 +505,13 @@ def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
         return DataLoader(walks.Sized(count), batch_size=size, drop_last=drop_last)
 
     source = walks.read(loader(), walks.Likewise(0, world), split=split)
-    assert source.steps() == len(checked(everywhere(world, loader, split=split)))
+    assert source.num_steps() == len(checked(everywhere(world, loader, split=split)))
 
 
 def test_a_stream_without_a_length_says_so():
     source = walks.read(DataLoader(walks.Stream(3)), walks.Likewise(0, 2))
     with pytest.raises(TypeError, match="has no length"):
-        source.steps()
+        source.num_steps()
 
 
 # Position ---------------------------------------------------------------------------------
@@ -560,7 +561,12 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
         whole = walked(source)
         again = walked(source, whole[1].position)
         twice = walked(source, again[0].position)
-        return [(s.samples, s.share) for s in whole[2:]], [(s.samples, s.share) for s in again], twice, again
+        return (
+            [(s.samples, s.step_info) for s in whole[2:]],
+            [(s.samples, s.step_info) for s in again],
+            twice,
+            again,
+        )
 
     for whole, again, twice, steps in pair.run(walk, make, workers):
         assert whole == again
@@ -631,8 +637,10 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
     whole = everywhere(2, loader)
     source = walks.read(loader(), walks.Likewise(0, 2))
     set_seed(0)
-    assert checked(everywhere(2, loader, source.after(skipped, {}))) == checked([s[skipped:] for s in whole])
-    further = source.after(skipped, whole[0][0].position)
+    assert checked(everywhere(2, loader, source.skip_steps(skipped, {}))) == checked(
+        [s[skipped:] for s in whole]
+    )
+    further = source.skip_steps(skipped, whole[0][0].position)
     assert checked(everywhere(2, loader, further)) == checked([s[skipped + 1 :] for s in whole])
 
 
@@ -656,5 +664,5 @@ def test_samples_that_are_skipped_are_not_collated():
         return torch.tensor(samples)
 
     source = walks.read(DataLoader(walks.Stream(23), batch_size=2, collate_fn=collate), walks.Likewise(0, 2))
-    walked(source, source.after(3, {}))
+    walked(source, source.skip_steps(3, {}))
     assert min(collated[:2]) == 12

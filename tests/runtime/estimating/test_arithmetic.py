@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from accel_runtime.estimating.arithmetic import (
+from accel_runtime.estimate.layout import (
     Activations,
     Formats,
-    Layout,
-    Measured,
+    MeasuredBytes,
+    ParallelLayout,
     Parameter,
-    local,
-    splits,
-    usage,
-    variants,
+    compute_usage,
+    list_splits,
+    list_variants,
+    local_parameter,
 )
 
 PLAIN = Formats()
@@ -25,7 +25,7 @@ def parameter(*shape, group=None, **more):
 
 
 def sharded(dp_shard, tp=1, dp_replicate=1, **more):
-    return Layout(dp_replicate, dp_shard, tp, sharded=True, wrapped=True, **more)
+    return ParallelLayout(dp_replicate, dp_shard, tp, sharded=True, wrapped=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,17 @@ def sharded(dp_shard, tp=1, dp_replicate=1, **more):
         ((1,), None, sharded(4), (1,)),
         ((8, 6), 0, sharded(2, tp=2), (2, 6)),
         ((8, 6), 1, sharded(4, tp=2), (2, 3)),
-        ((8, 6), 0, Layout(1, 1, 2, sharded=False), (4, 6)),
-        ((8, 6), None, Layout(4, 1, 1, sharded=False), (8, 6)),
+        ((8, 6), 0, ParallelLayout(1, 1, 2, sharded=False), (4, 6)),
+        ((8, 6), None, ParallelLayout(4, 1, 1, sharded=False), (8, 6)),
     ],
 )
 def test_the_fullest_rank_has_the_first_part_of_each_dimension(shape, dim, layout, part):
-    assert local(parameter(*shape, dim=dim), layout) == part
+    assert local_parameter(parameter(*shape, dim=dim), layout) == part
 
 
 def test_what_is_frozen_has_no_gradient_and_is_held_all_the_same():
     both = [parameter(8, 2), parameter(8, 4, trained=False)]
-    found = usage(both, sharded(4), PLAIN, Measured(optimizer=7, buffers=5))
+    found = compute_usage(both, sharded(4), PLAIN, MeasuredBytes(optimizer=7, buffers=5))
     assert (found.parameters, found.gradients, found.optimizer, found.buffers) == (48, 16, 7, 5)
     assert found.activations is None
 
@@ -54,68 +54,73 @@ def test_what_is_frozen_has_no_gradient_and_is_held_all_the_same():
 def test_two_wrapped_modules_and_the_rest_are_gathered_at_a_time_and_one_gradient_is_whole():
     units = [parameter(100, group=0), parameter(80, group=1), parameter(60, group=2)]
     rest = parameter(20)
-    found = usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, Measured(0))
+    found = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, MeasuredBytes(0))
     # Parameters of 100, 80 and the rest; the gradient of 100, and once more as it is averaged.
     assert found.working == 4 * (100 + 80 + 20) + 4 * 100 * 2
-    kept = usage([*units, rest], sharded(2, reshard_after_forward=False), PLAIN, Measured(0))
+    kept = compute_usage([*units, rest], sharded(2, reshard_after_forward=False), PLAIN, MeasuredBytes(0))
     assert kept.working == 4 * (100 + 80 + 60 + 20) + 4 * 100 * 2
-    half = usage([*units, rest], sharded(2, reshard_after_forward=True), BF16, Measured(0))
+    half = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), BF16, MeasuredBytes(0))
     assert half.working == 2 * (100 + 80 + 20) + (2 + 4) * 100
     assert half.parameters == found.parameters, "what is held stays in the model's own format"
 
 
 def test_whole_numbers_keep_their_size_when_they_are_gathered():
-    found = usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, Measured(0))
+    found = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, MeasuredBytes(0))
     assert found.working == 40
 
 
 def test_replicas_have_their_gradients_once_more_in_buckets_and_a_single_device_has_not():
-    one = Layout(1, 1, 1, sharded=False)
-    kept = Activations(whole=400, checkpointed=100, largest=8)
-    found = usage([parameter(10)], Layout(2, 1, 1, sharded=False), PLAIN, Measured(0, activations=kept))
+    one = ParallelLayout(1, 1, 1, sharded=False)
+    kept = Activations(full=400, checkpointed=100, largest=8)
+    found = compute_usage(
+        [parameter(10)], ParallelLayout(2, 1, 1, sharded=False), PLAIN, MeasuredBytes(0, activations=kept)
+    )
     assert found.working == 40 + 8
-    assert usage([parameter(10)], one, PLAIN, Measured(0, activations=kept)).working == 8
+    assert compute_usage([parameter(10)], one, PLAIN, MeasuredBytes(0, activations=kept)).working == 8
 
 
 def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
-    found = usage(
-        [parameter(10)], Layout(1, 1, 1, sharded=False), PLAIN, Measured(80, activations=Activations(4, 4, 4))
+    found = compute_usage(
+        [parameter(10)],
+        ParallelLayout(1, 1, 1, sharded=False),
+        PLAIN,
+        MeasuredBytes(80, activations=Activations(4, 4, 4)),
     )
     assert found.working == 36
     assert found.total == 40 + 40 + 80 + 4 + 36
 
 
 def test_checkpointing_takes_the_smaller_figure():
-    kept = Activations(whole=400, checkpointed=100, largest=8)
+    kept = Activations(full=400, checkpointed=100, largest=8)
     layout = sharded(2, activation_checkpointing=True)
-    assert usage([parameter(2)], layout, PLAIN, Measured(0, activations=kept)).activations == 100
+    assert compute_usage([parameter(2)], layout, PLAIN, MeasuredBytes(0, activations=kept)).activations == 100
 
 
 def test_every_split_of_the_devices_is_there_once():
-    assert splits(1) == [(1, 1, 1)]
-    assert splits(4) == [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
-    assert all(a * b * c == 12 for a, b, c in splits(12))
-    assert len(set(splits(12))) == len(splits(12)) == 18
+    assert list_splits(1) == [(1, 1, 1)]
+    assert list_splits(4) == [(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
+    assert all(a * b * c == 12 for a, b, c in list_splits(12))
+    assert len(set(list_splits(12))) == len(list_splits(12)) == 18
 
 
 def test_only_shards_are_resharded_and_only_what_accel_checkpoints_is_checkpointed():
-    replicas = variants((4, 1, 1))
+    replicas = list_variants((4, 1, 1))
     assert [(v.sharded, v.wrapped, v.activation_checkpointing) for v in replicas] == [(False, False, False)]
-    assert {(v.reshard_after_forward, v.activation_checkpointing) for v in variants((1, 4, 1))} == {
+    assert {(v.reshard_after_forward, v.activation_checkpointing) for v in list_variants((1, 4, 1))} == {
         (False, False), (True, False), (False, True), (True, True)
     }  # fmt: skip
-    assert [(v.sharded, v.activation_checkpointing) for v in variants((1, 1, 2))] == [
+    assert [(v.sharded, v.activation_checkpointing) for v in list_variants((1, 1, 2))] == [
         (False, False),
         (False, True),
     ]
-    assert all(v.sharded and not v.wrapped for v in variants((2, 1, 2))), (
+    assert all(v.sharded and not v.wrapped for v in list_variants((2, 1, 2))), (
         "gradients of copies are averaged by fully_shard"
     )
-    assert [v.activation_checkpointing for v in variants((1, 1, 1))] == [False, True, True]
+    assert [v.activation_checkpointing for v in list_variants((1, 1, 1))] == [False, True, True]
 
 
 def test_whole_models_come_before_shards_and_shards_before_divided_layers():
-    every = [layout for split in splits(4) for layout in variants(split)]
+    every = [layout for split in list_splits(4) for layout in list_variants(split)]
     order = sorted(every, key=lambda layout: layout.division)
     assert (order[0].dp_replicate, order[0].sharded) == (4, False)
     assert [(v.dp_shard, v.reshard_after_forward) for v in order[1:5]] == [

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from accel_runtime.estimating.errors import EstimateError
-from accel_runtime.estimating.factory import Sizes, called, found
+from accel_runtime.estimate.model import BatchSizes, EstimateError, call_factory, find_factory
 
 MODULE = """
 import torch
@@ -80,7 +79,7 @@ def module(cwd, monkeypatch):
 
 
 def make(target, **sizes):
-    return called(found(target), target, Sizes(**sizes))
+    return call_factory(find_factory(target), target, BatchSizes(**sizes))
 
 
 def said(target, **sizes):
@@ -120,24 +119,24 @@ def test_sizes_are_told_to_who_takes_them_and_else_the_rows_of_inputs_are_change
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("models", "'models' is neither MODULE:FACTORY"),
-        (":plain", "neither MODULE:FACTORY"),
-        ("modles:plain", "there is no module modles here"),
-        ("models.deeper:plain", "there is no module models.deeper"),
-        ("other.py:plain", "other.py is no file"),
+        ("models", "Invalid target 'models': expected MODULE:FACTORY"),
+        (":plain", "expected MODULE:FACTORY"),
+        ("modles:plain", "Module modles not found in"),
+        ("models.deeper:plain", "Module models.deeper not found"),
+        ("other.py:plain", "File not found: other.py"),
         ("models:plian", "models has no plian; did you mean plain?"),
         ("models:xyzzy", "models has no xyzzy; it has Net, allocates"),
         ("models:Net.larg", "has no larg; did you mean large?"),
-        ("models:number", "models:number is of int"),
-        ("models:built", "is a model already"),
-        ("models:nothing", "models:nothing returned NoneType; a factory returns a torch.nn.Module"),
+        ("models:number", "models:number is of type int"),
+        ("models:built", "is a model with memory"),
+        ("models:nothing", "models:nothing returned NoneType. Return a torch.nn.Module"),
         ("models:no_model", "returned dict without one"),
         ("models:wrong_key", "a dict with 'input'; did you mean inputs?"),
         ("models:wrong_optimizer", "returned str as optimizer"),
         ("models:wrong_loss", "returned float as loss"),
-        ("models:needs_width", "needs its argument width: give it a default"),
-        ("models:needs_length", "needs its argument seq_length: --seq-length says it"),
-        ("models:allocates", "whose 1.weight on cpu has memory of its own"),
+        ("models:needs_width", "needs the argument width. Give it a default"),
+        ("models:needs_length", "needs the argument seq_length. Set --seq-length"),
+        ("models:allocates", "whose 1.weight on cpu has memory"),
     ],
 )
 def test_what_is_wrong_is_one_message(module, target, words):

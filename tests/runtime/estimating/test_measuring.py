@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_runtime.estimating.dividing import division_of
-from accel_runtime.estimating.errors import EstimateError
-from accel_runtime.estimating.measuring import Batch, Forward, activations
+from accel_runtime.estimate.activations import ForwardOptions, ModelInputs, measure_activations
+from accel_runtime.estimate.layout import read_plan
+from accel_runtime.estimate.model import EstimateError
 
 
 class Attention(nn.Module):
@@ -110,7 +110,9 @@ class Case:
     batch: dict[str, torch.Tensor]
 
     def measured(self, **how):
-        return activations(self.model, list(self.model.layers), Batch(self.batch), Forward(**how))
+        return measure_activations(
+            self.model, list(self.model.layers), ModelInputs(self.batch), ForwardOptions(**how)
+        )
 
 
 @pytest.fixture
@@ -125,11 +127,11 @@ def batch_of():
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_the_figure_is_what_a_real_forward_pass_saves(meta, dtype):
-    assert meta.measured(autocast=dtype).whole == saved(Words(), batch_of(), dtype)
+    assert meta.measured(autocast=dtype).full == saved(Words(), batch_of(), dtype)
 
 
 def test_and_what_is_alive_after_it(meta):
-    assert meta.measured().whole == alive(Words(), batch_of())
+    assert meta.measured().full == alive(Words(), batch_of())
 
 
 def test_checkpointed_is_what_torch_s_checkpointing_keeps_and_the_inside_of_one_layer(meta):
@@ -141,7 +143,7 @@ def test_checkpointed_is_what_torch_s_checkpointing_keeps_and_the_inside_of_one_
     # The layer's input is kept anyway; its output is not saved by the layer itself.
     row = 4 * 16 * 32 * 4
     assert found.checkpointed == alive(real, batch_of()) + inside - 2 * row
-    assert found.checkpointed < found.whole
+    assert found.checkpointed < found.full
 
 
 def test_the_largest_is_the_largest(meta):
@@ -149,8 +151,8 @@ def test_the_largest_is_the_largest(meta):
 
 
 def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
-    cast = meta.measured(autocast=torch.bfloat16).whole
-    gathered = meta.measured(autocast=torch.bfloat16, gathered=torch.bfloat16).whole
+    cast = meta.measured(autocast=torch.bfloat16).full
+    gathered = meta.measured(autocast=torch.bfloat16, gathered=torch.bfloat16).full
     weights = sum(
         p.numel() * 2 for name, p in meta.model.named_parameters() if p.ndim == 2 and name != "embed.weight"
     )
@@ -158,12 +160,12 @@ def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
 
 
 def test_each_rank_of_divided_layers_keeps_its_part(meta):
-    division = division_of(meta.model)
+    division = read_plan(meta.model)
     assert division.gathered == ("head",)
     whole, half = meta.measured(), meta.measured(tp=2, division=division)
     # q, k, v, what attention gives back, its sums; up and gelu's: half as much on each of three layers.
     parts = 4 * 16 * (4 * 32 + 4 + 2 * 64) * 4
-    assert whole.whole - half.whole == 3 * parts // 2
+    assert whole.full - half.full == 3 * parts // 2
 
 
 def test_nothing_is_left_on_the_model(meta):
@@ -176,7 +178,8 @@ def test_inputs_come_by_place_by_name_or_alone():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
     found = {
-        activations(model, [], Batch(inputs), Forward()).whole for inputs in (x, (x,), [x], {"input": x})
+        measure_activations(model, [], ModelInputs(inputs), ForwardOptions()).full
+        for inputs in (x, (x,), [x], {"input": x})
     }
     assert found == {2 * 4 * 4 * 2}
 
@@ -184,7 +187,7 @@ def test_inputs_come_by_place_by_name_or_alone():
 def test_a_loss_is_part_of_it():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-    found = activations(model, [], Batch(x, lambda out: out.exp().sum()), Forward()).whole
+    found = measure_activations(model, [], ModelInputs(x, lambda out: out.exp().sum()), ForwardOptions()).full
     assert found == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
 
 
@@ -200,6 +203,8 @@ def test_a_forward_pass_that_fails_says_where_and_leaves_no_hook():
     with torch.device("meta"):
         model = Wrong()
     with pytest.raises(EstimateError, match=r"test_measuring.py:\d+: KeyError: ") as raised:
-        activations(model, list(model.layers), Batch(torch.zeros(1, 3, device="meta")), Forward())
+        measure_activations(
+            model, list(model.layers), ModelInputs(torch.zeros(1, 3, device="meta")), ForwardOptions()
+        )
     assert raised.value.__cause__ is None
     assert not model.layers[0]._forward_hooks

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.estimating.errors import EstimateError
-from accel_runtime.estimating.optimizing import NAMES, optimizer_of, state_bytes
+from accel_runtime.estimate.layout import NAMES, build_optimizer, state_bytes
+from accel_runtime.estimate.model import EstimateError
 
 
 def model_of(device="meta"):
@@ -37,15 +37,15 @@ def local(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_state_of_every_optimizer_with_a_name_is_that_of_a_real_step(name):
     model = model_of()
-    whole = state_bytes(optimizer_of(model, name), local(model))
-    assert whole == real_state(lambda real: optimizer_of(real, name))
+    whole = state_bytes(build_optimizer(model, name), local(model))
+    assert whole == real_state(lambda real: build_optimizer(real, name))
     assert (whole == 0) == (name == "sgd")
 
 
 def test_an_optimizer_with_groups_is_stepped_over_the_parts():
     model = model_of()
     groups = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": [model[1].weight]}]
-    optimizer = optimizer_of(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    optimizer = build_optimizer(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     parts = {p: (shape[0] // 2, *shape[1:]) for p, shape in local(model).items()}
     assert state_bytes(optimizer, parts) == (2 * 6 + 2 + 1 * 4) * 4
     assert state_bytes(optimizer, local(model)) == (4 * 6 + 4 + 2 * 4) * 4, (
@@ -56,7 +56,7 @@ def test_an_optimizer_with_groups_is_stepped_over_the_parts():
 
 def test_state_that_is_there_before_the_first_step_is_that_of_the_part():
     model = model_of()
-    optimizer = optimizer_of(model, torch.optim.Adagrad)
+    optimizer = build_optimizer(model, torch.optim.Adagrad)
     halves = {p: (shape[0] // 2, *shape[1:]) for p, shape in local(model).items()}
     steps = 3 * 4
     assert state_bytes(optimizer, halves) - steps == (state_bytes(optimizer, local(model)) - steps) / 2
@@ -64,34 +64,34 @@ def test_state_that_is_there_before_the_first_step_is_that_of_the_part():
 
 def test_a_model_that_learns_nothing_has_no_state():
     model = model_of().requires_grad_(False)
-    assert state_bytes(optimizer_of(model, "adamw"), local(model)) == 0
+    assert state_bytes(build_optimizer(model, "adamw"), local(model)) == 0
 
 
 def test_half_precision_parameters_have_state_of_their_own_format():
     model = model_of().bfloat16()
     steps = 3 * 4
-    assert state_bytes(optimizer_of(model, "adamw"), local(model)) == 2 * 2 * (24 + 4 + 8) + steps
+    assert state_bytes(build_optimizer(model, "adamw"), local(model)) == 2 * 2 * (24 + 4 + 8) + steps
 
 
 @pytest.mark.parametrize(
     ("chosen", "said"),
     [
-        ("adamm", "--optimizer is one of adamw, adam, .*; it is 'adamm'"),
+        ("adamm", "Invalid --optimizer 'adamm': expected one of adamw, adam, "),
         (lambda p: p, "the factory's optimizer returned list"),
         (
             lambda p: torch.optim.SGD(p, momentum=-1),
-            "could not be made of the model's parameters: .*momentum",
+            "could not be created: .*momentum",
         ),
-        (torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1), r"not the model's, the first of shape \[3\]"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1), r"not in the model, the first of shape \[3\]"),
     ],
 )
 def test_what_is_no_optimizer_of_the_model_is_said(chosen, said):
     with pytest.raises(EstimateError, match=said):
-        optimizer_of(model_of(), chosen)
+        build_optimizer(model_of(), chosen)
 
 
 def test_an_optimizer_that_cannot_step_without_numbers_is_named():
     model = model_of()
-    optimizer = optimizer_of(model, torch.optim.LBFGS)
+    optimizer = build_optimizer(model, torch.optim.LBFGS)
     with pytest.raises(EstimateError, match="the state of LBFGS cannot be measured"):
         state_bytes(optimizer, local(model))

@@ -7,9 +7,7 @@ import json
 
 import pytest
 
-from accel_runtime.estimating.errors import EstimateError
-from accel_runtime.estimating.factory import Sizes
-from accel_runtime.estimating.pretrained import is_configuration, made_of
+from accel_runtime.estimate.model import BatchSizes, EstimateError, build_from_configuration, is_configuration
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -59,7 +57,7 @@ def shapes(made):
     ],
 )
 def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transformers, config, name, inputs):
-    made = made_of(str(folder(config)), Sizes())
+    made = build_from_configuration(str(folder(config)), BatchSizes())
     assert type(made.model).__name__ == name
     assert all(p.is_meta for p in made.model.parameters())
     assert shapes(made) == inputs
@@ -67,14 +65,17 @@ def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transf
 
 def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transformers):
     file = folder(LLAMA) / "config.json"
-    assert shapes(made_of(str(file), Sizes(3, 7))) == {"input_ids": [3, 7], "labels": [3, 7]}
+    assert shapes(build_from_configuration(str(file), BatchSizes(3, 7))) == {
+        "input_ids": [3, 7],
+        "labels": [3, 7],
+    }
 
 
 def test_code_of_the_model_s_own_is_never_run(folder, transformers):
     where = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
     (where / "evil.py").write_text("raise SystemExit('run')")
-    with pytest.raises(EstimateError, match="transformers could not make the model"):
-        made_of(str(where), Sizes())
+    with pytest.raises(EstimateError, match="transformers could not build the model"):
+        build_from_configuration(str(where), BatchSizes())
 
 
 def test_without_transformers_the_cure_is_named(folder, monkeypatch):
@@ -83,12 +84,12 @@ def test_without_transformers_the_cure_is_named(folder, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
     )
     with pytest.raises(EstimateError, match="python -m pip install transformers"):
-        made_of(str(folder(LLAMA)), Sizes())
+        build_from_configuration(str(folder(LLAMA)), BatchSizes())
 
 
 def test_a_folder_without_a_configuration_is_said(tmp_path):
-    with pytest.raises(EstimateError, match=r"config\.json is not there"):
-        made_of(str(tmp_path), Sizes())
+    with pytest.raises(EstimateError, match=r"File not found: .*config\.json"):
+        build_from_configuration(str(tmp_path), BatchSizes())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ParallelismConfig
-from accel_runtime.estimating.errors import EstimateError
-from accel_runtime.estimating.factory import Made
-from accel_runtime.estimating.survey import survey
+from accel_runtime.estimate.activations import estimate_layouts
+from accel_runtime.estimate.model import EstimateError, ModelSpec
 
 
 class Block(nn.Module):
@@ -52,7 +51,7 @@ def held(sizes, make):
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_leaves
 
-    from accel_runtime.parallel.tensor import divide, plan_of
+    from accel_runtime.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
 
     def here(value):
         return value.to_local() if isinstance(value, DTensor) else value
@@ -60,7 +59,7 @@ def held(sizes, make):
     model = Uneven()
     if sizes[2] > 1:
         Accelerator()
-        divide(model, init_device_mesh("cpu", sizes[2:]), plan_of(model))
+        apply_tensor_parallel(model, init_device_mesh("cpu", sizes[2:]), plan_tensor_parallel(model))
         optimizer = make(model.parameters())
         model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
     else:
@@ -81,8 +80,8 @@ def surveyed(made=None, devices=4, **options):
     wishes = {"mixed_precision": "no", "wrap": "auto", "optimizer": None} | options
     if made is None:
         with torch.device("meta"):
-            made = Made(Uneven())
-    return survey(made, devices=devices, **wishes)
+            made = ModelSpec(Uneven())
+    return estimate_layouts(made, devices=devices, **wishes)
 
 
 def estimated(sizes):
@@ -137,13 +136,13 @@ def test_heads_that_tp_does_not_divide_leave_it_out():
     with torch.device("meta"):
         model = Uneven()
     model.blocks[0].num_heads = 3
-    assert "num_heads=3" in surveyed(Made(model), devices=2).left_out[2]
+    assert "num_heads=3" in surveyed(ModelSpec(model), devices=2).left_out[2]
 
 
 def test_without_a_plan_layers_are_not_divided():
     with torch.device("meta"):
-        made = Made(nn.Linear(4, 4))
-    assert "Linear has no tensor parallel plan" in surveyed(made, devices=2).left_out[2]
+        made = ModelSpec(nn.Linear(4, 4))
+    assert "Linear has no tp_plan" in surveyed(made, devices=2).left_out[2]
 
 
 def test_layers_whose_code_counts_on_all_of_them_are_not_divided():
@@ -152,18 +151,18 @@ def test_layers_whose_code_counts_on_all_of_them_are_not_divided():
             return self.blocks[0].up(self.embed(words)).unflatten(-1, (2, 13))
 
     with torch.device("meta"):
-        made = Made(Fixed(), torch.zeros(2, 3, dtype=torch.long))
-    assert "with its layers divided the forward pass failed" in surveyed(made, devices=2).left_out[2]
+        made = ModelSpec(Fixed(), torch.zeros(2, 3, dtype=torch.long))
+    assert "with sharded layers the forward pass failed" in surveyed(made, devices=2).left_out[2]
 
 
 def test_a_class_that_is_not_in_the_model_cannot_be_wrapped():
-    with pytest.raises(EstimateError, match=r"--wrap names Blok.*did you mean Block"):
+    with pytest.raises(EstimateError, match=r"--wrap: .* has no module of class Blok; did you mean Block"):
         surveyed(wrap="Blok")
 
 
 def test_a_batch_makes_activations_and_mixed_precision_makes_them_smaller():
     with torch.device("meta"):
-        made = Made(Uneven(), torch.zeros(64, 30, dtype=torch.long))
+        made = ModelSpec(Uneven(), torch.zeros(64, 30, dtype=torch.long))
     full, half = (surveyed(made, 2, mixed_precision=which).estimates for which in ("no", "bf16"))
     for whole, less in zip(full, half, strict=True):
         assert less.usage.activations < whole.usage.activations
@@ -173,7 +172,7 @@ def test_a_batch_makes_activations_and_mixed_precision_makes_them_smaller():
 
 def test_the_factory_s_optimizer_counts_unless_another_is_named():
     with torch.device("meta"):
-        made = Made(Uneven(), optimizer=lambda p: torch.optim.SGD(p, lr=1))
+        made = ModelSpec(Uneven(), optimizer=lambda p: torch.optim.SGD(p, lr=1))
     assert surveyed(made).estimates[0].usage.optimizer == 0
     assert surveyed(made).optimizer == "SGD"
     assert surveyed(made, optimizer="adamw").estimates[0].usage.optimizer > 0
@@ -187,7 +186,7 @@ def test_without_wrapped_modules_nothing_is_checkpointed():
 def test_halves_are_averaged_in_full():
     def working(dtype, precision):
         with torch.device("meta"):
-            made = Made(Uneven().to(dtype))
+            made = ModelSpec(Uneven().to(dtype))
         found = surveyed(made, 2, mixed_precision=precision).estimates
         return next(one.usage.working for one in found if one.layout.dp_shard == 2)
 
@@ -197,5 +196,5 @@ def test_halves_are_averaged_in_full():
 def test_batch_normalisation_is_measured_in_mixed_precision():
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        made = Made(net, torch.zeros(2, 3, 8, 8))
+        made = ModelSpec(net, torch.zeros(2, 3, 8, 8))
     assert all(one.usage.activations for one in surveyed(made, 2, mixed_precision="bf16").estimates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,18 @@ from forked import ForkServer
 from log_messages import collect_messages
 
 from accel_runtime.backends import connect
-from accel_runtime.collectives import MismatchError, broadcast, gather, gather_object, gather_valid, reduce
-from accel_runtime.data.source import Share
+from accel_runtime.call_site import call_site
+from accel_runtime.collectives.handshake import (
+    SUMMARY_WORLD_SIZE,
+    CollectiveCall,
+    MismatchError,
+    call_at_site,
+)
+from accel_runtime.collectives.metrics import gather_object, gather_samples
+from accel_runtime.collectives.tensors import broadcast, gather, reduce
+from accel_runtime.collectives.transport import SLOT
+from accel_runtime.data.source import StepInfo
 from accel_runtime.env import Settings
-from accel_runtime.exchange.agreement import SLOT, Call, here
-from accel_runtime.exchange.callsite import call_site
 from accel_runtime.topology import Topology
 
 
@@ -24,10 +32,24 @@ def backend():
     return connect(Settings.from_env(os.environ), Topology.from_env(os.environ))
 
 
+def set_summary_world_size(size):
+    from accel_runtime.collectives import handshake
+
+    handshake.SUMMARY_WORLD_SIZE = size
+
+
+@pytest.fixture(params=[False, True], ids=["slots", "summary first"])
+def either_handshake(several, request):
+    """Ranks that send slots at once, and ranks that compare a summary first as in a large world."""
+    several.run(set_summary_world_size, 1 if request.param else SUMMARY_WORLD_SIZE)
+    yield several
+    several.run(set_summary_world_size, SUMMARY_WORLD_SIZE)
+
+
 def different(kind, odd, b):
     """A call from one line, that differs on the odd rank from that of the others."""
     world = b.topology.world_size
-    step = Share((2,) * world, (2,) * world, last=False)
+    step = StepInfo((2,) * world, (2,) * world, is_last=False)
     tensor = torch.ones(2, 2)
     calls = {
         "operation": (lambda: gather(tensor, b), lambda: reduce(tensor, "sum", b)),
@@ -37,8 +59,8 @@ def different(kind, odd, b):
         "dtype": (lambda: gather([tensor], b), lambda: gather([tensor.long()], b)),
         "trailing shape": (lambda: gather({"x": tensor}, b), lambda: gather({"x": torch.ones(2, 3)}, b)),
         "shape to reduce": (lambda: reduce(tensor, "sum", b), lambda: reduce(torch.ones(3, 2), "sum", b)),
-        "objects": (lambda: gather_valid(tensor, [step], b), lambda: gather_valid(["a"], [step], b)),
-        "step": (lambda: gather_valid(tensor, [step], b), lambda: gather_valid(tensor, [], b)),
+        "objects": (lambda: gather_samples(tensor, [step], b), lambda: gather_samples(["a"], [step], b)),
+        "step": (lambda: gather_samples(tensor, [step], b), lambda: gather_samples(tensor, [], b)),
         "no tensor": (lambda: gather([tensor], b), lambda: gather([2.0], b)),
         "barrier": (lambda: gather_object([1], b), b.barrier),
         "source": (lambda: broadcast(tensor, b), lambda: broadcast(tensor, b, 1)),
@@ -63,7 +85,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("kind", SAID)
-def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_on(several, kind):
+def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_on(either_handshake, kind):
     def mismatched(kind):
         b = backend()
         started = time.monotonic()
@@ -72,22 +94,22 @@ def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_
         went_on = gather(torch.tensor([b.topology.rank]), b).tolist()
         return str(caught.value), time.monotonic() - started, went_on
 
-    for message, seconds, went_on in several.run(mismatched, kind):
+    for message, seconds, went_on in either_handshake.run(mismatched, kind):
         *others, last = message.splitlines()[1:]
         line = re.sub(r"at test_agreement\.py:\d+ \(\S+\)", "at LINE", last)
-        assert line.startswith(f"  rank {several.size - 1}: {SAID[kind]}")
+        assert line.startswith(f"  rank {either_handshake.size - 1}: {SAID[kind]}")
         assert [text.split(":")[0] for text in others] == [
-            f"  rank {rank}" for rank in range(several.size - 1)
+            f"  rank {rank}" for rank in range(either_handshake.size - 1)
         ]
         assert seconds < 60
-        assert went_on == list(range(several.size))
+        assert went_on == list(range(either_handshake.size))
 
 
-def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pair_of_lines(several):
+def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pair_of_lines(either_handshake):
     def gather_in_branches():
         b = backend()
         found = []
-        with collect_messages("accel_runtime.exchange") as messages:
+        with collect_messages("accel_runtime.collectives") as messages:
             for _ in range(3):
                 if b.topology.rank:
                     found.append(gather(torch.tensor([b.topology.rank]), b).tolist())
@@ -95,12 +117,42 @@ def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pai
                     found.append(gather(torch.tensor([9]), b).tolist())
         return messages, found
 
-    (first, found), *others = several.run(gather_in_branches)
-    assert found == [[9, *range(1, several.size)]] * 3
+    (first, found), *others = either_handshake.run(gather_in_branches)
+    assert found == [[9, *range(1, either_handshake.size)]] * 3
     assert all(other == ([], found) for other in others)
     (message,) = first
     lines = [int(line) for line in re.findall(r"rank \d: gather at test_agreement\.py:(\d+)", message)]
-    assert lines == [lines[0], *[lines[0] - 2] * (several.size - 1)]
+    assert lines == [lines[0], *[lines[0] - 2] * (either_handshake.size - 1)]
+
+
+def test_ranks_of_a_large_world_that_agree_send_no_slots(several):
+    """What a rank sends for a barrier, a large reduction and equal row counts does not grow with the world size."""
+
+    def call_without_slots():
+        set_summary_world_size(1)
+        b = backend()
+        transport = b.handshake._transport
+        sent = []
+        with patch.object(transport, "all_gather_slots", lambda slot, _: sent.append(len(slot))):
+            b.barrier()
+            total = reduce(torch.ones(9000), "sum", b)
+            rows = gather(torch.full((2, 4000), float(b.topology.rank)), b)
+        try:
+            ragged = gather(torch.full((b.topology.rank + 1,), b.topology.rank), b).tolist()
+            objects = gather_object([b.topology.rank], b)
+        finally:
+            set_summary_world_size(SUMMARY_WORLD_SIZE)
+        return sent, total[0].item(), rows[:, 0].tolist(), ragged, objects
+
+    ranks = range(several.size)
+    expected = (
+        [],
+        several.size,
+        [float(rank) for rank in ranks for _ in range(2)],
+        [rank for rank in ranks for _ in range(rank + 1)],
+        list(ranks),
+    )
+    assert several.run(call_without_slots) == [expected] * several.size
 
 
 def test_other_data_from_another_line_are_refused(pair):
@@ -115,7 +167,7 @@ def test_other_data_from_another_line_are_refused(pair):
     assert pair.run(mismatched) == [True, True]
 
 
-def test_ranks_may_wait_for_each_other_from_different_lines(several):
+def test_ranks_may_wait_for_each_other_from_different_lines(either_handshake):
     def waited():
         b = backend()
         if b.topology.rank:
@@ -124,10 +176,10 @@ def test_ranks_may_wait_for_each_other_from_different_lines(several):
             b.barrier()
         return True
 
-    assert all(several.run(waited))
+    assert all(either_handshake.run(waited))
 
 
-def test_a_disagreement_too_long_for_a_slot_is_told_whole(several):
+def test_a_disagreement_too_long_for_a_slot_is_told_whole(either_handshake):
     def mismatched():
         b = backend()
         odd = b.topology.rank == 1
@@ -135,19 +187,19 @@ def test_a_disagreement_too_long_for_a_slot_is_told_whole(several):
             gather({f"metric {i}": torch.ones(2, 3 if odd else 2) for i in range(SLOT // 20)}, b)
         return str(caught.value)
 
-    for message in several.run(mismatched):
+    for message in either_handshake.run(mismatched):
         assert len(message) > SLOT
         assert f"['metric {SLOT // 20 - 1}']: float32[2, 3] on cpu" in message.splitlines()[2]
 
 
 def test_a_call_is_known_by_its_line_outside_of_the_package():
-    call = here("gather")
+    call = call_at_site("gather")
     assert call.site == call_site()._replace(line=call.site.line)
     assert str(call) == (
         f"gather at test_agreement.py:{call.site.line} "
         "(test_a_call_is_known_by_its_line_outside_of_the_package)"
     )
-    assert isinstance(call, Call)
+    assert isinstance(call, CollectiveCall)
 
 
 # Ranks that do not come ------------------------------------------------------------------
@@ -155,7 +207,7 @@ def test_a_call_is_known_by_its_line_outside_of_the_package():
 SCRIPT = """
 import datetime, os, sys, time, torch, torch._dynamo, torch.distributed as dist
 from accel_runtime import Accelerator, InitProcessGroupKwargs
-from accel_runtime.collectives import RankLostError, StallError
+from accel_runtime.collectives.handshake import RankLostError, StallError
 
 accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=PATIENCE))])
 model = accelerator.prepare(torch.nn.Linear(1, 1))

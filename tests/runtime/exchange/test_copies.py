@@ -5,22 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_runtime.exchange.copies import each_once
-from accel_runtime.topology import DataPlace
+from accel_runtime.collectives.metrics import drop_model_parallel_duplicates
+from accel_runtime.topology import DataRank
 
 NAN = float("nan")
 
 
 def test_the_first_rank_of_each_part_counts():
-    assert each_once(list("aabb"), DataPlace(0, 2, 2)) == ["a", "b"]
-    assert each_once(list("abcd"), DataPlace(0, 2, 2)) == ["a", "c"], "who divides layers is not compared"
-    assert each_once(list("abcd"), DataPlace(0, 4)) == list("abcd")
+    assert drop_model_parallel_duplicates(list("aabb"), DataRank(0, 2, 2)) == ["a", "b"]
+    assert drop_model_parallel_duplicates(list("abcd"), DataRank(0, 2, 2)) == ["a", "c"], (
+        "who divides layers is not compared"
+    )
+    assert drop_model_parallel_duplicates(list("abcd"), DataRank(0, 4)) == list("abcd")
 
 
 @pytest.mark.parametrize("same", ["a", 1.5, torch.tensor([1.0, NAN]), {"x": [torch.tensor(3), "y"]}, []])
 def test_ranks_that_divide_sequences_may_give_the_same(same):
     # Parts of four ranks: two places of the sequence, two parts of every layer.
-    assert len(each_once([same] * 8, DataPlace(0, 2, 4, 2))) == 2
+    assert len(drop_model_parallel_duplicates([same] * 8, DataRank(0, 2, 4, 2))) == 2
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,9 @@ def test_ranks_that_divide_sequences_may_give_the_same(same):
     ],
 )
 def test_places_of_a_sequence_that_were_not_joined_are_refused(one, other):
-    place = DataPlace(0, 2, 4, 2)
-    assert each_once([one, other] * 4, place) == [one, one], "ranks 0 and 2 divide the sequence"
+    place = DataRank(0, 2, 4, 2)
+    assert drop_model_parallel_duplicates([one, other] * 4, place) == [one, one], (
+        "ranks 0 and 2 divide the sequence"
+    )
     with pytest.raises(ValueError, match=r"\(cp: 2\).*gather_sequence"):
-        each_once([one, one, one, one, one, one, other, other], place)
+        drop_model_parallel_duplicates([one, one, one, one, one, one, other, other], place)

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.exchange.objects import unwrapped, wrapped
+from accel_runtime.collectives.objects import deserialize_object, serialize_object
 
 
 def travelled(item):
-    parcel = wrapped(item)
+    parcel = serialize_object(item)
     room = memoryview(bytearray(b"\xff" * parcel.size))
     parcel.write(room)
-    return unwrapped(room)
+    return deserialize_object(room)
 
 
 PLAIN = st.recursive(
@@ -41,7 +41,7 @@ def test_tensors_arrive_as_they_were_between_others(dtype, shape):
 
 def test_a_slice_travels_without_the_rest_of_its_storage_and_without_its_gradient():
     whole = torch.randn(1000, 1000, requires_grad=True)
-    parcel = wrapped({"part": whole[:, :2].T})
+    parcel = serialize_object({"part": whole[:, :2].T})
     assert parcel.size < 10_000
     got = travelled({"part": whole[:, :2].T})["part"]
     assert torch.equal(got, whole[:, :2].T)
@@ -66,5 +66,5 @@ def test_parameters_and_sparse_tensors_travel_too():
 def test_arrays_of_numpy_travel_beside_the_pickle():
     np = pytest.importorskip("numpy")
     array = np.arange(10_000).reshape(100, 100)
-    assert len(wrapped(array).head) < 1000
+    assert len(serialize_object(array).head) < 1000
     assert (travelled({"x": array})["x"] == array).all()

@@ -6,7 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.exchange.packing import layout, pack, unpack, unpack_combined, unpack_each
+from accel_runtime.collectives.packing import (
+    build_layout,
+    pack_into,
+    unpack_combined,
+    unpack_row,
+    unpack_rows,
+)
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
@@ -14,7 +20,7 @@ SPECS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6)
 
 
 def planned(specs):
-    return layout(tuple(dtype for dtype, _ in specs), tuple(tuple(shape) for _, shape in specs))
+    return build_layout(tuple(dtype for dtype, _ in specs), tuple(tuple(shape) for _, shape in specs))
 
 
 def drawn(specs):
@@ -26,14 +32,14 @@ def packed(specs, world):
     everyone = [drawn(specs) for _ in range(world)]
     rows = torch.zeros(world, planned(specs).size, dtype=torch.uint8)
     for tensors, row in zip(everyone, rows, strict=True):
-        pack(tensors, planned(specs), row)
+        pack_into(tensors, planned(specs), row)
     return rows, everyone
 
 
 @given(SPECS, st.integers(1, 3))
 def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
     rows, everyone = packed(specs, world)
-    joined = unpack(rows, planned(specs), [tuple(shape) for _, shape in specs])
+    joined = unpack_rows(rows, planned(specs), [tuple(shape) for _, shape in specs])
     for got, own in zip(joined, zip(*everyone, strict=True), strict=True):
         wanted = torch.cat(own) if own[0].dim() else torch.stack(own)
         assert got.dtype == wanted.dtype
@@ -44,7 +50,7 @@ def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
 def test_any_tensors_of_one_rank_come_back_as_views(specs):
     rows, everyone = packed(specs, 1)
     for got, wanted in zip(
-        unpack_each(rows[0], planned(specs), [tuple(s) for _, s in specs]), everyone[0], strict=True
+        unpack_row(rows[0], planned(specs), [tuple(s) for _, s in specs]), everyone[0], strict=True
     ):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
@@ -64,10 +70,10 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
         torch.tensor([1j, 2]).conj(),
         torch.ones(1).expand(3),
     ]
-    plan = layout(tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
+    plan = build_layout(tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
     row = torch.zeros(plan.size, dtype=torch.uint8)
-    pack(tensors, plan, row)
-    for got, wanted in zip(unpack_each(row, plan, [t.shape for t in tensors]), tensors, strict=True):
+    pack_into(tensors, plan, row)
+    for got, wanted in zip(unpack_row(row, plan, [t.shape for t in tensors]), tensors, strict=True):
         assert torch.equal(got, wanted)
         assert not got.requires_grad
 
@@ -75,7 +81,7 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
 def test_results_that_were_packed_together_do_not_share_memory():
     specs = [(torch.float32, [2])] * 3
     rows, _ = packed(specs, 2)
-    first, second, _ = unpack(rows, planned(specs), [(2,)] * 3)
+    first, second, _ = unpack_rows(rows, planned(specs), [(2,)] * 3)
     before = second.clone()
     first.zero_()
     assert torch.equal(second, before)

@@ -18,10 +18,9 @@ from safetensors.torch import load_model as load_as_safetensors_does
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.files import Disk
-from accel_runtime.checkpoint.sizes import size_of
-from accel_runtime.exporting.export import INDEX, SINGLE, Export, export
-from accel_runtime.exporting.exported import fitting, weights_in
+from accel_runtime.checkpoint.filesystem import FileSystem, parse_size
+from accel_runtime.export.load_model import find_weights, match_weights
+from accel_runtime.export.save_model import INDEX, SINGLE, ExportPlan, export_model
 
 DTYPES = [
     torch.float64,
@@ -44,7 +43,7 @@ DTYPES = [
 
 
 def written(state, folder, limit=10**9, **options):
-    export(Export.planned(state, limit), folder, **options)
+    export_model(ExportPlan.from_state(state, limit), folder, **options)
     return folder
 
 
@@ -75,15 +74,17 @@ def files(folder):
     ],
 )
 def test_a_size_is_a_number_of_bytes_or_a_number_and_a_unit(given, size):
-    assert size_of(given, "max_shard_size") == size
+    assert parse_size(given, "max_shard_size") == size
 
 
 @pytest.mark.parametrize(
     "given", ["", "10", "GB", "10Gb", "10gb", "-1GB", "1e3MB", "0GB", 0, -5, True, 1.5, None]
 )
 def test_any_other_size_is_refused_with_what_is_meant(given):
-    with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes.*'10GB'.*; it is") as refused:
-        size_of(given, "max_shard_size")
+    with pytest.raises(
+        ValueError, match=r"Invalid max_shard_size .*: expected a number of bytes.*'10GB'"
+    ) as refused:
+        parse_size(given, "max_shard_size")
     assert ("small b" in str(refused.value)) == (given in {"10Gb", "10gb"})
 
 
@@ -124,7 +125,7 @@ def states(draw):
 @given(state=states(), limit=st.integers(1, 400))
 def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
     folder = written(state, tmp_path_factory.mktemp("export"), limit)
-    weights = weights_in(folder)
+    weights = find_weights(folder)
     assert weights.tensors.keys() | weights.ties.keys() == state.keys()
     assert all(same(tensor, state[name]) for name, tensor in weights.tensors.items())
     assert all(state[name].data_ptr() == state[kept].data_ptr() for name, kept in weights.ties.items())
@@ -167,12 +168,12 @@ def test_a_tied_model_is_loaded_by_plain_tools(tmp_path, limit):
         third = Tied()
         assert load_as_safetensors_does(third, tmp_path / SINGLE) == (set(), [])
         assert same(third.head.weight.data, model.head.weight.data)
-    assert weights_in(tmp_path).ties == {"head.weight": "embed.weight"}
+    assert find_weights(tmp_path).ties == {"head.weight": "embed.weight"}
 
 
 def test_the_name_that_a_model_expects_to_be_left_out_is(tmp_path):
-    export(Export.planned(Tied().state_dict(), 10**9, ["embed.weight"]), tmp_path)
-    assert weights_in(tmp_path).ties == {"embed.weight": "head.weight"}
+    export_model(ExportPlan.from_state(Tied().state_dict(), 10**9, ["embed.weight"]), tmp_path)
+    assert find_weights(tmp_path).ties == {"embed.weight": "head.weight"}
 
 
 def test_shards_have_the_layout_of_the_hub(tmp_path):
@@ -210,7 +211,7 @@ def test_what_the_format_cannot_hold_is_refused_all_of_it_by_name(tmp_path):
 # What may go wrong -----------------------------------------------------------------------
 
 
-class Faulty(Disk):
+class Faulty(FileSystem):
     """A disk on which the call with one number fails; it counts them."""
 
     def __init__(self, number=None):
@@ -266,48 +267,31 @@ def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_n
     outcomes = []
     for number in range(1, counted.calls + 1):
         folder = written(old, tmp_path / str(number), LIMITS[before])
-        with pytest.raises(CheckpointError, match=r"could not be written to .*No space left"):
+        with pytest.raises(CheckpointError, match=r"Cannot write the model to .*No space left"):
             written(new, folder, LIMITS[after], disk=Faulty(number))
         assert not list(folder.glob(".*"))
         try:
-            found = weights_in(folder).tensors
+            found = find_weights(folder).tensors
         except CheckpointError as error:
             outcomes.append("none")
             assert before == after != "one file"
-            assert "of another export" in str(error)
+            assert "from another export" in str(error)
         else:
             outcomes.append("old" if same(found["a"], old["a"]) else "new")
             assert all(same(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc")
         written(new, folder, LIMITS[after])
-        assert all(same(tensor, new[name]) for name, tensor in weights_in(folder).tensors.items())
+        assert all(same(tensor, new[name]) for name, tensor in find_weights(folder).tensors.items())
     assert outcomes.index("old") == 0
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
-def test_a_disk_that_changes_a_bit_is_found_out_before_anything_is_replaced(tmp_path):
-    class Flipping(Disk):
-        def write(self, file, data):
-            if bytes(data) == torch.full((2,), 5.0).numpy().tobytes():
-                data = memoryview(bytearray(data))
-                data[3] ^= 1
-            super().write(file, data)
-
-    written({"fine": torch.zeros(2), "weight": torch.zeros(2)}, tmp_path)
-    with pytest.raises(
-        CheckpointError, match=rf"{tmp_path / SINGLE} was written and read again, and weight is not"
-    ):
-        written({"fine": torch.zeros(2), "weight": torch.full((2,), 5.0)}, tmp_path, disk=Flipping())
-    assert files(tmp_path) == [SINGLE]
-    assert same(weights_in(tmp_path).tensors["weight"], torch.zeros(2))
-
-
 def test_nan_and_negative_zero_are_what_they_are(tmp_path):
     state = {"x": torch.tensor([float("nan"), -0.0, 0.0, float("inf")])}
-    assert same(weights_in(written(state, tmp_path)).tensors["x"], state["x"])
+    assert same(find_weights(written(state, tmp_path)).tensors["x"], state["x"])
 
 
 def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothing_else_does(tmp_path):
-    class Watching(Disk):
+    class Watching(FileSystem):
         def remove(self, path):
             if not path.name.startswith("."):
                 assert (tmp_path / SINGLE).exists()
@@ -338,8 +322,8 @@ def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
     )
     name = "model-00002-of-00002.safetensors"
     (one / name).write_bytes((two / name).read_bytes())
-    with pytest.raises(CheckpointError, match=rf"{name} is not the file that .*{INDEX} tells of"):
-        weights_in(one)
+    with pytest.raises(CheckpointError, match=rf"{name} does not match .*{INDEX}"):
+        find_weights(one)
 
 
 def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
@@ -348,18 +332,18 @@ def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
     (tmp_path / INDEX).write_text(
         json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]})
     )
-    assert same(weights_in(tmp_path).tensors["b"], torch.ones(4))
+    assert same(find_weights(tmp_path).tensors["b"], torch.ones(4))
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "no index of weights"),
-        ("[]", "no index of weights"),
+        ("{", "is not an index of weights"),
+        ("[]", "is not an index of weights"),
         ('{"weight_map": {"a": "../away.safetensors"}}', "which is not in its directory"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing"),
         ('{"weight_map": {"a": "here.safetensors"}}', "here.safetensors cannot be read"),
-        ('{"weight_map": {"b": "fine.safetensors"}}', "tells of b, and no file holds it"),
+        ('{"weight_map": {"b": "fine.safetensors"}}', "lists b, but no file contains it"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, index, message):
@@ -368,14 +352,14 @@ def test_a_damaged_index_is_named(tmp_path, index, message):
     (tmp_path / "own" / SINGLE).rename(tmp_path / "fine.safetensors")
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=message):
-        weights_in(tmp_path)
+        find_weights(tmp_path)
 
 
 def test_a_directory_without_weights_is_named(tmp_path):
     with pytest.raises(
-        CheckpointError, match=rf"{tmp_path} holds no weights: there is neither {SINGLE} nor {INDEX}"
+        CheckpointError, match=rf"No weights found in {tmp_path}: neither {SINGLE} nor {INDEX} exists"
     ):
-        weights_in(tmp_path)
+        find_weights(tmp_path)
 
 
 # Whether it fits -------------------------------------------------------------------------
@@ -387,14 +371,14 @@ def test_everything_that_does_not_fit_is_told(tmp_path):
     del state["inner.bias"]
     state |= {"beyond": torch.zeros(1), "inner.weight": torch.zeros(2, 3), "count": torch.tensor(1.5)}
     state["head.weight"] = state["embed.weight"] + 1
-    with pytest.raises(CheckpointError, match="does not fit the model, which is as it was") as refused:
-        fitting(weights_in(written(state, tmp_path)), model)
+    with pytest.raises(CheckpointError, match="does not fit the model, which was not changed") as refused:
+        match_weights(find_weights(written(state, tmp_path)), model)
     for line in (
-        "it has no inner.bias",
-        "it has beyond, and the model has not",
-        "inner.weight has shape [2, 3] in it, and [3, 3] in the model",
-        "count is torch.float32 in it, which does not become torch.int64",
-        "head.weight and embed.weight are one tensor in the model, and differ in it",
+        "missing: inner.bias",
+        "unexpected: beyond",
+        "inner.weight has shape [2, 3] in the file and [3, 3] in the model",
+        "count is torch.float32 in the file, which cannot be cast to torch.int64",
+        "head.weight and embed.weight are one tensor in the model and differ in the file",
     ):
         assert f"\n  {line}" in str(refused.value)
 
@@ -402,7 +386,7 @@ def test_everything_that_does_not_fit_is_told(tmp_path):
 def test_a_model_without_ties_takes_tied_weights_as_the_file_tells(tmp_path):
     model, loose = Tied(), Tied()
     loose.head.weight = nn.Parameter(torch.zeros(5, 3))
-    loose.load_state_dict(fitting(weights_in(written(model.state_dict(), tmp_path)), loose))
+    loose.load_state_dict(match_weights(find_weights(written(model.state_dict(), tmp_path)), loose))
     assert same(loose.head.weight.data, model.embed.weight.data)
 
 
@@ -410,7 +394,7 @@ def test_numbers_become_what_the_model_has(tmp_path):
     model = nn.Linear(2, 2)
     written(model.state_dict(), tmp_path)
     half = nn.Linear(2, 2).to(torch.bfloat16)
-    half.load_state_dict(fitting(weights_in(tmp_path), half))
+    half.load_state_dict(match_weights(find_weights(tmp_path), half))
     assert half.weight.dtype is torch.bfloat16
     assert half.weight.equal(model.weight.to(torch.bfloat16))
 

@@ -15,7 +15,7 @@ from accel_runtime import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
 )
-from accel_runtime.exchange.agreement import MismatchError
+from accel_runtime.collectives.handshake import MismatchError
 
 
 class Stream(IterableDataset):
@@ -105,7 +105,7 @@ def test_objects_that_differ_from_rank_to_rank_are_refused_on_every_rank(pair, d
 
     texts = pair.run(refusal, (LOADERS | MODELS | OPTIMIZERS)[difference])
     assert texts[0] == texts[1]
-    assert texts[0].startswith("prepare() failed: the ranks do not prepare the same objects.")
+    assert texts[0].startswith("prepare() failed: the ranks prepare different objects.")
     assert difference in texts[0]
 
 

@@ -59,9 +59,7 @@ def test_a_failure_of_the_one_that_writes_is_raised_by_all_and_names_it(clusters
         (tmp_path / "1").touch()
         said = clusters["apart"].run(run, tmp_path, True)
         assert len(set(said)) == 1
-        assert re.match(
-            rf"save_model failed on rank 1: the model could not be written to {tmp_path}/1: ", said[0]
-        )
+        assert re.match(rf"save_model failed on rank 1: Cannot write the model to {tmp_path}/1: ", said[0])
         assert [(tmp_path / str(rank) / "model.safetensors").exists() for rank in range(3)] == [
             True,
             False,
@@ -72,7 +70,7 @@ def test_a_failure_of_the_one_that_writes_is_raised_by_all_and_names_it(clusters
     said = clusters[1 if where == "all" else 2].run(run, tmp_path / "file", False)
     who = "save_model failed on rank 0: " if where == "pair" else ""
     assert len(set(said)) == 1
-    assert re.match(rf"{who}the model could not be written to {tmp_path}/file: .*File exists", said[0])
+    assert re.match(rf"{who}Cannot write the model to {tmp_path}/file: .*File exists", said[0])
 
 
 def test_the_first_of_every_machine_writes_where_that_is_asked_for(clusters, tmp_path):
@@ -114,16 +112,16 @@ def test_a_model_that_one_process_cannot_read_is_changed_on_none(pair, tmp_path)
         )
     for said, unchanged in pair.run(run, tmp_path):
         assert unchanged
-        assert "0.weight has shape [4, 2] in it, and [3, 2] in the model" in said
+        assert "0.weight has shape [4, 2] in the file and [3, 2] in the model" in said
         assert str(tmp_path / "1") in said
 
 
 def test_what_only_torch_can_write_is_refused_with_the_way_to_write_it(tmp_path):
     with pytest.raises(
-        ValueError, match=r"safetensors only.*accelerator.save\(accelerator.get_state_dict\(model\)"
+        ValueError, match=r"cannot write pickles.*accelerator.save\(accelerator.get_state_dict\(model\)"
     ):
         Accelerator().save_model(network(), tmp_path, safe_serialization=False)
-    with pytest.raises(ValueError, match=r"max_shard_size is a number of bytes.*; it is '10 gigs'"):
+    with pytest.raises(ValueError, match=r"Invalid max_shard_size '10 gigs': expected a number of bytes"):
         Accelerator().save_model(network(), tmp_path, max_shard_size="10 gigs")
     assert not list(tmp_path.iterdir())
 
@@ -177,7 +175,7 @@ def test_an_object_comes_back_with_numbers_and_arrays_of_numpy_as_numbers_and_te
 
 def test_save_without_an_accelerator_writes_once(pair, tmp_path):
     def run(folder, each):
-        from accel_runtime.current import current_backend
+        from accel_runtime.default_backend import current_backend
 
         utils.save(
             {"x": torch.ones(1)}, folder / f"{current_backend().topology.rank}.safetensors", each, True
@@ -201,7 +199,7 @@ class Payload:
 def test_code_in_a_file_never_runs(tmp_path):
     torch.save({"fine": 1, "bad": Payload(tmp_path / "ran")}, tmp_path / "state.bin")
     for file in (tmp_path / "state.bin", io.BytesIO((tmp_path / "state.bin").read_bytes())):
-        with pytest.raises(CheckpointError, match=r"is not read: it holds posix.mkdir, which only code"):
+        with pytest.raises(CheckpointError, match=r"was not read: it contains posix.mkdir, which only code"):
             Accelerator().load(file)
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "state.bin", weights_only=False)
@@ -210,7 +208,7 @@ def test_code_in_a_file_never_runs(tmp_path):
 
 def test_a_class_that_the_script_trusts_is_read(tmp_path):
     torch.save({"x": Trusted(3)}, tmp_path / "state.bin")
-    with pytest.raises(CheckpointError, match=r"holds .*Trusted, which only code"):
+    with pytest.raises(CheckpointError, match=r"contains .*Trusted, which only code"):
         utils.load(tmp_path / "state.bin")
     import numpy as np
 
@@ -230,20 +228,21 @@ class Trusted:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (None, "gone.bin", "gone.bin is not there"),
+        (None, "gone.bin", "File not found: .*gone.bin"),
         (None, "gone.safetensors", "gone.safetensors cannot be read"),
         (b"", "state.bin", "state.bin cannot be read"),
         (b"no file of torch", "state.bin", "state.bin cannot be read"),
         (b"PK\x03\x04 cut off", "state.bin", "state.bin cannot be read"),
         (b"\xff\xff\xff\xff\xff\xff\xff\xff{", "state", "state cannot be read"),
-        (b"cos\nsystem\n(S'true'\ntR.", "state.bin", "state.bin is not read|state.bin cannot be read"),
+        (b"cos\nsystem\n(S'true'\ntR.", "state.bin", "state.bin was not read|state.bin cannot be read"),
     ],
 )
 def test_a_file_that_is_none_is_named(tmp_path, content, name, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/({message})"):
+    with pytest.raises(CheckpointError, match=message) as raised:
         utils.load(tmp_path / name)
+    assert str(tmp_path / name) in str(raised.value)
 
 
 def test_options_that_would_be_ignored_are_refused(tmp_path):

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from accel_runtime import Accelerator, PartialState, debug_launcher, turns
+from accel_runtime import Accelerator, PartialState, debug_launcher
+from accel_runtime.collectives import main_process_first
 
 
 @pytest.mark.parametrize("kind", [Accelerator, PartialState])
@@ -44,9 +45,9 @@ def test_a_decorated_function_runs_on_its_process_and_returns_none_elsewhere(ran
 def test_a_process_that_is_not_there_cannot_be_chosen(alone):
     state = PartialState()
     for decorate in (state.on_process, state.on_local_process):
-        with pytest.raises(ValueError, match="is not given"):
+        with pytest.raises(ValueError, match="is missing: pass the index"):
             decorate()
-        with pytest.raises(ValueError, match="lies from 0 to 0 here; it is 1"):
+        with pytest.raises(ValueError, match="1: expected an index from 0 to 0"):
             decorate(print, 1)
 
 
@@ -86,7 +87,7 @@ def test_where_the_first_process_fails_the_others_are_told(several):
 
     first, *others = several.run(failed)
     assert first.startswith("FileNotFoundError: ")
-    told = f"RuntimeError: main_process_first(): rank 0 failed in its block: {first}"
+    told = f"RuntimeError: main_process_first() failed on rank 0: {first}"
     assert others == [told] * (several.size - 1)
 
 
@@ -97,14 +98,14 @@ def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(se
         # As if every rank above 0 took rank 1 for the first of its machine, and rank 1 took rank 0.
         leader = min(backend.topology.rank, 1) if backend.topology.rank != 1 else 0
         try:
-            with turns.leader_first(backend, leader, "strange"):
+            with main_process_first.run_first(backend, leader, "strange"):
                 pass
         except RuntimeError as error:
             return str(error)
 
-    assert all(said is None or "to be consecutive" in said for said in several.run(strange))
+    assert all(said is None or "Number the ranks" in said for said in several.run(strange))
     if several.size == 3:
-        assert "rank 2 took rank 1 for the first" in several.run(strange)[2]
+        assert "rank 2 waits for rank 1, which is not the first" in several.run(strange)[2]
 
 
 def test_one_rank_says_for_whom_it_waits(several):
@@ -113,7 +114,7 @@ def test_one_rank_says_for_whom_it_waits(several):
         accelerator.wait_for_everyone()
         with (
             contextlib.redirect_stderr(io.StringIO()) as said,
-            patch.object(turns, "REPORT_S", 0.1),
+            patch.object(main_process_first, "REPORT_S", 0.1),
             accelerator.main_process_first(),
         ):
             accelerator.on_main_process(time.sleep)(3)

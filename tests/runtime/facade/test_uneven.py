@@ -54,7 +54,7 @@ def test_a_loader_that_cannot_be_told_is_not_left_out_silently():
     kept = accelerator.prepare(DataLoader(Stream()))
     for even in (True, False):
         with (
-            pytest.raises(ValueError, match=f"even_batches={even} for a while"),
+            pytest.raises(ValueError, match=f"even_batches={even} for this loader"),
             accelerator.join_uneven_inputs([], even_batches=even),
         ):
             pass
@@ -80,7 +80,7 @@ def test_prepared_loaders_are_told_for_the_block():
 
     class Loader:
         @contextlib.contextmanager
-        def overridden(self, *, even_batches):
+        def override_even_batches(self, *, even_batches):
             told.append(even_batches)
             yield
             told.append("over")

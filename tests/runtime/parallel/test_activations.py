@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel import activations
-from accel_runtime.parallel.wrapping import units_of
+from accel_runtime.parallel import fully_shard as activations
+from accel_runtime.parallel.fully_shard import find_units
 
 
 class Block(nn.Module):
@@ -62,7 +62,7 @@ def saved_bytes(model):
 
 def test_gradients_are_the_same_with_dropout_and_names_stay():
     plain, again = Model(), Model()
-    activations.apply(again, units_of(again, "Block"))
+    activations.checkpoint_activations(again, find_units(again, "Block"))
     torch.testing.assert_close(gradients(again), gradients(plain), rtol=0, atol=0)
     assert list(again.state_dict()) == list(plain.state_dict())
     assert [type(layer) for layer in again.layers] == [Block] * 3
@@ -72,7 +72,7 @@ def test_gradients_are_the_same_with_dropout_and_names_stay():
 
 def test_without_gradients_nothing_is_computed_again():
     model = Model()
-    activations.apply(model, units_of(model, "Block"))
+    activations.checkpoint_activations(model, find_units(model, "Block"))
     with torch.no_grad():
         model(torch.ones(2, 8))
     assert [layer.runs for layer in model.layers] == [1] * 3
@@ -80,23 +80,29 @@ def test_without_gradients_nothing_is_computed_again():
 
 def test_the_innermost_modules_are_chosen_once():
     model = nn.ModuleDict({"a": Model(1), "b": Model(2)})
-    units = units_of(model, "Model,Block")
-    activations.apply(model, units)
-    activations.apply(model, units)
-    assert sorted(name for name, _ in activations.chosen(units)) == ["a.layers.0", "b.layers.0", "b.layers.1"]
+    units = find_units(model, "Model,Block")
+    activations.checkpoint_activations(model, units)
+    activations.checkpoint_activations(model, units)
+    assert sorted(name for name, _ in activations.innermost_units(units)) == [
+        "a.layers.0",
+        "b.layers.0",
+        "b.layers.1",
+    ]
     assert not activations.is_checkpointed(model["a"])
     assert not isinstance(model["a"].layers[0].forward.forward, activations.CheckpointedForward)
 
 
-def test_a_model_without_such_modules_is_refused():
-    with pytest.raises(ValueError, match="wrap chooses none"):
-        activations.apply(Model(), [])
+def test_a_warning_says_that_a_model_has_no_such_modules(caplog):
+    activations.checkpoint_activations(Model(), [])
+    assert (
+        "activation_checkpointing has no effect on Model: fully_shard.wrap selects no module" in caplog.text
+    )
 
 
 def test_a_model_that_does_it_by_itself_is_refused():
     model = SimpleNamespace(is_gradient_checkpointing=True)
-    with pytest.raises(ValueError, match="keep one of them"):
-        activations.apply(model, [("a", nn.Linear(1, 1))])
+    with pytest.raises(ValueError, match="Use one of them"):
+        activations.checkpoint_activations(model, [("a", nn.Linear(1, 1))])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -111,7 +117,7 @@ def test_a_model_that_does_it_by_itself_is_refused():
 )
 def test_compiled_modules_compute_again_too(regional, backend):
     plain, again = Model(), Model()
-    activations.apply(again, units_of(again, "Block"))
+    activations.checkpoint_activations(again, find_units(again, "Block"))
     for module in again.layers if regional else [again]:
         module.compile(backend=backend)
     for layer in [*plain.layers, *again.layers]:
@@ -129,9 +135,9 @@ def test_sharded_modules_have_the_same_gradients(reshard, nested, pair):
         found = []
         for again in (False, True):
             model = Model()
-            units = units_of(model, "Block,Linear" if nested else "Block")
+            units = find_units(model, "Block,Linear" if nested else "Block")
             if again:
-                activations.apply(model, units_of(model, "Block"))
+                activations.checkpoint_activations(model, find_units(model, "Block"))
             for _, module in units:
                 fully_shard(module, reshard_after_forward=reshard)
             fully_shard(model)

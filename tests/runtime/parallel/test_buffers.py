@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_runtime.parallel.buffers import FirstRanks
+from accel_runtime.parallel.apply import BufferBroadcast
 
 
 def test_what_is_saved_travels_together_and_tables_stay():
@@ -18,7 +18,7 @@ def test_what_is_saved_travels_together_and_tables_stay():
         sent.append(tensor.numel())
         return tensor + 1
 
-    FirstRanks(model, broadcast).take_over()
+    BufferBroadcast(model, broadcast).broadcast_buffers()
     assert sorted(sent) == [1, 4]
     assert model.running_mean.tolist() == [1, 1]
     assert model.running_var.tolist() == [2, 2]
@@ -28,13 +28,13 @@ def test_what_is_saved_travels_together_and_tables_stay():
 
 def test_a_buffer_that_is_another_tensor_now_travels_too():
     model = nn.BatchNorm1d(2)
-    shared = FirstRanks(model, lambda tensor: tensor + 1)
+    shared = BufferBroadcast(model, lambda tensor: tensor + 1)
     model.running_mean = torch.full((2,), 5.0)
-    shared.take_over()
+    shared.broadcast_buffers()
     assert model.running_mean.tolist() == [6, 6]
 
 
 def test_what_has_no_values_stays():
     model = nn.BatchNorm1d(2, device="meta")
-    FirstRanks(model, lambda _: None).take_over()
+    BufferBroadcast(model, lambda _: None).broadcast_buffers()
     assert model.running_mean.is_meta

@@ -28,7 +28,11 @@ from torch.distributed.fsdp.wrap import (
 
 from accel_runtime import FullyShardedDataParallelPlugin, ParallelismConfig, Settings
 from accel_runtime.env import FullyShard, Parallel
-from accel_runtime.parallel.config import TorchContextParallelConfig, TorchTensorParallelConfig, settled
+from accel_runtime.parallel.plugins import (
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    merge_settings,
+)
 
 Plugin = FullyShardedDataParallelPlugin
 
@@ -119,10 +123,10 @@ REFUSED = {
     ),
     "kept machines": ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, "and reshard_after_forward=False"),
     "nothing to shard": ({"sharding_strategy": 3}, "no fsdp_plugin at all"),
-    "no strategy": ({"sharding_strategy": "half"}, "none of full_shard"),
+    "no strategy": ({"sharding_strategy": "half"}, "expected one of full_shard"),
     "two words for one": (
         {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
-        "leave sharding_strategy out",
+        "Remove sharding_strategy",
     ),
     "a group of none": ({"reshard_after_forward": 0}, "a number above 1; it is 0"),
     "no prefetching": ({"backward_prefetch": "NO_PREFETCH"}, "always gathers the next module"),
@@ -136,30 +140,30 @@ REFUSED = {
     "prefetching in the forward pass": ({"forward_prefetch": True}, "set_modules_to_forward_prefetch"),
     "offloaded activations": ({"activation_checkpointing_offload": True}, "stay on the device"),
     "loading on the first": ({"cpu_ram_efficient_loading": True}, "meta device"),
-    "a function": ({"auto_wrap_policy": always_wrap_policy}, "name the classes"),
+    "a function": ({"auto_wrap_policy": always_wrap_policy}, "Name the classes"),
     "another way": ({"auto_wrap_policy": "every_other"}, "it is 'every_other'"),
     "no size": ({"auto_wrap_policy": "size_based_wrap"}, "needs min_num_params above 0"),
     "a size below 0": ({"min_num_params": -1}, "a whole number; it is -1"),
     "names and a size": (
         {"transformer_cls_names_to_wrap": ["Block"], "min_num_params": 5},
-        "two ways to say one thing",
+        "exclude each other",
     ),
     "names for nothing": (
         {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": ["Block"]},
-        "no use for transformer_cls_names_to_wrap",
+        "does not use transformer_cls_names_to_wrap",
     ),
     "a size for nothing": (
         {"auto_wrap_policy": "transformer_based_wrap", "min_num_params": 5},
-        "no use for min_num_params",
+        "does not use min_num_params",
     ),
     "offloading of the first version": (
         {"cpu_offload": CPUOffload(offload_params=True)},
-        "say cpu_offload=True",
+        "Pass cpu_offload=True",
     ),
     "memory that moves": ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "pinned"),
     "a place": ({"cpu_offload": 5}, "it is 5"),
     "no switch": ({"activation_checkpointing": "perhaps"}, "True or False; it is 'perhaps'"),
-    "modules": ({"ignored_modules": [nn.Linear(1, 1)]}, "takes names"),
+    "modules": ({"ignored_modules": [nn.Linear(1, 1)]}, "Pass names"),
     "an expression": ({"ignored_modules": r".*norm|head\d"}, "layers"),
     "a format of 8 bits": ({"mixed_precision_policy": "fp8"}, "one of fp32, bf16, fp16"),
     "a format of 64 bits": (
@@ -226,7 +230,7 @@ def test_handlers_say_what_is_done_or_are_refused():
     )
     with pytest.raises(ValueError, match="enable_async_tp"):
         TorchTensorParallelConfig(enable_async_tp=True)
-    with pytest.raises(ValueError, match="it is 'alltoall'"):
+    with pytest.raises(ValueError, match="invalid cp_comm_strategy 'alltoall'"):
         TorchContextParallelConfig("alltoall")
     with pytest.raises(TypeError, match="cp_handler must be a TorchContextParallelConfig"):
         ParallelismConfig(cp_handler=SimpleNamespace())
@@ -234,30 +238,32 @@ def test_handlers_say_what_is_done_or_are_refused():
 
 def test_arguments_win_over_the_environment():
     told = Settings(parallel=Parallel(tp=2), fully_shard=FullyShard(wrap="Block"))
-    assert settled(told, None, None) == told
-    assert settled(told, ParallelismConfig(dp_shard_size=4), None).parallel == Parallel(dp_shard=4, tp=2)
+    assert merge_settings(told, None, None) == told
+    assert merge_settings(told, ParallelismConfig(dp_shard_size=4), None).parallel == Parallel(
+        dp_shard=4, tp=2
+    )
 
 
 def test_a_plugin_alone_shards_over_all_processes():
-    run = settled(Settings(), None, Plugin(min_num_params=7))
+    run = merge_settings(Settings(), None, Plugin(min_num_params=7))
     assert (run.parallel, run.fully_shard) == (Parallel(dp_shard="auto"), FullyShard(wrap="7"))
     assert run.parallel.sizes(4) == (1, 4, 1, 1)
-    assert settled(Settings(), ParallelismConfig(dp_replicate_size=2), Plugin()).parallel.sizes(4) == (
+    assert merge_settings(Settings(), ParallelismConfig(dp_replicate_size=2), Plugin()).parallel.sizes(4) == (
         2,
         2,
         1,
         1,
     )
-    assert settled(Settings(), ParallelismConfig(dp_shard_size=2), Plugin()).parallel.dp_shard == 2
+    assert merge_settings(Settings(), ParallelismConfig(dp_shard_size=2), Plugin()).parallel.dp_shard == 2
 
 
 def test_a_plugin_that_has_nothing_to_shard_is_refused():
-    with pytest.raises(ValueError, match="leave dp_shard_size out"):
-        settled(Settings(), ParallelismConfig(dp_shard_size=1, tp_size=2), Plugin())
+    with pytest.raises(ValueError, match="Remove dp_shard_size"):
+        merge_settings(Settings(), ParallelismConfig(dp_shard_size=1, tp_size=2), Plugin())
 
 
 def test_an_object_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="fsdp_plugin must be a FullyShardedDataParallelPlugin"):
-        settled(Settings(), None, ParallelismConfig())
+        merge_settings(Settings(), None, ParallelismConfig())
     with pytest.raises(TypeError, match="Accelerator: parallelism_config must be a ParallelismConfig"):
-        settled(Settings(), Plugin(), None)
+        merge_settings(Settings(), Plugin(), None)

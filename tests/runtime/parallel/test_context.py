@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_runtime.parallel.context import divided, gathered
+from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 
 LENGTH = 16
 
@@ -107,7 +107,7 @@ def together(model, kind, length=LENGTH):
     mask, cut = masks(kind, length) if isinstance(model, Block) else (None, None)
     buffers = [x, y, positions] + ([mask] if cut is not None else [])
     dims = [1, -2, 1] + ([cut] if cut is not None else [])
-    with divided(group, buffers, dims, {y}):
+    with shard_sequences(group, buffers, dims, {y}):
         assert x.shape[1] == positions.shape[1] == length // group.size()
         own = x.clone().requires_grad_()
         out = model(own, positions, mask)
@@ -115,12 +115,12 @@ def together(model, kind, length=LENGTH):
         loss.backward()
     assert x.shape[1] == positions.shape[1] == length
     assert y.shape[1] == length // group.size(), "asked to stay"
-    whole = gathered(out.detach(), 1, group)
+    whole = gather_sequence(out.detach(), 1, group)
     grads = [p.grad for p in model.parameters()]
     for grad in [*grads, total := loss.detach().clone()]:
         dist.all_reduce(grad)
         grad.div_(group.size())
-    return whole, total.item(), grads, gathered(own.grad, 1, group) / group.size()
+    return whole, total.item(), grads, gather_sequence(own.grad, 1, group) / group.size()
 
 
 def equal(four_or_pair, model, kind, length=LENGTH):
@@ -169,9 +169,9 @@ def test_padding_is_masked_for_torchs_layers(pair):
         padded = torch.arange(LENGTH).expand(3, LENGTH) >= LENGTH - 3
         padded = padded.clone()
         wanted = model(x, positions, padded)
-        with divided(dist.group.WORLD, [x, positions, padded], [1, 1, 1]):
+        with shard_sequences(dist.group.WORLD, [x, positions, padded], [1, 1, 1]):
             found = model(x, positions, padded)
-            return gathered(found, 1, dist.group.WORLD).detach(), wanted.detach()
+            return gather_sequence(found, 1, dist.group.WORLD).detach(), wanted.detach()
 
     for found, wanted in pair.run(both):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
@@ -181,17 +181,23 @@ def test_padding_is_masked_for_torchs_layers(pair):
 
 REFUSALS = {
     "a length": (
-        lambda x, _: divided(dist.group.WORLD, [x[:, :7]], [1]).__enter__(),
+        lambda x, _: shard_sequences(dist.group.WORLD, [x[:, :7]], [1]).__enter__(),
         "pad or cut it to 6 or 8",
     ),
-    "no dimension": (lambda x, _: divided(dist.group.WORLD, [x], [5]).__enter__(), "has no such dimension"),
+    "no dimension": (
+        lambda x, _: shard_sequences(dist.group.WORLD, [x], [5]).__enter__(),
+        "Invalid sequence dimension",
+    ),
     "unlike lists": (
-        lambda x, _: divided(dist.group.WORLD, [x], []).__enter__(),
+        lambda x, _: shard_sequences(dist.group.WORLD, [x], []).__enter__(),
         "1 buffers and 0 dimensions",
     ),
-    "a stranger": (lambda x, _: divided(dist.group.WORLD, [], [], {x}).__enter__(), "give it in both"),
+    "a stranger": (
+        lambda x, _: shard_sequences(dist.group.WORLD, [], [], {x}).__enter__(),
+        "give it in both",
+    ),
     "a parameter": (
-        lambda x, _: divided(dist.group.WORLD, [nn.Parameter(x)], [1]).__enter__(),
+        lambda x, _: shard_sequences(dist.group.WORLD, [nn.Parameter(x)], [1]).__enter__(),
         "that requires gradients",
     ),
     "keys that were not cut": (
@@ -239,7 +245,7 @@ def test_what_would_see_a_part_only_is_refused(pair):
             x = torch.randn(3, LENGTH, 8)
 
             def inside(act, x=x):
-                with divided(dist.group.WORLD, [x], [1]):
+                with shard_sequences(dist.group.WORLD, [x], [1]):
                     act()
 
             with pytest.raises(ValueError, match=re.escape(said)):
@@ -257,7 +263,7 @@ def test_flexible_attention_is_refused(pair):
 
         accel_runtime.Accelerator()
         x = torch.randn(3, 2, LENGTH, 8)
-        with divided(dist.group.WORLD, [x], [2]), warnings.catch_warnings():
+        with shard_sequences(dist.group.WORLD, [x], [2]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with pytest.raises((ValueError, RuntimeError), match="flex_attention sees this rank's part"):
                 flex_attention(x, x, x)
@@ -271,9 +277,9 @@ def test_sequences_are_not_divided_twice(pair):
 
         accel_runtime.Accelerator()
         x = torch.randn(3, LENGTH, 8)
-        with divided(dist.group.WORLD, [x], [1]):
-            with pytest.raises(RuntimeError, match="name all buffers in one"):
-                divided(dist.group.WORLD, [x], [1]).__enter__()
+        with shard_sequences(dist.group.WORLD, [x], [1]):
+            with pytest.raises(RuntimeError, match="Pass all buffers to one"):
+                shard_sequences(dist.group.WORLD, [x], [1]).__enter__()
             assert x.shape[1] == LENGTH // 2
 
     pair.run(refused)
@@ -288,7 +294,7 @@ def test_views_of_one_tensor_are_cut_and_come_back_unharmed(pair):
         accel_runtime.Accelerator()
         tokens = torch.arange(17)[None].clone()
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
-        with divided(dist.group.WORLD, [inputs, labels], [1, 1]):
+        with shard_sequences(dist.group.WORLD, [inputs, labels], [1, 1]):
             inside = inputs.tolist(), labels.tolist()
         return inside, tokens.tolist(), inputs.tolist(), labels.tolist()
 

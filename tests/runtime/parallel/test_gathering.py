@@ -9,7 +9,7 @@ import torch
 from divided import Net, accelerator, net, state_of, warm
 from torch import nn
 
-from accel_runtime.parallel.gathering import parameter_groups
+from accel_runtime.parallel.dtensor import parameter_groups
 
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
@@ -153,7 +153,7 @@ def step_inside():
 
 def test_a_step_inside_is_refused_and_after_it_is_not(pair):
     for said in pair.run(step_inside):
-        assert said.startswith("an optimizer steps inside of gathered(model)")
+        assert said.startswith("optimizer.step() inside gathered(model) would")
 
 
 def test_a_model_that_is_whole_is_as_it_is():
@@ -184,7 +184,7 @@ def test_the_very_first_forward_passes_may_be_inside_and_files_are_for_outside(p
     first, second = pair.run(first_of_all)
     assert first == second
     assert len(first[0]) == 3
-    assert all(said.endswith("save, load and take state dicts outside of it") for said in first[0])
+    assert all(said.endswith("Exit the context first.") for said in first[0])
 
 
 def the_module():

@@ -131,8 +131,8 @@ def without_values(sizes):
 def test_a_forward_pass_before_that_says_what_is_missing_and_what_to_do(pair):
     for said, found in pair.run(without_values, {"dp_shard": 2}):
         assert len(said) == 2
-        assert said[0].startswith("the model has no values yet: gain, frozen, embedding.weight and ")
-        assert "are on the meta device. accelerator.load_model(model, path) gives it those" in said[0]
+        assert said[0].startswith("Cannot run the model: gain, frozen, embedding.weight and ")
+        assert "are on the meta device. Load values with accelerator.load_model(model, path)" in said[0]
         assert found != 0
 
 
@@ -140,7 +140,7 @@ def test_only_a_model_that_is_divided_can_be_prepared_without_memory():
     with init_empty_weights():
         model = nn.Linear(2, 2)
     with pytest.raises(
-        ValueError, match=r"weight, bias have a shape and no memory.*dp_shard: auto in the pro"
+        ValueError, match=r"meta device .weight, bias. without sharding.*dp_shard: auto in the pro"
     ):
         Accelerator().prepare(model)
 
@@ -215,6 +215,6 @@ def test_a_buffer_that_nobody_computes_is_named_and_nothing_is_changed(pair, tmp
         tmp_path / "a.safetensors",
     )
     for said, untouched in pair.run(computed, tmp_path / "a.safetensors", Stubborn):
-        assert said.startswith("table is on the meta device and in no file (persistent=False), and nothing")
+        assert said.startswith("Cannot compute table: on the meta device and in no file (persistent=False)")
         assert "reset_buffers()" in said
         assert untouched

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_runtime import Accelerator
 from accel_runtime.env import Parallel, SettingsError
-from accel_runtime.parallel.mesh import DIMENSIONS, Mesh, Sizes
+from accel_runtime.parallel.mesh import DIMENSIONS, MeshSizes, ProcessMesh
 from accel_runtime.topology import Topology
 
 few = st.integers(min_value=1, max_value=4)
@@ -18,12 +18,12 @@ few = st.integers(min_value=1, max_value=4)
 @given(few, few, few, few)
 def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replicate, shard, cp, tp):
     world = replicate * shard * cp * tp
-    sizes = Sizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
+    sizes = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
     places = [sizes.data(rank) for rank in range(world)]
     assert [place.rank for place in places] == [
         part for part in range(world // (cp * tp)) for _ in range(cp * tp)
     ]
-    assert {(place.world_size, place.copies) for place in places} <= {
+    assert {(place.world_size, place.model_parallel_size) for place in places} <= {
         (replicate * shard, cp * tp),
         (world, 1),
     }
@@ -35,31 +35,31 @@ def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replica
 @given(few, few, few, few)
 def test_the_ranks_that_hold_parameters_are_all_ranks(replicate, shard, cp, tp):
     world = replicate * shard * cp * tp
-    copies, shards, layers = Sizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world).parameters
+    copies, shards, layers = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world).parameters
     assert copies * shards * layers == world
 
 
 def test_auto_shards_over_the_ranks_that_are_left():
-    sizes = Sizes.of(Parallel(dp_replicate=2, dp_shard="auto", tp=2), 16)
+    sizes = MeshSizes.of(Parallel(dp_replicate=2, dp_shard="auto", tp=2), 16)
     assert (sizes.dp_replicate, sizes.dp_shard, sizes.tp) == (2, 4, 2)
-    assert sizes.told == "dp_replicate 2 x dp_shard 4 x tp 2"
+    assert sizes.description == "dp_replicate 2 x dp_shard 4 x tp 2"
 
 
 def test_a_product_that_is_not_the_number_of_processes_is_refused():
     with pytest.raises(SettingsError, match="6"):
-        Sizes.of(Parallel(dp_shard=3, tp=2), 4)
+        MeshSizes.of(Parallel(dp_shard=3, tp=2), 4)
 
 
 def meshes(**asked):
     accelerator = Accelerator()
     rank, size = accelerator.process_index, accelerator.num_processes
-    mesh = Mesh(Sizes.of(Parallel(**asked), size), torch.device("cpu"), Topology(rank, size))
+    mesh = ProcessMesh(MeshSizes.of(Parallel(**asked), size), torch.device("cpu"), Topology(rank, size))
     groups = {
         name: some.mesh.tolist()
         for name, some in (("shard", mesh.shard), ("tp", mesh.tp))
         if some is not None
     }
-    return groups | {"whole": mesh.whole.mesh_dim_names}
+    return groups | {"whole": mesh.full.mesh_dim_names}
 
 
 def test_the_innermost_dimension_is_tensor_parallel(four):
@@ -90,7 +90,9 @@ def test_the_same_layout_is_the_same_groups(four):
         accelerator = Accelerator()
         rank, size = accelerator.process_index, accelerator.num_processes
         made = [
-            Mesh(Sizes.of(Parallel(dp_shard=2, tp=2), size), torch.device("cpu"), Topology(rank, size)).shard
+            ProcessMesh(
+                MeshSizes.of(Parallel(dp_shard=2, tp=2), size), torch.device("cpu"), Topology(rank, size)
+            ).shard
             for _ in range(2)
         ]
         return made[0].get_group() is made[1].get_group()

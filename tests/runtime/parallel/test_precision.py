@@ -9,8 +9,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin
 from accel_runtime.env import FullyShard
-from accel_runtime.parallel.precision import apart, own_parameters, policy_of, refuse_mixtures, within
-from accel_runtime.parallel.wrapping import units_of
+from accel_runtime.parallel.fully_shard import (
+    build_policy,
+    find_batch_norms,
+    find_units,
+    inner_policy,
+    parameters_of_unit,
+    refuse_mixed_dtypes,
+)
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -53,21 +59,21 @@ class Model(nn.Module):
     ],
 )
 def test_what_is_not_asked_for_is_exact(asked, computes_in, own, wanted):
-    policy = policy_of(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
+    policy = build_policy(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == wanted
     assert policy.cast_forward_inputs
-    assert within(policy).output_dtype is None
+    assert inner_policy(policy).output_dtype is None
 
 
 def test_batch_normalisations_keep_the_format_of_their_statistics():
     model = Model(nn.BatchNorm1d)
-    units = units_of(model, "Block")
-    found, own = apart(model, MixedPrecisionPolicy(BF16, FP32), units)
+    units = find_units(model, "Block")
+    found, own = find_batch_norms(model, MixedPrecisionPolicy(BF16, FP32), units)
     assert [name for name, _ in found] == ["layers.0.norm", "layers.1.norm"]
     assert own == MixedPrecisionPolicy(None, FP32, cast_forward_inputs=False)
-    assert apart(model, MixedPrecisionPolicy(), units)[0] == []
-    assert apart(model.bfloat16(), MixedPrecisionPolicy(BF16), units)[0] == []
-    assert apart(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
+    assert find_batch_norms(model, MixedPrecisionPolicy(), units)[0] == []
+    assert find_batch_norms(model.bfloat16(), MixedPrecisionPolicy(BF16), units)[0] == []
+    assert find_batch_norms(Model(), MixedPrecisionPolicy(BF16), units)[0] == []
 
 
 def test_parameters_of_different_formats_are_refused_by_name():
@@ -77,21 +83,23 @@ def test_parameters_of_different_formats_are_refused_by_name():
     with pytest.raises(
         ValueError, match=r"layers.0 of Model .*bfloat16: layers.0.up.weight.*float32: layers.0.norm"
     ):
-        refuse_mixtures(model, units_of(model, "Block"))
-    with pytest.raises(ValueError, match=r"outside of what fully_shard.wrap chooses .* and 3 more"):
-        refuse_mixtures(model, [])
-    refuse_mixtures(model, units_of(model, "Block,LayerNorm"))
-    refuse_mixtures(model, units_of(model, "Block"), {p for la in model.layers for p in la.norm.parameters()})
+        refuse_mixed_dtypes(model, find_units(model, "Block"))
+    with pytest.raises(ValueError, match=r"outside of the modules in fully_shard.wrap .* and 3 more"):
+        refuse_mixed_dtypes(model, [])
+    refuse_mixed_dtypes(model, find_units(model, "Block,LayerNorm"))
+    refuse_mixed_dtypes(
+        model, find_units(model, "Block"), {p for la in model.layers for p in la.norm.parameters()}
+    )
     for layer in model.layers:
         layer.norm.requires_grad_(requires_grad=False)
-    refuse_mixtures(model, units_of(model, "Block"))
+    refuse_mixed_dtypes(model, find_units(model, "Block"))
 
 
 def test_what_is_gathered_by_itself_is_not_gathered_twice():
     model = Model()
-    units = units_of(model, "Block")
-    assert [name for name, _ in own_parameters(model, units)] == ["head.weight", "head.bias"]
-    assert len(own_parameters(model.layers[0], units)) == 4
+    units = find_units(model, "Block")
+    assert [name for name, _ in parameters_of_unit(model, units)] == ["head.weight", "head.bias"]
+    assert len(parameters_of_unit(model.layers[0], units)) == 4
 
 
 def trained(mixed_precision, policy, norm, dtype):

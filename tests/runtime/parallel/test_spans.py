@@ -7,14 +7,14 @@ from itertools import chain
 import pytest
 import torch
 
-from accel_runtime.parallel.spans import own_part, spans, whole_of
+from accel_runtime.parallel.context_parallel import join_sequence, sequence_slices, slice_sequence
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
 def test_every_place_is_in_one_part_and_all_are_equally_long(parts):
     for length in range(parts, 10 * parts, parts):
         own = [
-            list(chain.from_iterable(range(*span) for span in spans(length, parts, part)))
+            list(chain.from_iterable(range(*span) for span in sequence_slices(length, parts, part)))
             for part in range(parts)
         ]
         assert sorted(chain.from_iterable(own)) == list(range(length))
@@ -25,7 +25,7 @@ def test_every_place_is_in_one_part_and_all_are_equally_long(parts):
 @pytest.mark.parametrize("parts", [2, 3, 4, 8])
 def test_every_part_sees_as_many_earlier_places(parts):
     work = {
-        sum(place + 1 for span in spans(6 * 2 * parts, parts, part) for place in range(*span))
+        sum(place + 1 for span in sequence_slices(6 * 2 * parts, parts, part) for place in range(*span))
         for part in range(parts)
     }
     assert len(work) == 1
@@ -33,7 +33,7 @@ def test_every_part_sees_as_many_earlier_places(parts):
 
 def test_a_length_that_would_leave_parts_of_unlike_length_is_refused():
     with pytest.raises(ValueError, match=r"a sequence of 10 .* 4 ranks \(cp: 4\): pad or cut it to 8 or 12"):
-        spans(10, 4, 0)
+        sequence_slices(10, 4, 0)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -42,4 +42,6 @@ def test_parts_make_the_whole_again(dim, length, parts):
     shape = [2, 3, 4]
     shape[dim] = length
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    assert torch.equal(whole_of([own_part(whole, dim, parts, part) for part in range(parts)], dim), whole)
+    assert torch.equal(
+        join_sequence([slice_sequence(whole, dim, parts, part) for part in range(parts)], dim), whole
+    )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel.starting import take_over
+from accel_runtime.parallel.apply import broadcast_parameters
 
 
 def model():
@@ -20,7 +20,7 @@ def taken(make):
     accelerator = Accelerator()
     torch.manual_seed(accelerator.process_index)
     made = make()
-    take_over(made, accelerator._backend)
+    broadcast_parameters(made, accelerator._backend)
     return [tensor.tolist() for tensor in (*made.parameters(), *made.buffers())]
 
 
@@ -37,7 +37,7 @@ def test_models_of_other_shapes_are_refused_by_name(pair):
 
     with pytest.raises(
         AssertionError,
-        match=r"Linear on rank 1 is not the one on rank 0: weight is \[2, 3\] float32, and on rank 0 \[2, 2\]",
+        match=r"Linear differs between rank 1 and rank 0: weight is \[2, 3\] float32, and on rank 0 \[2, 2\]",
     ):
         pair.run(taken, other)
 

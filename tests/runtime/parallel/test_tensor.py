@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel import even
-from accel_runtime.parallel.tensor import divide, plan_of
+from accel_runtime.parallel import tensor_parallel
+from accel_runtime.parallel.tensor_parallel import apply_tensor_parallel, plan_tensor_parallel
 
 PLAN = (
     ("embed", "embedding_rowwise"),
@@ -83,83 +83,93 @@ def words(plan):
 
 
 def test_a_pattern_stands_for_every_module_it_matches():
-    plan = words(plan_of(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep"))))
+    plan = words(plan_tensor_parallel(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep"))))
     assert plan == {"layers.0.up": "colwise", "layers.1.up": "colwise", "head": "colwise_rep"}
 
 
 def test_a_star_stands_for_no_dot():
     with pytest.raises(ValueError, match=r"tp_plan: \*\.up matches no module of Words; did you mean"):
-        plan_of(Words(), (("*.up", "colwise"),))
+        plan_tensor_parallel(Words(), (("*.up", "colwise"),))
 
 
 @pytest.mark.parametrize("name", ["tp_plan", "_tp_plan"])
 def test_a_models_own_plan_is_taken(name):
     model = Words()
     setattr(model, name, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-    assert set(words(plan_of(model))) == {f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")}
+    assert set(words(plan_tensor_parallel(model))) == {
+        f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")
+    }
 
 
 def test_the_profiles_plan_wins_over_the_models():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise"}
-    assert words(plan_of(model, (("head", "colwise_rep"),))) == {"head": "colwise_rep"}
+    assert words(plan_tensor_parallel(model, (("head", "colwise_rep"),))) == {"head": "colwise_rep"}
 
 
 def test_a_plan_in_the_configuration_is_taken():
     model = Words()
     model.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
-    assert set(words(plan_of(model))) == {"layers.0.up", "layers.1.up"}
+    assert set(words(plan_tensor_parallel(model))) == {"layers.0.up", "layers.1.up"}
 
 
 def test_a_plan_of_a_module_inside_counts_from_there():
     model = Words()
     for layer in model.layers:
         layer._tp_plan = {"up": "colwise", "down": "rowwise"}
-    assert set(words(plan_of(model))) == {f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")}
+    assert set(words(plan_tensor_parallel(model))) == {
+        f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")
+    }
 
 
 def test_a_models_own_plan_may_name_what_this_model_lacks():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
-    assert set(words(plan_of(model))) == {"layers.0.up", "layers.1.up"}
+    assert set(words(plan_tensor_parallel(model))) == {"layers.0.up", "layers.1.up"}
 
 
 def test_a_plan_may_hold_torchs_own_styles():
     model = Words()
     model.tp_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
-    assert words(plan_of(model))["layers.0.up"] == "ColwiseParallel"
+    assert words(plan_tensor_parallel(model))["layers.0.up"] == "ColwiseParallel"
 
 
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ((("layers.*.up", "colwize"),), r"layers\.0\.up: 'colwize' is no style; did you mean colwise\?"),
+        ((("layers.*.up", "colwize"),), r"layers\.0\.up: unknown style 'colwize'; did you mean colwise\?"),
         ((("layers.*.upp", "colwise"),), r"layers\.\*\.upp matches no module of Words"),
         ((("up", "colwise"),), r"did you mean layers\.\*\.up\?"),
-        ((("layers.*.up", "packed_colwise"),), "only transformers has"),
-        ((("norm", "rowwise"),), "norm: rowwise divides nn.Linear and nn.Embedding, and this is a LayerNorm"),
-        ((("head", "embedding_rowwise"),), "embedding_rowwise is for nn.Embedding, and this is a Linear"),
+        ((("layers.*.up", "packed_colwise"),), "is a style of transformers for experts"),
+        (
+            (("norm", "rowwise"),),
+            "norm: rowwise needs an nn.Linear or nn.Embedding, but the module is a LayerNorm",
+        ),
+        (
+            (("head", "embedding_rowwise"),),
+            "embedding_rowwise needs an nn.Embedding, but the module is a Linear",
+        ),
         ((("head", "colwise"), ("hea*", "rowwise")), "head is named twice, by colwise and by rowwise"),
-        ((), "Words has no tensor parallel plan of its own"),
+        ((), "Words has no tp_plan of its own"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused(plan, said):
     with pytest.raises(ValueError, match=said):
-        plan_of(Words(), plan)
+        plan_tensor_parallel(Words(), plan)
 
 
 def test_torchs_own_attention_cannot_be_divided():
-    with pytest.raises(ValueError, match="is computed by nn"):
-        plan_of(nn.TransformerEncoderLayer(8, 2), (("self_attn.out_proj", "rowwise"),))
+    with pytest.raises(ValueError, match="cannot be sharded: nn"):
+        plan_tensor_parallel(nn.TransformerEncoderLayer(8, 2), (("self_attn.out_proj", "rowwise"),))
 
 
 # What comes out even -------------------------------------------------------------------
 
 
 def refused(model, tp, *entries):
-    plan = plan_of(model, entries)
+    plan = plan_tensor_parallel(model, entries)
     with pytest.raises(ValueError) as caught:
-        even.check(model, tp, {division.name: division.style for division in plan})
+        tensor_parallel.check_divisibility(model, tp, {division.name: division.style for division in plan})
     return str(caught.value)
 
 
@@ -186,8 +196,8 @@ def test_heads_of_keys_and_values_are_read_from_the_configuration():
 
 def test_heads_do_not_matter_where_attention_stays_whole():
     model = Words(width=24, heads=3)
-    plan = plan_of(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
-    even.check(model, 4, {division.name: division.style for division in plan})
+    plan = plan_tensor_parallel(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
+    tensor_parallel.check_divisibility(model, 4, {division.name: division.style for division in plan})
 
 
 def test_tied_parameters_that_would_come_apart_are_named():
@@ -210,7 +220,7 @@ def run_of(plan, tp, options):
     model.layers[0].second.requires_grad_(False)
     if tp > 1:
         torch.manual_seed(torch.distributed.get_rank())
-        divide(model, init_device_mesh("cpu", (tp,)), plan_of(model, plan))
+        apply_tensor_parallel(model, init_device_mesh("cpu", (tp,)), plan_tensor_parallel(model, plan))
     torch.manual_seed(2) if tp == 1 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(3), []

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accel_runtime import Accelerator
-from accel_runtime.parallel.norms import local
-from accel_runtime.precision import LossScaler
+from accel_runtime.parallel.grad_norm import local_tensor
+from accel_runtime.training.precision import LossScaler
 
 
 def parameters(size):
@@ -34,12 +34,12 @@ def steps(size, kind, options, overflowing):
     if overflowing is not None:
         rank, index = overflowing
         if accelerator.process_index == rank:
-            local(own[index].grad)[0] = float("inf")
+            local_tensor(own[index].grad)[0] = float("inf")
     optimizer = kind([{"params": [one]} for one in own], lr=1.0, **options)
-    scaler.join(optimizer)
+    scaler.add_optimizer(optimizer)
     scaler.scale(torch.ones(()))
-    went = scaler.attempt(optimizer)
-    return went, scaler.get_scale(), [local(one).detach().clone() for one in own]
+    went = scaler.step_unless_overflowed(optimizer)
+    return went, scaler.get_scale(), [local_tensor(one).detach().clone() for one in own]
 
 
 @pytest.mark.parametrize("index", range(4))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from accel_runtime.parallel.wrapping import units_of
+from accel_runtime.parallel.fully_shard import find_units
 
 
 class Block(nn.Module):
@@ -27,7 +27,7 @@ class Said(Model):
 
 
 def names(model, wrap):
-    return [name for name, _ in units_of(model, wrap)]
+    return [name for name, _ in find_units(model, wrap)]
 
 
 def test_classes_are_found_by_name():
@@ -69,13 +69,13 @@ def test_a_number_takes_the_smallest_modules_with_so_many_parameters_of_their_ow
 
 
 def test_a_class_that_is_not_there_is_refused_with_the_one_that_was_meant():
-    with pytest.raises(ValueError, match=r"names Blok, and no module of Model .* did you mean Block\?"):
-        units_of(Model(), "Blok")
+    with pytest.raises(ValueError, match=r"Model has no module of class Blok; did you mean Block\?"):
+        find_units(Model(), "Blok")
 
 
 def test_a_list_of_modules_is_no_unit():
-    with pytest.raises(ValueError, match="ModuleList, which has no forward pass"):
-        units_of(Model(), "ModuleList")
+    with pytest.raises(ValueError, match="ModuleList has no forward pass"):
+        find_units(Model(), "ModuleList")
 
 
 def test_a_module_with_a_tied_parameter_stays_with_the_rest():

@@ -64,7 +64,7 @@ def test_what_json_cannot_hold_is_left_out_and_told_once(tracker, caplog):
         tracker.log({"loss": 1, "thing": object()})
     assert [line["values"] for line in lines(tracker)] == [{"loss": 1}] * 2
     assert [record.message for record in caplog.records] == [
-        "[RANK 0] tracker 'jsonl' does not record 'thing': it cannot take object"
+        "[RANK 0] tracker 'jsonl' does not record 'thing': it does not support object"
     ]
 
 

@@ -51,7 +51,7 @@ def recorded(  # noqa: PLR0913, PLR0917 - the parts of a script
         )
         assert done.returncode == 0, done.stderr
         assert "failed in" not in done.stderr, done.stderr
-        assert "could not start" not in done.stderr, done.stderr
+        assert "failed to start" not in done.stderr, done.stderr
         return done.stdout
 
     run(script)

@@ -6,31 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from accel_runtime.tracking.values import curves, deep, flat, numbers, plain, public
+from accel_runtime.tracking.base import (
+    flatten_values,
+    mask_secrets,
+    split_curves,
+    split_numbers,
+    to_number,
+    to_numbers,
+)
 
 
 def test_one_element_is_a_python_number_and_more_stay_what_they_are():
     for value in (torch.tensor(2), torch.tensor([[2]]), np.int64(2), np.array([2])):
-        assert (plain(value), type(plain(value))) == (2, int)
-    assert type(plain(np.float64(2))) is float
+        assert (to_number(value), type(to_number(value))) == (2, int)
+    assert type(to_number(np.float64(2))) is float
     several = torch.ones(2)
-    assert plain(several) is several
-    assert plain("text") == "text"
-    assert plain(None) is None
-    assert plain(True) is True
+    assert to_number(several) is several
+    assert to_number("text") == "text"
+    assert to_number(None) is None
+    assert to_number(True) is True
 
 
 def test_nested_names_are_joined():
     values = {"a": {"b": {"c": torch.tensor(1)}, "d": 2}, 3: 4}
-    assert flat(values) == {"a/b/c": 1, "a/d": 2, "3": 4}
-    assert deep(values) == {"a": {"b": {"c": 1}, "d": 2}, 3: 4}
+    assert flatten_values(values) == {"a/b/c": 1, "a/d": 2, "3": 4}
+    assert to_numbers(values) == {"a": {"b": {"c": 1}, "d": 2}, 3: 4}
 
 
 def test_numbers_and_points_are_told_from_the_rest():
     values = {"a": 1, "b": True, "c": "text", "d": None, "e": {"f": 0.5}, "g": [1]}
-    assert numbers(values) == ({"a": 1, "b": True, "e/f": 0.5}, {"c": "text", "d": None, "g": [1]})
+    assert split_numbers(values) == ({"a": 1, "b": True, "e/f": 0.5}, {"c": "text", "d": None, "g": [1]})
     array = np.ones(2)
-    assert curves({"a": 1, "c": "text", "d": None, "g": array}) == (
+    assert split_curves({"a": 1, "c": "text", "d": None, "g": array}) == (
         {"a": 1, "c": "text"},
         {"d": None, "g": array},
     )
@@ -41,16 +48,16 @@ def test_numbers_and_points_are_told_from_the_rest():
     ["api_key", "apikey", "hub_token", "token", "WANDB_API_KEY", "password", "db.passwd", "aws_secret", "auth", "x.token"],
 )  # fmt: skip
 def test_secrets_are_hidden(name):
-    assert public({name: "hush"}) == {name: "***"}
-    assert public({"deep": {name: "hush"}}) == {"deep": {name: "***"}}
+    assert mask_secrets({name: "hush"}) == {name: "***"}
+    assert mask_secrets({"deep": {name: "hush"}}) == {"deep": {name: "***"}}
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "pad_token_id", "tokenizer", "token_dropout", "author", "lr"])
 def test_what_is_no_secret_is_shown(name):
-    assert public({name: "shown"}) == {name: "shown"}
+    assert mask_secrets({name: "shown"}) == {name: "shown"}
 
 
 def test_a_login_in_an_address_is_hidden_and_what_says_nothing_is_left_alone():
     values = {"url": "s3://me:pw@host/x", "token": None, "api_key": "", "password": 3, "auth": True}
     hidden = {"url": "s3://***@host/x", "token": None, "api_key": "", "password": "***", "auth": True}
-    assert public(values) == hidden
+    assert mask_secrets(values) == hidden

@@ -72,7 +72,7 @@ def test_a_merged_checkpoint_is_removed_on_request(tmp_path):
 )
 def test_an_option_that_cannot_be_honoured_is_refused(tmp_path, function, options):
     run = accelerator({})
-    with pytest.raises(ValueError, match=f"{function} cannot take {next(iter(options))}="):
+    with pytest.raises(ValueError, match=f"{function} does not support {next(iter(options))}="):
         getattr(utils, function)(
             None, run, net(), *([net()] if "optimizer" in function else []), tmp_path, **options
         )

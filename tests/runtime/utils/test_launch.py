@@ -68,7 +68,7 @@ def test_a_notebook_writes_the_profile_of_this_machine_once(home, caplog):
     before = path.read_text()
     assert write_basic_config("fp16") is False
     assert path.read_text() == before
-    assert "is left as it is" in caplog.text
+    assert "exists and was not changed" in caplog.text
 
 
 @pytest.mark.parametrize(

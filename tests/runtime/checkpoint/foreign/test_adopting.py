@@ -87,9 +87,11 @@ def test_what_accelerate_does_not_keep_is_told(caplog):
     with caplog.at_level(logging.WARNING, "accel_runtime.checkpoint"):
         here.accelerator.load_state(WRITTEN)
     (told,) = caplog.messages
-    assert "was written by Accelerate, and loaded without: loader: Accelerate keeps no position" in told
+    assert (
+        "was written by Accelerate, and loaded without: loader: Accelerate does not save the position" in told
+    )
     assert "accelerator.skip_first_batches(loader, n)" in told
-    assert "window: it was saved 1 micro-batches into an accumulation window" in told
+    assert "window: the checkpoint was saved 1 micro-batches into an accumulation cycle" in told
 
 
 def test_gradients_that_are_held_are_no_part_of_the_run_that_goes_on():
@@ -108,8 +110,8 @@ def test_gradients_that_are_held_are_no_part_of_the_run_that_goes_on():
     ("options", "message"),
     [
         ({"width": 4}, r"model/0.weight is \[3, 2\] in the checkpoint and \[4, 2\] here"),
-        ({"schedule": False}, "scheduler: nothing of the kind is prepared here"),
-        ({"best": False}, "registered: nothing of the kind is prepared here"),
+        ({"schedule": False}, "scheduler: it is not prepared here"),
+        ({"best": False}, "registered: it is not prepared here"),
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_changes(options, message):
@@ -131,7 +133,7 @@ def test_a_second_model_and_other_groups_are_told(tmp_path):
     accelerator.prepare(model, other, optimizer)
     with pytest.raises(CheckpointError) as told:
         accelerator.load_state(WRITTEN)
-    assert "model_1: the checkpoint has none" in str(told.value)
+    assert "model_1: it is not in the checkpoint" in str(told.value)
     assert (
         "optimizer: the checkpoint has groups of [4] parameters, the optimizer here groups of [1, 1, 1, 1]"
         in str(told.value)

@@ -18,17 +18,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_runtime import Accelerator, randomness
+from accel_runtime import Accelerator, rng
+from accel_runtime.checkpoint.accelerate_format import (
+    is_accelerate_checkpoint,
+    read_accelerate_checkpoint,
+    read_rng_states,
+)
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.foreign.reading import read, recognised, streams
-from accel_runtime.exporting.converting import rewrite
-from accel_runtime.exporting.ties import completed
-from accel_runtime.exporting.unpickling import NeedsCodeError, read_pickle
+from accel_runtime.export.objects import rewrite_file
+from accel_runtime.export.safe_unpickler import NeedsCodeError, read_pickle
+from accel_runtime.export.save_model import add_aliases
 
 DATA = Path(__file__).parents[3] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
-LOADER = "skip what was trained on with accelerator.skip_first_batches(loader, n)"
+LOADER = "Skip processed batches with accelerator.skip_first_batches(loader, n)"
 
 
 @pytest.fixture
@@ -45,18 +49,18 @@ def refused(found):
 
 
 def test_a_checkpoint_of_accelerate_is_recognised_and_others_are_not(folder, tmp_path):
-    assert recognised(folder)
-    assert not recognised(tmp_path)
-    assert not recognised(folder / "model.safetensors")
-    assert not recognised(tmp_path / "gone")
+    assert is_accelerate_checkpoint(folder)
+    assert not is_accelerate_checkpoint(tmp_path)
+    assert not is_accelerate_checkpoint(folder / "model.safetensors")
+    assert not is_accelerate_checkpoint(tmp_path / "gone")
     (folder / "checkpoint.json").touch()
-    assert not recognised(folder)
+    assert not is_accelerate_checkpoint(folder)
 
 
 def test_weights_alone_are_no_checkpoint(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
-    assert not recognised(tmp_path)
+    assert not is_accelerate_checkpoint(tmp_path)
 
 
 def test_a_run_goes_on_from_it():
@@ -66,7 +70,7 @@ def test_a_run_goes_on_from_it():
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=24)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    found = read(WRITTEN, 0)
+    found = read_accelerate_checkpoint(WRITTEN, 0)
     model.load_state_dict(found.items["model"])
     assert found.items["optimizer"]["format"] == "torch"
     optimizer.load_state_dict(found.items["optimizer"]["state_dict"])
@@ -90,34 +94,34 @@ def test_a_run_goes_on_from_it():
 def test_every_rank_draws_the_numbers_it_would_have_drawn(rank):
     import numpy as np
 
-    own = randomness.capture()
-    tree = read(WRITTEN, rank).items["random"]
+    own = rng.capture_states()
+    tree = read_accelerate_checkpoint(WRITTEN, rank).items["random"]
     assert tree.keys() == {"torch", "python", "numpy"}
     tree["python"][1] = tree["python"][1].tolist()
     try:
-        randomness.restore(tree)
+        rng.restore_states(tree)
         drawn = {"torch": torch.rand(2).tolist(), "python": random.random(), "numpy": float(np.random.rand())}  # noqa: NPY002
     finally:
-        randomness.restore(own)
+        rng.restore_states(own)
     assert drawn == EXPECTED["drawn"][rank]
 
 
 def test_nothing_but_the_position_of_loaders_is_left_out():
-    found = read(WRITTEN, 1)
+    found = read_accelerate_checkpoint(WRITTEN, 1)
     assert found.items.keys() == {"model", "optimizer", "scheduler", "registered", "random", "counters"}
     assert refused(found).keys() == {"loader"}
     assert LOADER in refused(found)["loader"]
 
 
 def test_a_rank_that_did_not_save_has_no_random_states_of_its_own_but_can_have_those_of_all():
-    found = read(WRITTEN, 2)
+    found = read_accelerate_checkpoint(WRITTEN, 2)
     assert refused(found)["random"] == (
-        "the checkpoint was written by 2 processes: it has no random states of rank 2"
+        "the checkpoint was written by 2 processes and has no random states of rank 2"
     )
     assert found.items["counters"] == {"step": EXPECTED["step"]}
-    every = streams(WRITTEN)
+    every = read_rng_states(WRITTEN)
     for rank in (0, 1):
-        assert every[rank]["torch"].equal(read(WRITTEN, rank).items["random"]["torch"])
+        assert every[rank]["torch"].equal(read_accelerate_checkpoint(WRITTEN, rank).items["random"]["torch"])
 
 
 def test_the_state_of_a_device_is_that_of_the_ranks_own(folder):
@@ -127,11 +131,13 @@ def test_the_state_of_a_device_is_that_of_the_ranks_own(folder):
         states | {"torch_cuda_manual_seed": every, "numpy_random_seed": states["numpy_random_seed"]},
         folder / "random_states_1.pkl",
     )
-    assert read(folder, 1, torch.device("cuda", 1)).items["random"]["cuda"].tolist() == [6]
-    assert "cuda" not in read(folder, 1, torch.device("cpu")).items["random"]
+    assert read_accelerate_checkpoint(folder, 1, torch.device("cuda", 1)).items["random"][
+        "cuda"
+    ].tolist() == [6]
+    assert "cuda" not in read_accelerate_checkpoint(folder, 1, torch.device("cpu")).items["random"]
     assert (
-        "the random states are not Accelerate's"
-        in refused(read(folder, 1, torch.device("cuda", 2)))["random"]
+        "the random states are not those of Accelerate"
+        in refused(read_accelerate_checkpoint(folder, 1, torch.device("cuda", 2)))["random"]
     )
 
 
@@ -151,7 +157,7 @@ def test_models_in_the_older_format_and_in_shards_are_read(folder):
         )
     places = {name: f"pytorch_model_2-0000{name[0]}-of-00002.bin" for name in state}
     (folder / "pytorch_model_2.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    found = read(folder, 0)
+    found = read_accelerate_checkpoint(folder, 0)
     assert found.items["model"].keys() == found.items["model_2"].keys() == state.keys()
     assert all(found.items["model_2"][name].equal(state[name]) for name in state)
     assert found.items["model_1"]["weight"].shape == (3, 2)
@@ -162,7 +168,9 @@ def test_a_tied_model_lacks_names_that_the_live_one_completes(folder):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     save_file({"0.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
-    model.load_state_dict(completed(read(folder, 0).items["model"], model.state_dict()))
+    model.load_state_dict(
+        add_aliases(read_accelerate_checkpoint(folder, 0).items["model"], model.state_dict())
+    )
     assert model[1].weight.equal(torch.ones(2, 2))
 
 
@@ -172,7 +180,7 @@ def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
     shutil.copy(folder / "optimizer.bin", folder / "optimizer_1.bin")
     shutil.copy(folder / "custom_checkpoint_0.pkl", folder / "custom_checkpoint_2.pkl")
     (folder / "random_states_0.pkl").unlink()
-    found = read(folder, 1)
+    found = read_accelerate_checkpoint(folder, 1)
     assert {
         "optimizer",
         "optimizer_1",
@@ -183,7 +191,7 @@ def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
     } <= found.items.keys()
     told = refused(found)
     assert told.keys() == {"scheduler_1", "model_1", "registered_1", "random", "counters", "loader"}
-    assert told["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, and there is one with the number 2"
+    assert told["scheduler_1"] == f"{folder}/scheduler_1.bin is missing, but there is one with the number 2"
     assert told["registered_1"].startswith(f"{folder}/custom_checkpoint_1.pkl is missing")
     assert told["random"].startswith(f"{folder}/random_states_0.pkl is missing")
 
@@ -191,9 +199,9 @@ def test_several_of_a_kind_are_counted_and_a_gap_is_told(folder):
 def test_a_scaler_is_read_and_positions_are_named(folder):
     torch.save({"scale": 1024.0, "growth_factor": 2.0}, folder / "scaler.pt")
     torch.save({"_num_yielded": 3}, folder / "dl_state_dict.bin")
-    found = read(folder, 0)
+    found = read_accelerate_checkpoint(folder, 0)
     assert found.items["scaler"] == {"scale": 1024.0, "growth_factor": 2.0}
-    assert "no position of loaders that others can use (dl_state_dict.bin)" in refused(found)["loader"]
+    assert "the position of loaders that others can use (dl_state_dict.bin)" in refused(found)["loader"]
     assert LOADER in refused(found)["loader"]
 
 
@@ -201,7 +209,7 @@ def test_what_was_shared_out_among_processes_is_refused_with_the_way_to_merge_it
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         (folder / name).mkdir()
     (folder / "model.safetensors").unlink()
-    told = refused(read(folder, 0))
+    told = refused(read_accelerate_checkpoint(folder, 0))
     assert "accelerate merge-weights" in told["model"]
     assert "pytorch_model_fsdp_0" in told["model"]
     assert "optimizer_0" in told["optimizer"]
@@ -224,7 +232,7 @@ ITEMS = {
 def test_a_file_that_was_cut_off_is_named_and_the_others_are_read(folder, name, share):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: int(len(data) * share)])
-    found = read(folder, 1)
+    found = read_accelerate_checkpoint(folder, 1)
     assert refused(found).keys() == {ITEMS[name], "loader"}
     assert re.match(rf"{folder}/{name} cannot be read", refused(found)[ITEMS[name]])
     assert found.items.keys() == set(ITEMS.values()) - {ITEMS[name]}
@@ -234,7 +242,7 @@ def test_a_file_that_was_cut_off_is_named_and_the_others_are_read(folder, name, 
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])
 def test_a_file_that_holds_something_else_is_named(folder, name, content):
     torch.save(content, folder / name)
-    told = refused(read(folder, 0))
+    told = refused(read_accelerate_checkpoint(folder, 0))
     item = ITEMS[name]
     assert "loader" in told
     assert str(folder / name) in told[item]
@@ -243,7 +251,10 @@ def test_a_file_that_holds_something_else_is_named(folder, name, content):
 def test_weights_that_are_none_are_named(folder):
     (folder / "model.safetensors").unlink()
     torch.save({"x": "text"}, folder / "pytorch_model.bin")
-    assert refused(read(folder, 0))["model"] == f"{folder}/pytorch_model.bin holds no weights: x is no tensor"
+    assert (
+        refused(read_accelerate_checkpoint(folder, 0))["model"]
+        == f"{folder}/pytorch_model.bin does not contain weights: x is not a tensor"
+    )
 
 
 # Code ------------------------------------------------------------------------------------
@@ -282,7 +293,7 @@ def test_code_that_was_planted_in_a_file_never_runs(folder, name, payload):
     marker = folder / "ran"
     bad = {"state": payload(marker), "param_groups": [], "step": 1}
     torch.save(bad, folder / name)
-    found = read(folder, 1)
+    found = read_accelerate_checkpoint(folder, 1)
     assert not marker.exists()
     item = {"scaler.pt": "scaler", "pytorch_model.bin": "model"}.get(name) or ITEMS.get(name, "loader")
     assert str(folder / name) in refused(found)[item] or name in refused(found)[item]
@@ -303,24 +314,28 @@ def test_a_file_that_needs_code_is_converted_by_the_command_that_the_message_giv
         {"path": Path("a/b"), "names": np.array(["x", "y"]), "big": np.arange(3, dtype=">i4")},
         folder / "custom_checkpoint_0.pkl",
     )
-    reason = refused(read(folder, 0))["registered"]
+    reason = refused(read_accelerate_checkpoint(folder, 0))["registered"]
     assert re.match(
-        rf"{folder}/custom_checkpoint_0.pkl is not read: it holds pathlib\S+, which only code", reason
+        rf"{folder}/custom_checkpoint_0.pkl was not read: it contains pathlib\S+, which only code", reason
     )
     command = shlex.split(reason.splitlines()[-1])
     assert command[0] == sys.executable  # a `python` on PATH may be another one
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    found = read(folder, 0)
+    found = read_accelerate_checkpoint(folder, 0)
     assert refused(found).keys() == {"loader"}
     registered = found.items["registered"]
     assert registered.pop("big").tolist() == [0, 1, 2]
     assert registered == {"path": "a/b", "names": ["x", "y"]}
-    with pytest.raises(CheckpointError, match=r"it\['s'\]\[1\] is a numpy.ndarray: change the state"):
-        rewrite(folder / "custom_checkpoint_0.pkl", {"s": [1, structured]})
-    with pytest.raises(CheckpointError, match=r"it\['score'\] is a .*Score: change the state"):
-        rewrite(folder / "custom_checkpoint_0.pkl", {"score": Score()})
-    assert read(folder, 0).items["registered"].keys() == {"path", "names", "big"}  # as it was
+    with pytest.raises(CheckpointError, match=r"it\['s'\]\[1\] is a numpy.ndarray: change the saved state"):
+        rewrite_file(folder / "custom_checkpoint_0.pkl", {"s": [1, structured]})
+    with pytest.raises(CheckpointError, match=r"it\['score'\] is a .*Score: change the saved state"):
+        rewrite_file(folder / "custom_checkpoint_0.pkl", {"score": Score()})
+    assert read_accelerate_checkpoint(folder, 0).items["registered"].keys() == {
+        "path",
+        "names",
+        "big",
+    }  # as it was
 
 
 @pytest.mark.parametrize(
@@ -338,7 +353,7 @@ def test_arrays_of_anything_but_numbers_are_not_rebuilt(tmp_path, crafted):
 
     torch.save({"x": eval(crafted)}, tmp_path / "x")  # noqa: S307 - it stands above
     assert np
-    with pytest.raises(NeedsCodeError, match=f"{tmp_path}/x is not read"):
+    with pytest.raises(NeedsCodeError, match=f"{tmp_path}/x was not read"):
         read_pickle(tmp_path / "x")
 
 

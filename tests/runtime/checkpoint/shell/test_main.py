@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from accel_runtime.checkpoint.shell import __main__ as shell
+from accel_runtime.checkpoint import __main__ as shell
 
 
 @pytest.fixture

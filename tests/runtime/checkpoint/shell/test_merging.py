@@ -13,8 +13,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.shell.contents import contents
-from accel_runtime.checkpoint.shell.merging import Wish, merge
+from accel_runtime.checkpoint.merge import MergeRequest, list_item_contents, merge_tensors
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
     cuts = {f"model/{name}": cut for name, cut in CUTS.items()}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts=cuts)
     assert sum(len(stored.chunks) for stored in found.manifest.tensors.values()) == 30
-    merged = merge(found, tmp_path / "m.safetensors", Wish())
+    merged = merge_tensors(found, tmp_path / "m.safetensors", MergeRequest())
     loaded = load_file(tmp_path / "m.safetensors")
     assert set(loaded) == set(model)
     for name, tensor in model.items():
@@ -67,11 +66,11 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
 
 
 def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr("accel_runtime.checkpoint.shell.merging.BLOCK", 64)
+    monkeypatch.setattr("accel_runtime.checkpoint.merge.BLOCK", 64)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
-        merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
         loaded = load_file(tmp_path / "m.safetensors")
         for name, tensor in model.items():
             assert torch.equal(loaded[name], tensor if dtype is None else tensor.half())
@@ -83,7 +82,7 @@ def test_floating_point_numbers_are_converted_and_others_stay(checkpoint, tmp_pa
     found = checkpoint(
         tmp_path / "c", {"model": model}, cuts={f"model/{name}": cut for name, cut in CUTS.items()}
     )
-    merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+    merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     loaded = load_file(tmp_path / "m.safetensors")
     for name, tensor in model.items():
         wanted = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
@@ -102,7 +101,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpoint, tmp_path):
     model, other = Tied(), Tied()
     found = checkpoint(tmp_path / "c", {"model": model.state_dict()})
-    merged = merge(found, tmp_path / "m.safetensors", Wish())
+    merged = merge_tensors(found, tmp_path / "m.safetensors", MergeRequest())
     assert merged.ties == {"head.weight": "embed.weight"}
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert list(file.keys()) == ["embed.weight"]
@@ -117,7 +116,7 @@ def test_tied_weights_are_written_once_and_the_file_loads_into_the_model(checkpo
 def test_several_files_have_an_index_as_hugging_face_reads_it(checkpoint, tmp_path, generator):
     model = {f"layer{number}": torch.randn(10, generator=generator) for number in range(5)}
     found = checkpoint(tmp_path / "c", {"model": model})
-    merge(found, tmp_path / "model.safetensors", Wish(most=80))
+    merge_tensors(found, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=80))
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["c", *names, "model.safetensors.index.json"]
@@ -133,8 +132,8 @@ def test_several_files_have_an_index_as_hugging_face_reads_it(checkpoint, tmp_pa
 def test_several_files_do_not_go_beside_one_that_would_be_read_in_their_place(checkpoint, tmp_path):
     found = checkpoint(tmp_path / "c", {"model": {"a": torch.zeros(10), "b": torch.zeros(10)}})
     (tmp_path / "model.safetensors").write_text("mine")
-    with pytest.raises(RequestError, match="would be read in place of the several files"):
-        merge(found, tmp_path / "model.safetensors", Wish(most=40))
+    with pytest.raises(RequestError, match="would be read in place of the shards"):
+        merge_tensors(found, tmp_path / "model.safetensors", MergeRequest(max_shard_bytes=40))
     assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
@@ -147,12 +146,12 @@ def test_a_rank_has_its_own_where_the_processes_differed(checkpoint, tmp_path):
         world_size=2,
     )
     for rank in range(2):
-        merge(found, tmp_path / "m.safetensors", Wish(rank=rank))
+        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(rank=rank))
         loaded = load_file(tmp_path / "m.safetensors")
         assert set(loaded) == {"w", "mean"}
         assert torch.equal(loaded["mean"], given[rank])
     with pytest.raises(RequestError, match="has no rank 2: 2 process"):
-        contents(found, "model", 2)
+        list_item_contents(found, "model", 2)
 
 
 def test_an_optimizers_tensors_have_their_paths_as_names(checkpoint, tmp_path):
@@ -161,14 +160,14 @@ def test_an_optimizers_tensors_have_their_paths_as_names(checkpoint, tmp_path):
         "groups": [{"lr": 0.1}],
     }
     found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}, "optimizer": state})
-    merged = merge(found, tmp_path / "o.safetensors", Wish(item="optimizer"))
+    merged = merge_tensors(found, tmp_path / "o.safetensors", MergeRequest(item="optimizer"))
     assert set(load_file(tmp_path / "o.safetensors")) == {"state.model.w.exp_avg", "state.model.w.step"}
     assert merged.others == []
 
 
 def test_what_is_no_tensor_of_a_model_is_named(checkpoint, tmp_path):
     found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2), "_extra_state": {"scale": 2.0}}})
-    assert merge(found, tmp_path / "m.safetensors", Wish()).others == ["_extra_state.scale"]
+    assert merge_tensors(found, tmp_path / "m.safetensors", MergeRequest()).others == ["_extra_state.scale"]
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -178,7 +177,7 @@ def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, ha
     handmade.flip(tmp_path / "c" / found.manifest.tensors["model/hurt"].chunks[1].file, -5)
     (tmp_path / "m.safetensors").write_text("of before")
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors is damaged: hurt does not have"):
-        merge(found, tmp_path / "m.safetensors", Wish(dtype=dtype))
+        merge_tensors(found, tmp_path / "m.safetensors", MergeRequest(dtype=dtype))
     assert (tmp_path / "m.safetensors").read_text() == "of before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
 
@@ -186,17 +185,17 @@ def test_a_damaged_tensor_is_named_and_there_is_no_file(checkpoint, tmp_path, ha
 @pytest.mark.parametrize(
     ("target", "wish", "said"),
     [
-        ("m.safetensors", Wish(item="model_1"), "has no model_1; it has model"),
-        ("nowhere/m.safetensors", Wish(), "nowhere is no directory"),
-        ("c", Wish(), "is a directory; the name of a file is needed"),
-        ("c/m.safetensors", Wish(), "is a checkpoint; a file that is added would be no part of it"),
+        ("m.safetensors", MergeRequest(item="model_1"), "has no model_1; it has model"),
+        ("nowhere/m.safetensors", MergeRequest(), "Not a directory: .*nowhere"),
+        ("c", MergeRequest(), "is a directory. Name a file"),
+        ("c/m.safetensors", MergeRequest(), "is a checkpoint: an added file would not be part of it"),
     ],
 )
 def test_what_cannot_be_met_is_said_and_changes_nothing(checkpoint, tmp_path, target, wish, said):
     found = checkpoint(tmp_path / "c", {"model": {"w": torch.ones(2)}})
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RequestError, match=said):
-        merge(found, tmp_path / target, wish)
+        merge_tensors(found, tmp_path / target, wish)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -212,7 +211,7 @@ def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
     }
     code = (
         "import sys, resource, json\n"
-        "from accel_runtime.checkpoint.shell import __main__ as shell\n"
+        "from accel_runtime.checkpoint import __main__ as shell\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"

@@ -1,0 +1,526 @@
+"""`prepare` and its parts, and the comparison of prepared objects over the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from enum import Enum
+from functools import partial
+from numbers import Number
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from accel_runtime import nested
+from accel_runtime.accelerator.checkpointing import CheckpointMethods
+from accel_runtime.accelerator.properties import AcceleratorProperties
+from accel_runtime.backends.base import Backend
+from accel_runtime.collectives.handshake import MismatchError
+from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.data.active_loops import ModelInputHook
+from accel_runtime.data.dataloader_utils import batch_size_of, len_or_none, sampler_of_loader
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
+from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
+from accel_runtime.env import flatten_settings
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.parallel.meta_init import refuse_forward_on_meta, refuse_meta_model
+from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.training.checks import FirstInput
+from accel_runtime.training.compilation import compile_in_place
+
+__all__ = ["ParameterMap", "PrepareMethods", "check_consistent", "collect_option_facts", "named_parameters"]
+
+
+class ParameterMap:
+    """Map from the parameters that the script created to the sharded parameters that are trained."""
+
+    def __init__(self) -> None:
+        # Weak references: the map must not keep full parameters in memory that no optimizer uses.
+        self._sharded: MutableMapping[torch.Tensor, nn.Parameter] = WeakTensorKeyDictionary()
+
+    def add(self, originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+        """Add the parameters of a sharded model, given the original parameters by name."""
+        sharded = named_parameters(model)
+        for name, original in originals.items():
+            if sharded[name] is not original:
+                self._sharded[original] = sharded[name]
+
+    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+        """Raise ValueError if an optimizer has parameters of no prepared model."""
+        prepared = {parameter for model in models for parameter in model.parameters()}
+        missing = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and p not in prepared
+        ]
+        if missing:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step: {len(missing)} of its parameters, the first of shape "
+                f"{list(missing[0].shape)}, are in no prepared model, so their gradients are not averaged over the processes. "
+                "Pass the model to prepare(); if it was prepared before, create the optimizer from model.parameters()."
+            )
+
+    def replace_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters of an optimizer by the sharded ones, and shard its state."""
+        for group in optimizer.param_groups:
+            parameters: list[torch.Tensor] = group["params"]
+            for original in parameters:
+                if original in self._sharded and original in optimizer.state:
+                    sharded = self._sharded[original]
+                    optimizer.state[sharded] = {
+                        key: shard_like(value, sharded, key)
+                        if isinstance(value, torch.Tensor) and value.shape == original.shape
+                        else value
+                        for key, value in optimizer.state.pop(original).items()
+                    }
+            # In place: some optimizers keep the list itself.
+            parameters[:] = [self._sharded.get(parameter, parameter) for parameter in parameters]
+            if len({hasattr(parameter, "device_mesh") for parameter in parameters}) > 1:
+                _disable_foreach(group)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name, with all names of tied parameters."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _disable_foreach(group: dict[str, Any]) -> None:
+    """Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters."""
+    for name in ("fused", "foreach"):
+        if group.get(name):
+            raise ValueError(
+                f"Cannot prepare the optimizer with {name}=True: a parameter group contains both sharded and replicated "
+                f"parameters, which torch cannot step together. Remove {name}, or use one group for each kind."
+            )
+    if "foreach" in group:
+        group["foreach"] = False
+
+
+_MAX_DIFFERENCES = 10
+"""The maximum number of differences in a message."""
+
+Facts = dict[str, Any]
+"""Values that must be equal on all ranks, by the name in the message."""
+
+
+def check_consistent(
+    objects: Sequence[Any], backend: Backend, options: LoaderOptions, settings: Mapping[str, Any]
+) -> None:
+    """Raise MismatchError on every rank if models, optimizers, schedulers, loaders or settings differ over the ranks."""
+    facts = [{"class": "Accelerator", **settings}, *(_collect_facts(item, options) for item in objects)]
+    # Eight bytes per object; all facts are exchanged only if the digests differ.
+    digests = [hashlib.blake2b(repr(item).encode(), digest_size=8).digest() for item in facts]
+    gathered = all_gather_objects("prepare", digests, backend.handshake)
+    if all(digest == gathered[0] for digest in gathered):
+        return
+    differences = _list_differences(all_gather_objects("prepare", facts, backend.handshake))
+    more = (
+        [f"... and {len(differences) - _MAX_DIFFERENCES} more"] if len(differences) > _MAX_DIFFERENCES else []
+    )
+    lines = "\n".join(f"  {line}" for line in [*differences[:_MAX_DIFFERENCES], *more])
+    raise MismatchError(
+        f"prepare() failed: the ranks prepare different objects.\n{lines}\n"
+        "Create them in the same way on every rank. If each rank has its own shard of the data, prepare the loader "
+        'with prepare_data_loader(loader, data="sharded").'
+    )
+
+
+def collect_option_facts(configurations: Iterable[Any]) -> Facts:
+    """Return the comparable fields of configuration objects by class and name."""
+    facts: Facts = {}
+    for configuration in configurations:
+        for field in fields(configuration):
+            value = getattr(configuration, field.name)
+            if isinstance(value, Mapping):
+                value = tuple(item for item in sorted(value.items()) if _is_plain(item))
+            if _is_plain(value) or isinstance(value, Enum):
+                facts[f"{type(configuration).__name__}.{field.name}"] = value
+    return facts
+
+
+def _collect_facts(item: Any, options: LoaderOptions) -> Facts:
+    if isinstance(item, DataLoader):
+        return _loader_facts(item, options)
+    if isinstance(item, nn.Module):
+        return _model_facts(item)
+    if isinstance(item, torch.optim.Optimizer):
+        return _optimizer_facts(item)
+    return {"class": type(item).__name__}
+
+
+def _loader_facts(loader: DataLoader[Any], options: LoaderOptions) -> Facts:
+    facts: Facts = {
+        "class": type(loader).__name__,
+        "data": options.data,
+        "split_batches": options.split_batches,
+        "even_batches": options.even_batches,
+        "dispatch_batches": options.dispatch,
+        "use_seedable_sampler": options.seeded,
+        "data_seed": options.seed,
+    }
+    if options.data == "sharded":
+        return facts
+    source = sampler_of_loader(loader)
+    sampler = getattr(source, "sampler", loader.sampler)
+    facts |= {
+        "dataset": type(loader.dataset).__name__,
+        "dataset length": _get_length(loader.dataset),
+        "batch_size": batch_size_of(loader),
+        "drop_last": bool(getattr(source, "drop_last", loader.drop_last)),
+    }
+    if not isinstance(loader.dataset, IterableDataset):
+        facts |= {
+            "batch sampler": type(source).__name__,
+            "sampler": type(sampler).__name__,
+            "sampler length": _get_length(sampler),
+            "number of batches": _get_length(source),
+            "replacement": getattr(sampler, "replacement", None),
+        }
+    return facts
+
+
+def _get_length(sized: Any) -> int | None:
+    with suppress(AttributeError):  # not every batch sampler or dataset wrapper is complete
+        return len_or_none(sized)
+    return None
+
+
+def _model_facts(model: nn.Module) -> Facts:
+    facts: Facts = {"class": type(model).__name__}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        facts[f"parameter {name}"] = _describe(parameter) + ("" if parameter.requires_grad else ", frozen")
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        facts[f"buffer {name}"] = _describe(buffer)
+    return facts
+
+
+def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
+    facts: Facts = {"class": type(optimizer).__name__, "parameter groups": len(optimizer.param_groups)}
+    for index, group in enumerate(optimizer.param_groups):
+        facts[f"parameters of group {index}"] = [_describe(parameter) for parameter in group["params"]]
+        facts |= {
+            f"{key} of group {index}": value
+            for key, value in group.items()
+            if key != "params" and _is_plain(value)
+        }
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value can be compared by its text; reading a tensor would wait for the device."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, Number))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    if nn.parameter.is_lazy(tensor):
+        return "not initialized"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _list_differences(facts_by_rank: Sequence[Sequence[Facts]]) -> list[str]:
+    """Return a line for each different fact, or one line if the classes of the objects differ."""
+    kinds = [tuple(str(facts["class"]) for facts in objects) for objects in facts_by_rank]
+    if len(set(kinds)) > 1:
+        return [f"objects: {_group_by_value([', '.join(classes[1:]) for classes in kinds])}"]
+    lines = []
+    for index, versions in enumerate(zip(*facts_by_rank, strict=True)):
+        names = dict.fromkeys(name for facts in versions for name in facts)
+        for name in names:
+            values = [_shorten(facts.get(name, "missing")) for facts in versions]
+            if len({repr(facts.get(name, "missing")) for facts in versions}) > 1:
+                lines.append(f"{kinds[0][index]}, {name}: {_group_by_value(values)}")
+    return lines
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - three dots are three characters
+
+
+def _group_by_value(values: Sequence[str]) -> str:
+    """Return `2 on rank 0; 3 on ranks 1, 2`."""
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_by_value.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in ranks_by_value.items()
+    )
+
+
+class PrepareMethods(CheckpointMethods, AcceleratorProperties):
+    """Methods of `Accelerator` that prepare models, optimizers, loaders and schedulers."""
+
+    _checked: WeakSet[Any]
+    _parameter_map: ParameterMap
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for the devices, precision and processes of the run.
+
+        Args:
+            *objects: In any order, also nested in lists, tuples and dicts. Other objects, and objects that are
+                prepared already, are returned unchanged.
+            device_placement: For every object, whether it is moved to the device; None means the option of the
+                `Accelerator`.
+
+        Returns:
+            The prepared objects in the same order; for one object, the object itself.
+
+        Raises:
+            MismatchError: If the ranks prepare different objects: another dataset length, batch size, sampler, dtype, ...
+            ValueError: If a loader cannot be sharded exactly, `len(device_placement) != len(objects)`, or the loss scaler
+                cannot train the parameters.
+        """
+        placements = [None] * len(objects) if device_placement is None else list(device_placement)
+        if len(placements) != len(objects):
+            raise ValueError(
+                f"Invalid device_placement: it has {len(placements)} entries for {len(objects)} objects. Pass one for each."
+            )
+        self._check_consistent(
+            [leaf for item in objects for leaf in nested.leaves(item)], self._loader_options
+        )
+        # Models first: the state of an optimizer is moved to their devices. A scheduler needs the prepared optimizer.
+        steps = (self._prepare_if_model, self._prepare_optimizer_or_loader, self._prepare_if_scheduler)
+        prepared = list(objects)
+        for step in steps:
+            pairs = zip(prepared, placements, strict=True)
+            prepared = [
+                nested.map_leaves(partial(step, placement=placement), item) for item, placement in pairs
+            ]
+        return prepared[0] if len(objects) == 1 else tuple(prepared)
+
+    def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
+        """Compare objects over the ranks, except for those that are prepared or compared already."""
+        if self._backend.topology.world_size == 1:
+            return
+        prepared = (PreparedLoader, PreparedOptimizer, PreparedScheduler)
+        kinds = (nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
+        new = [
+            item
+            for item in objects
+            if isinstance(item, kinds)
+            and not isinstance(item, prepared)
+            and item not in self._checked
+            and not any(item is model for model in self._models)
+        ]
+        self._checked.update(new)
+        if new:
+            plugin = self._accumulation.plugin
+            settings = {
+                "mixed_precision": self.settings.mixed_precision,
+                "gradient_accumulation_steps": self._accumulation.steps,
+                "sync_each_batch": plugin.sync_each_batch,
+                "sync_with_dataloader": plugin.sync_with_dataloader,
+                "adjust_scheduler": plugin.adjust_scheduler,
+                "step_scheduler_with_optimizer": self._step_with_optimizer,
+                "rng_types": self._rng_types,
+                **{
+                    name: value
+                    for name, value in flatten_settings(self.settings)
+                    if name.startswith(("parallel", "fully_"))
+                },
+            }
+            check_consistent(
+                new, self._backend, options, settings | collect_option_facts(self._torch_options())
+            )
+
+    def _prepare_if_model(self, item: Any, placement: bool | None) -> Any:
+        return self.prepare_model(item, placement) if isinstance(item, nn.Module) else item
+
+    def _prepare_optimizer_or_loader(self, item: Any, placement: bool | None) -> Any:
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item, placement)
+        return self.prepare_data_loader(item, placement) if isinstance(item, DataLoader) else item
+
+    def _prepare_if_scheduler(self, item: Any, placement: bool | None) -> Any:  # noqa: ARG002 - a scheduler has no device
+        return self.prepare_scheduler(item) if isinstance(item, LRScheduler) else item
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Move a model to the device, wrap its forward pass in autocast, and average its gradients over the processes.
+
+        Args:
+            model: The model of the script.
+            device_placement: Move the model; None means the option of the `Accelerator`.
+            evaluation_mode: Do not average gradients, because the model is never trained.
+
+        Raises:
+            ValueError: If fp16 loss scaling is used with trainable float16 parameters, or a model on the meta device is
+                not sharded.
+        """
+        if any(model is prepared for prepared in self._models):
+            return model
+        if not evaluation_mode:
+            self._check_consistent([model], self._loader_options)
+            self._precision.check(model.parameters())
+        if not self._backend.shards_models:
+            refuse_meta_model(model)
+        if self._backend.topology.world_size > 1:
+            _make_contiguous(model)
+        if self._should_place(device_placement):
+            model = self._backend.move_model(model)
+        self._precision.wrap(model)
+        compile_in_place(self._backend.unwrap_model(model), self._dynamo)
+        prepared = (
+            model if evaluation_mode and not self._backend.shards_models else self._replicate_or_shard(model)
+        )
+        if self._backend.pads_batches:
+            prepared.register_forward_pre_hook(ModelInputHook(self._loops), with_kwargs=True)
+        if self._backend.topology.world_size > 1 and not self._backend.shards_models:
+            self._add_training_checks(prepared, averages=not evaluation_mode)
+        self._models.append(prepared)
+        self._gradients.find_groups()
+        return prepared
+
+    def _add_training_checks(self, prepared: nn.Module, *, averages: bool) -> None:
+        """Add checks that warn if gradients are not averaged, or all processes have the same batches."""
+        self._averaging_check.add(prepared, averages=averages)
+        first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
+        if first and isinstance(prepared, DistributedDataParallel):
+            FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
+
+    def _replicate_or_shard(self, model: nn.Module) -> nn.Module:
+        originals = named_parameters(model)
+        prepared = self._backend.wrap_model(model, self._ddp_options)
+        if self._backend.shards_models:
+            refuse_forward_on_meta(prepared)
+            self._parameter_map.add(originals, prepared)
+            for optimizer in self._optimizers:
+                self._parameter_map.replace_parameters(optimizer.optimizer)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Wrap an optimizer so that it steps at the end of accumulation cycles and uses the loss scaler.
+
+        Args:
+            optimizer: The optimizer of the script.
+            device_placement: Move existing state to the devices of the parameters; None means the option of the
+                `Accelerator`.
+
+        Raises:
+            ValueError: If fp16 loss scaling is used with trainable float16 parameters.
+        """
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        self._parameter_map.replace_parameters(optimizer)
+        self._precision.check(p for group in optimizer.param_groups for p in group["params"])
+        prepared = PreparedOptimizer(
+            optimizer,
+            self._accumulation,
+            self._precision.scaler,
+            self._backend.build_step_hook(),
+            self._build_step_check(optimizer),
+        )
+        self._backend.register_load_state_hook(optimizer)
+        if self._should_place(device_placement):
+            prepared.place()
+        self._optimizers.append(prepared)
+        self._gradients.find_groups()
+        self._reserve_staging(prepared)
+        return prepared
+
+    def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
+        """Return the check of an optimizer before its first step; None on one process."""
+        if self._backend.shards_models:
+            return partial(self._check_sharded, optimizer)
+        if self._backend.topology.world_size == 1:
+            return None
+        return partial(self._averaging_check.check_optimizer, optimizer)
+
+    def _check_sharded(self, optimizer: torch.optim.Optimizer) -> bool:
+        # After an evaluation just before the step, modules still hold gathered parameters.
+        self._backend.synchronize()
+        self._parameter_map.check(optimizer, self._models)
+        self._backend.check_gradients(self._models)
+        return True
+
+    def _should_place(self, device_placement: bool | None) -> bool:
+        return self._device_placement if device_placement is None else device_placement
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        *,
+        data: Literal["global", "sharded"] = "global",
+    ) -> PreparedLoader:
+        """Shard a loader: each process gets its slice of every global batch.
+
+        Args:
+            data_loader: The loader of the script.
+            device_placement: Move batches to the device; None means the option of the `Accelerator`.
+            data: `sharded` if the loader contains the data of its own process only, for example with a
+                `DistributedSampler`; its batches are not sharded again.
+
+        Raises:
+            ValueError: If the loader cannot be sharded exactly.
+        """
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        check_loader_configuration(self._loader_config)
+        options = replace(self._loader_options, put_on_device=self._should_place(device_placement), data=data)
+        self._check_consistent([data_loader], options)
+        prepared = prepare_loader(data_loader, self._backend, self._loops, options)
+        self._loaders[self._loaders_prepared] = prepared
+        self._loaders_prepared += 1
+        return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """Return a loader that skips the first batches of every epoch; see `accel_runtime.skip_first_batches`.
+
+        Args:
+            dataloader: A prepared loader; or an unprepared one over a map-style dataset.
+            num_batches: The number of batches to skip.
+
+        Raises:
+            ValueError: If the number is negative, or the loader of an iterable dataset is not prepared.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
+        """Wrap a scheduler so that it advances by the samples of all processes, at optimizer steps only."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        stepped = [o for o in self._optimizers if scheduler.optimizer in (o, o.optimizer)]
+        prepared = PreparedScheduler(
+            scheduler,
+            stepped or self._optimizers,
+            self._accumulation,
+            strides=self._strides,
+            with_optimizer=self._step_with_optimizer,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Copy tensors whose strides torch cannot broadcast.
+
+    These are buffers with repeated elements (`expand`), and tensors with a dimension of size 1 and the stride of another
+    layout, such as the positional encodings of PyTorch's examples, `unsqueeze(0).transpose(0, 1)`.
+    """
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_lazy(tensor) or tensor.layout is not torch.strided:
+            continue
+        strides = list(zip(tensor.shape, tensor.stride(), strict=True))
+        repeats = id(tensor) in buffers and any(size > 1 and not stride for size, stride in strides)
+        usual = torch.empty(tensor.shape, device="meta").stride()
+        if repeats or (tensor.is_contiguous() and tensor.stride() != usual):
+            tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,488 @@
+"""Configuration objects and other properties of an `Accelerator`, and `describe()`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from accel_runtime.accelerator.base import AcceleratorBase
+from accel_runtime.call_site import call_site
+from accel_runtime.data.loader import LoaderOptions
+from accel_runtime.data.prepare import loader_options
+from accel_runtime.description import (
+    Description,
+    ModelFacts,
+    OptionFacts,
+    ProcessFacts,
+    loader_facts,
+    model_facts,
+    scheduler_facts,
+)
+from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
+from accel_runtime.logging import MultiProcessAdapter
+from accel_runtime.options import (
+    AutocastKwargs,
+    Configuration,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    changed_fields,
+)
+from accel_runtime.profiling import ProfileKwargs
+from accel_runtime.state import AcceleratorState, GradientState
+from accel_runtime.training.compilation import TorchDynamoPlugin
+
+if TYPE_CHECKING:
+    from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
+
+__all__ = ["HANDLER_TYPES", "AcceleratorProperties"]
+
+_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.options"))
+HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+"""The types that `kwargs_handlers` accepts."""
+
+
+class AcceleratorProperties(AcceleratorBase):
+    """Properties of `Accelerator`, and the effects of assignments to its configuration objects.
+
+    An assignment has an effect wherever the value is read after it; see docs/design/configuration.md.
+    """
+
+    deepspeed_plugin = None
+    """None: DeepSpeed is not supported."""
+
+    _device_placement: bool
+    _dynamo: TorchDynamoPlugin
+    _initial_settings: Settings
+    _handlers: dict[type[KwargsHandler], Any]
+    _number: int
+    _origins: Mapping[str, OptionFacts]
+    _rng_types: tuple[str, ...]
+    _state: AcceleratorState
+    _step_with_optimizer: bool
+
+    def _init_sharding(
+        self, config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None
+    ) -> None:
+        """Store the configuration objects of sharded models; create those that only the profile defines."""
+        self._parallelism_config, self._fsdp_plugin = config, plugin
+        parallel = self.settings.parallel
+        if config is None and parallel.plain:
+            return
+        from accel_runtime.parallel.plugins import build_parallelism_config, build_plugin  # noqa: PLC0415 - slow to import
+
+        if config is not None:
+            config.observe(self._parallelism_changed)
+        if config is not None or replace(parallel, dp_shard=1) != type(parallel)():
+            self._parallelism_config = build_parallelism_config(parallel, self.num_processes)
+            self._parallelism_config.observe(self._parallelism_changed)
+        if parallel.shards:
+            self._fsdp_plugin = plugin or build_plugin(self.settings.fully_shard)
+            self._fsdp_plugin.observe(self._fsdp_plugin_changed)
+
+    def _observe_handlers(self) -> None:
+        """Call methods of this object when a field of a configuration object is assigned."""
+        observers = {
+            AutocastKwargs: self._autocast_changed,
+            DistributedDataParallelKwargs: self._ddp_changed,
+            GradScalerKwargs: self._scaler_changed,
+            InitProcessGroupKwargs: self._process_group_changed,
+        }
+        for kind, changed in observers.items():
+            if kind in self._handlers:
+                self._handlers[kind].observe(changed)
+        self._dynamo.observe(self._dynamo_changed)
+
+    # Loaders ---------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """Return the configuration of loaders; assigned fields take effect for loaders prepared later."""
+        return self._loader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        _check_kind("dataloader_config", config, DataLoaderConfiguration)
+        before = vars(self).get("_loader_config", config)
+        self._loader_config = config
+        config.observe(self._loader_config_changed)
+        for name, value in vars(config).items():
+            if value != getattr(before, name):
+                self._loader_config_changed(config, name)
+
+    def _loader_config_changed(self, config: DataLoaderConfiguration, name: str) -> None:
+        if config is not self._loader_config or name == "use_stateful_dataloader":
+            return
+        if name != "split_batches":
+            self._warn_if_prepared(config, name, self._loaders, "DataLoader(s)")
+        elif self._loaders:
+            # A scheduler counts the batches of the loaders it was prepared with.
+            prepared = [*self._loaders.values(), *self._schedulers]
+            nouns = "DataLoader(s) and scheduler(s)" if self._schedulers else "DataLoader(s)"
+            self._warn_if_prepared(config, name, prepared, nouns)
+        else:
+            for scheduler in self._schedulers:
+                scheduler.set_strides(self._strides)
+
+    @property
+    def _strides(self) -> int:
+        """Return the number of scheduler steps per training step: schedules count batches of one process."""
+        return 1 if self._loader_config.split_batches else self._backend.data.world_size
+
+    @property
+    def _loader_options(self) -> LoaderOptions:
+        return loader_options(self._loader_config, self._device_placement, self._rng_types)
+
+    # Keyword arguments of torch --------------------------------------------------------
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """Return the DDP arguments for models prepared later; None means the defaults of torch."""
+        return self._handlers.get(DistributedDataParallelKwargs)
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        options = {} if handler is None else changed_fields(handler)
+        self._backend.check_options(options, self.settings.mixed_precision)
+        self._set_handler("ddp_handler", DistributedDataParallelKwargs, handler, self._ddp_changed)
+        if handler is not None and self.use_distributed:
+            for name in options:
+                self._warn_if_prepared(handler, name, self._models, "model(s)")
+
+    def _ddp_changed(self, handler: DistributedDataParallelKwargs, name: str) -> None:
+        self._backend.check_options(changed_fields(handler), self.settings.mixed_precision)
+        if handler is self.ddp_handler and self.use_distributed:
+            self._warn_if_prepared(handler, name, self._models, "model(s)")
+
+    @property
+    def _ddp_options(self) -> dict[str, Any]:
+        """Return the arguments of DDP and of its communication hook that differ from their defaults."""
+        return {} if self.ddp_handler is None else changed_fields(self.ddp_handler)
+
+    def _torch_options(self) -> list[KwargsHandler]:
+        """Return the objects whose fields must be equal on all ranks, with defaults for missing ones."""
+        return [
+            self.ddp_handler or DistributedDataParallelKwargs(),
+            self.autocast_handler or AutocastKwargs(),
+            self.scaler_handler or GradScalerKwargs(),
+        ]
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """Return the autocast arguments; None means the defaults of torch."""
+        return self._handlers.get(AutocastKwargs)
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._set_handler("autocast_handler", AutocastKwargs, handler, self._autocast_changed)
+        self._precision.set_autocast({} if handler is None else handler.to_kwargs())
+
+    def _autocast_changed(self, handler: AutocastKwargs, _: str) -> None:
+        if handler is self.autocast_handler:
+            self._precision.set_autocast(handler.to_kwargs())
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """Return the arguments of `profile()`; None means the defaults of torch."""
+        return self._handlers.get(ProfileKwargs)
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._set_handler("profile_handler", ProfileKwargs, handler)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """Return the arguments of the loss scaler; None means the defaults of torch."""
+        return self._handlers.get(GradScalerKwargs)
+
+    def _scaler_changed(self, handler: GradScalerKwargs, name: str) -> NoReturn:
+        _refuse_assignment(
+            handler, name, "the loss scaler exists already", "or call the methods of accelerator.scaler"
+        )
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """Return the arguments of `init_process_group`; None means those of the profile."""
+        return self._handlers.get(InitProcessGroupKwargs)
+
+    def _process_group_changed(self, handler: InitProcessGroupKwargs, name: str) -> NoReturn:
+        _refuse_assignment(handler, name, "the process group exists already")
+
+    def _set_handler(
+        self, attribute: str, kind: type[KwargsHandler], handler: Any, changed: Any = None
+    ) -> None:
+        if handler is None:
+            self._handlers.pop(kind, None)
+            return
+        _check_kind(attribute, handler, kind)
+        self._handlers[kind] = handler
+        if changed is not None:
+            handler.observe(changed)
+
+    # Models ----------------------------------------------------------------------------
+
+    def _dynamo_changed(self, plugin: TorchDynamoPlugin, name: str) -> None:
+        self._warn_if_prepared(plugin, name, self._models, "model(s)")
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Return the sizes of the parallel dimensions; None if only parameters are sharded or nothing is."""
+        return self._parallelism_config
+
+    def _parallelism_changed(self, config: ParallelismConfig, name: str) -> None:
+        if name.endswith("_size"):
+            _refuse_assignment(config, name, "the device mesh exists already")
+        plan = config.parallel(self._initial_settings.parallel).tp_plan
+        parallel = replace(self.settings.parallel, tp_plan=plan)
+        self._set_sharding(replace(self.settings, parallel=parallel), config, name)
+
+    def _fsdp_plugin_changed(self, plugin: FullyShardedDataParallelPlugin, name: str) -> None:
+        options = plugin.fully_shard(self._initial_settings.fully_shard)
+        self._set_sharding(replace(self.settings, fully_shard=options), plugin, name)
+
+    def _set_sharding(self, settings: Settings, configuration: Configuration, name: str) -> None:
+        """Change the settings by which models prepared later are sharded."""
+        if settings == self.settings:
+            return
+        check_layout(settings.parallel, settings.fully_shard, self.num_processes)
+        self._backend.set_sharding(settings)
+        before = dict(flatten_settings(self.settings))
+        changed = {key: value for key, value in flatten_settings(settings) if value != before[key]}
+        self._origins = {
+            **self._origins,
+            **{key: OptionFacts(value, "argument") for key, value in changed.items()},
+        }
+        self.settings = settings
+        self._warn_if_prepared(configuration, name, self._models, "model(s)")
+
+    def _warn_if_prepared(self, configuration: Configuration, name: str, prepared: Any, noun: str) -> None:
+        """Warn that an assignment has no effect on objects prepared before it."""
+        if prepared:
+            _LOG.warning(
+                "%s.%s = %r at %s has no effect on %d %s that are prepared already. Assign it before prepare().",
+                type(configuration).__name__,
+                name,
+                getattr(configuration, name),
+                call_site(),
+                len(prepared),
+                noun,
+            )
+
+    # Other properties -----------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Return whether models are sharded by torch's `fully_shard`."""
+        return self.settings.parallel.shards
+
+    is_composable_parallelism_enabled = is_fsdp2
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """Return the device mesh of the dimensions larger than one; None if models are replicated."""
+        return self._backend.mesh.full if self._backend.mesh is not None else None
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Return the tensor-parallel rank of this process, from 0."""
+        return self.process_index % self.settings.parallel.tp
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return the context-parallel rank of this process, from 0."""
+        parallel = self.settings.parallel
+        return self.process_index // parallel.tp % parallel.cp
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Return the rank of this process among those that shard parameters, from 0."""
+        mesh = self._backend.mesh
+        return 0 if mesh is None else self._backend.data.rank % mesh.sizes.dp_shard
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """Return the number format of the run: `no`, `bf16` or `fp16`."""
+        return self.settings.mixed_precision
+
+    @property
+    def use_fp16(self) -> bool:
+        """Return whether the number format is fp16."""
+        return self.mixed_precision == "fp16"
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler of fp16; None in other formats."""
+        return self._precision.scaler
+
+    @property
+    def split_batches(self) -> bool:
+        """Return whether the batch size of a loader is the global one."""
+        return self._loader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Return whether the last global batch is padded; an assignment takes effect for loaders prepared later."""
+        return self._loader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self._loader_config.even_batches = even_batches
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches per optimizer step."""
+        return self._accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulation.steps = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Return whether the current backward pass completes an accumulation cycle."""
+        return self._accumulation.synced
+
+    @sync_gradients.setter
+    def sync_gradients(self, synced: bool) -> None:
+        self._accumulation.synced = synced
+
+    @property
+    def step(self) -> int:
+        """Return the number of micro-batches of `accumulate` since the last epoch end; an assignment sets the count."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.step = step
+
+    @property
+    def should_save_model(self) -> bool:
+        """Return whether this process writes models: the main process; with `save_on_each_node` the first of each node."""
+        each = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each else self.is_main_process)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Return whether the last step of any prepared optimizer was skipped because fp16 gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def multi_device(self) -> bool:
+        """Return whether there are several processes, each with its own GPU or other accelerator device."""
+        return self.use_distributed and self.device.index is not None
+
+    @property
+    def native_amp(self) -> bool:
+        """Return whether autocast is enabled."""
+        return self.mixed_precision != "no"
+
+    @property
+    def state(self) -> AcceleratorState:
+        """Return the process topology, number format and plugins as one object."""
+        return self._state
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Return the state of gradient accumulation and of the current batch."""
+        return GradientState.of(self._number, self._accumulation, self._loops)
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Return whether the main process reads batches for all."""
+        return self._loader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Return whether shuffled orders depend on a seed and the epoch number only."""
+        return self._loader_config.use_seedable_sampler
+
+    @property
+    def device_placement(self) -> bool:
+        """Return whether `prepare` moves models, and loaders move batches, to the device."""
+        return self._device_placement
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Return the generators whose state every rank copies from rank 0 at each epoch."""
+        return list(self._rng_types)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Return whether prepared schedulers advance with their optimizers; otherwise the script steps them."""
+        return self._step_with_optimizer
+
+    @property
+    def non_blocking(self) -> bool:
+        """Return whether copies to the device overlap with computation."""
+        return self._loader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Return whether `load_state` resumes loaders after their last batch; every prepared loader has a state."""
+        return self._loader_config.use_stateful_dataloader
+
+    def describe(self) -> Description:
+        """Return a description of the run: processes, precision, models, loaders, and the origin of each option.
+
+        `print` shows text, `rich.print` a panel; `as_dict()` returns data.
+        """
+        topology = self._backend.topology
+        return Description(
+            processes=ProcessFacts(
+                world_size=topology.world_size,
+                rank=topology.rank,
+                local_world_size=topology.local_world_size,
+                device=str(self.device),
+                process_group=self._backend.collective_backend or "",
+            ),
+            precision=self._precision.description,
+            accumulation_steps=self._accumulation.steps,
+            gradients=self._accumulation.describe(
+                self._backend.data.world_size,
+                split_batches=self._loader_config.split_batches and not self._accumulation.weighted,
+            ),
+            models=tuple(map(self._model_facts, self._models)),
+            optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
+            schedulers=tuple(map(scheduler_facts, self._schedulers)),
+            loaders=tuple(
+                loader_facts(loader, self._backend.data, self._accumulation.steps)
+                for loader in list(self._loaders.values())
+            ),
+            options=self._origins,
+            device=self._backend.describe_device(),
+        )
+
+    def _model_facts(self, model: nn.Module) -> ModelFacts:
+        hook = self._ddp_options.get("comm_hook")
+        return model_facts(
+            self._backend.unwrap_model(model),
+            self._precision.format.dtype,
+            getattr(hook, "value", None),
+            self._backend.describe_wrapper(model),
+            self._backend.list_parameter_groups(model, self._precision.format.dtype),
+        )
+
+
+def _check_kind(attribute: str, value: object, kind: type[Any]) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"Invalid Accelerator.{attribute} {value!r}: expected a {kind.__name__}.")
+
+
+def _refuse_assignment(configuration: Configuration, name: str, why: str, otherwise: str = "") -> NoReturn:
+    raise RuntimeError(
+        f"Cannot set {type(configuration).__name__}.{name}: {why}. Set it before you create the Accelerator"
+        f"{f', {otherwise}' if otherwise else ''}."
+    )

@@ -1,0 +1,1 @@
+"""Replicas of torch_xla: TPU cores, or its CPU device."""

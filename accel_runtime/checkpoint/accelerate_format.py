@@ -1,0 +1,380 @@
+"""Load checkpoints that Accelerate wrote: everything is read and checked before anything changes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_runtime.checkpoint.directory import Checkpoint
+from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
+from accel_runtime.checkpoint.manifest import NAME, Manifest, TensorEntry
+from accel_runtime.checkpoint.rng_state import derive_rng_state
+from accel_runtime.checkpoint.serialization import serialize
+from accel_runtime.checkpoint.state_items import ModelItem, StateItem
+from accel_runtime.checkpoint.training_state import TrainingState, number_name
+from accel_runtime.export.load_model import find_sharded_weights, list_shards, read_weights
+from accel_runtime.export.safe_unpickler import read_pickle
+from accel_runtime.export.save_model import add_aliases
+from accel_runtime.training.accumulation import Accumulation
+
+__all__ = [
+    "is_accelerate_checkpoint",
+    "read_accelerate_checkpoint",
+    "read_rng_states",
+    "restore_accelerate_checkpoint",
+]
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+_UNCHECKED = {"loader", "window", "counters", "random", "replicas"}
+"""Items that Accelerate does not write, or in another form."""
+
+
+@dataclass(frozen=True)
+class _RestorePlan:
+    """States to restore, and reasons for what is not restored."""
+
+    checkpoint: AccelerateCheckpoint
+    trees: Mapping[str, Any]
+    mismatches: Sequence[str]
+    """Reasons for states that should be restored."""
+    lost: Sequence[str]
+    """States that Accelerate does not save."""
+
+
+def restore_accelerate_checkpoint(
+    path: Path, run: TrainingState, items: Sequence[StateItem], share: AllGatherObjects, *, strict: bool
+) -> Checkpoint:
+    """Restore items from a checkpoint of Accelerate; return it with a manifest of what is known."""
+    with errors_on_all_ranks(share):
+        plan = _plan_restore(path, run, items, strict=strict)
+    with errors_on_all_ranks(share):
+        for item in items:
+            if item.name in plan.trees:
+                item.restore(plan.trees[item.name])
+    if run.backend.topology.rank == 0:
+        _LOG.warning(
+            "%s was written by Accelerate, and loaded without: %s",
+            path,
+            "; ".join([*plan.mismatches, *plan.lost]),
+        )
+    return Checkpoint(path, _build_manifest(path, plan.checkpoint, run.step))
+
+
+def _plan_restore(
+    path: Path, run: TrainingState, items: Sequence[StateItem], *, strict: bool
+) -> _RestorePlan:
+    topology, device = run.backend.topology, run.backend.device
+    checkpoint = read_accelerate_checkpoint(path, topology.rank, device)
+    trees = {name: tree for name, tree in checkpoint.items.items() if name != "counters"}
+    for item in items:
+        if isinstance(item, ModelItem) and item.name in trees:
+            trees[item.name] = add_aliases(trees[item.name], run.backend.state_to_host(item.tree()))
+    errors = []
+    if checkpoint.world_size not in {0, topology.world_size}:
+        try:
+            trees["random"] = derive_rng_state(
+                read_rng_states(path, device), topology.rank, topology.world_size
+            )
+        except CheckpointError as error:
+            errors = [f"random: {error}"]
+            trees.pop("random", None)
+    trees["counters"] = {"steps": [_count_steps(trees, index) for index in range(len(run.optimizers))]}
+    trees["window"] = _empty_accumulation(run.accumulation)
+    reasons = list(dict.fromkeys([*_find_mismatches(checkpoint, trees, items), *errors]))
+    if reasons and strict:
+        listed = "\n".join(f"  {sentence}" for sentence in reasons)
+        raise CheckpointError(
+            f"{path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
+        )
+    return _RestorePlan(checkpoint, trees, reasons, [*_list_lost(checkpoint, run)])
+
+
+def _find_mismatches(
+    checkpoint: AccelerateCheckpoint, trees: Mapping[str, Any], items: Sequence[StateItem]
+) -> list[str]:
+    refused = [skipped for skipped in checkpoint.refused if not _is_usual(skipped)]
+    reasons = [f"{skipped.item}: {skipped.reason}" for skipped in refused]
+    names, refused_items = {item.name for item in items}, {skipped.item for skipped in refused}
+    reasons += [f"{name}: it is not prepared here" for name in trees if name not in names | _UNCHECKED]
+    for item in items:
+        if item.name in trees:
+            text, tensors = serialize(trees[item.name], item.name)
+            reasons += item.find_mismatches(
+                text, {name: _describe_tensor(tensor) for name, tensor in tensors.items()}
+            )
+        elif item.name.split("_")[0] not in _UNCHECKED and item.name not in refused_items:
+            reasons.append(f"{item.name}: it is not in the checkpoint")
+    return reasons
+
+
+def _is_usual(skipped: SkippedItem) -> bool:
+    """Return whether every checkpoint of Accelerate lacks an item, or another world size does not need it."""
+    return skipped.item in {"loader", "counters"} or (skipped.item == "random" and skipped.file is None)
+
+
+def _list_lost(checkpoint: AccelerateCheckpoint, run: TrainingState) -> list[str]:
+    lost = [f"{skipped.item}: {skipped.reason}" for skipped in checkpoint.refused if skipped.item == "loader"]
+    micro_batches = checkpoint.items.get("counters", {}).get("step", 0) % run.accumulation.steps
+    if micro_batches:
+        lost.append(
+            f"window: the checkpoint was saved {micro_batches} micro-batches into an accumulation cycle, and Accelerate does not "
+            "save their gradients; a new cycle begins"
+        )
+    return lost
+
+
+def _empty_accumulation(accumulation: Accumulation) -> dict[str, Any]:
+    """Return the state between two accumulation cycles."""
+    fresh = Accumulation(accumulation.plugin).state_dict()
+    return {"accumulation": fresh, "unit": None, "used": [], "gradients": {}, "weights": {}}
+
+
+def _count_steps(trees: Mapping[str, Any], index: int) -> int:
+    """Return the number of steps of an optimizer according to its state."""
+    tree = trees.get(f"optimizer_{index}" if index else "optimizer")
+    states = tree["state_dict"]["state"].values() if tree else ()
+    return max(
+        (int(state["step"]) for state in states if isinstance(state, dict) and "step" in state), default=0
+    )
+
+
+def _describe_tensor(tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
+
+
+def _build_manifest(path: Path, checkpoint: AccelerateCheckpoint, step: int) -> Manifest:
+    saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
+    items = dict.fromkeys(checkpoint.items)
+    return Manifest("", saved_at.strftime("%Y-%m-%dT%H:%M:%SZ"), checkpoint.world_size, step, {}, items)
+
+
+_MARKS = re.compile(
+    r"random_states_\d+\.pkl|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+    r"|pytorch_model_fsdp.*"
+)
+"""File names that only `save_state` writes; weights alone may have another origin."""
+_WEIGHTS = re.compile(r"(?:pytorch_)?model(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?")
+_SHARDED_STATE = re.compile(r"pytorch_model_fsdp(?:_rank\d+|_\d+)?(?:\.bin)?|pytorch_model(?:_\d+)?")
+_POSITION = re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
+_LOADERS = (
+    "Accelerate does not save the position of loaders{}. Skip processed batches with "
+    "accelerator.skip_first_batches(loader, n) in the first epoch."
+)
+
+
+@dataclass(frozen=True)
+class SkippedItem:
+    """An item that is not restored."""
+
+    item: str
+    """Name of the item in a checkpoint: `optimizer`, `registered_1`, `loader`, ..."""
+    file: Path | None
+    """Its file; None if Accelerate does not write one."""
+    reason: str
+    """Reason and cure."""
+
+
+@dataclass(frozen=True)
+class AccelerateCheckpoint:
+    """A checkpoint of Accelerate."""
+
+    path: Path
+    items: Mapping[str, Any]
+    """State trees by item: `model`, `model_1`, `optimizer`, `scheduler`, `scaler`, `registered`, `random`, `counters`.
+
+    Aliases of tied weights may be missing from a model.
+    """
+    refused: tuple[SkippedItem, ...]
+    """Items that are not restored, always with `loader`."""
+    world_size: int
+    """Number of processes that wrote the checkpoint."""
+
+
+def is_accelerate_checkpoint(folder: Path) -> bool:
+    """Return whether a directory is a checkpoint of Accelerate."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError:
+        return False
+    return NAME not in names and any(map(_MARKS.fullmatch, names))
+
+
+def read_accelerate_checkpoint(
+    folder: Path, rank: int, device: torch.device | None = None
+) -> AccelerateCheckpoint:
+    """Read a checkpoint of Accelerate, with the random states of a rank and its device."""
+    reader = _AccelerateReader(folder)
+    for index in reader.indices(_WEIGHTS, "model", "model{}.safetensors"):
+        reader.take(number_name("model", index), *_find_model_file(folder, index))
+    for kind, shape in (("optimizer", _read_optimizer), ("scheduler", _read_mapping)):
+        for index in reader.indices(re.compile(rf"{kind}(?:_(\d+))?\.bin"), kind, f"{kind}{{}}.bin"):
+            reader.take(number_name(kind, index), folder / f"{number_name(kind, index)}.bin", shape)
+    for index in reader.indices(
+        re.compile(r"custom_checkpoint_(\d+)\.pkl"), "registered", "custom_checkpoint_{}.pkl"
+    ):
+        reader.take(number_name("registered", index), folder / f"custom_checkpoint_{index}.pkl", read_pickle)
+    if (folder / "scaler.pt").exists():
+        reader.take("scaler", folder / "scaler.pt", _read_mapping)
+    ranks = reader.indices(_rng_file_pattern(r"(\d+)"), "random", "random_states_{}.pkl")
+    world_size = max(ranks, default=-1) + 1
+    reader.take_streams(rank, world_size, device)
+    reader.skip_the_rest()
+    return AccelerateCheckpoint(folder, reader.items, tuple(reader.refused), world_size)
+
+
+def read_rng_states(folder: Path, device: torch.device | None = None) -> list[dict[str, Any]]:
+    """Return the random states of every saved rank, in order."""
+    ranks = sorted(_indices(folder, _rng_file_pattern(r"(\d+)")))
+    return [
+        _convert_streams(_read_states(folder, rank), device) for rank in range(ranks[-1] + 1 if ranks else 0)
+    ]
+
+
+class _AccelerateReader:
+    """Reads one item after another, and records what cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.items: dict[str, Any] = {}
+        self.refused: list[SkippedItem] = []
+
+    def indices(self, pattern: re.Pattern[str], kind: str, pattern_name: str) -> list[int]:
+        """Return the numbers of the files of a kind; record missing ones in between."""
+        indices = _indices(self._folder, pattern)
+        for index in range(max(indices, default=0)):
+            if index not in indices:
+                suffix = str(index) if "_{}" in pattern_name else f"_{index}" if index else ""
+                file = self._folder / pattern_name.format(suffix)
+                last = max(indices)
+                item = number_name(kind, index) if kind != "random" else kind
+                reason = f"{file} is missing, but there is one with the number {last}"
+                self.refused.append(SkippedItem(item, file, reason))
+        return sorted(indices)
+
+    def take(self, item: str, file: Path, shape: Callable[[Path], Any]) -> None:
+        try:
+            self.items[item] = shape(file)
+        except CheckpointError as error:
+            self.refused.append(SkippedItem(item, file, str(error)))
+
+    def take_streams(self, rank: int, world_size: int, device: torch.device | None) -> None:
+        """Read the random states of a rank, and the step count, which is equal on all ranks."""
+        first = self._folder / "random_states_0.pkl"
+        file = self._folder / f"random_states_{rank}.pkl" if world_size else first
+        if rank < world_size and file.exists():
+            self.take("random", file, lambda _: _convert_streams(_read_states(self._folder, rank), device))
+        elif not world_size:
+            self.refused.append(SkippedItem("random", file, f"{file} is missing"))
+        elif rank >= world_size:
+            reason = f"the checkpoint was written by {world_size} processes and has no random states of rank {rank}"
+            self.refused.append(SkippedItem("random", None, reason))
+        self.take("counters", first, lambda _: _read_counters(self._folder))
+
+    def skip_the_rest(self) -> None:
+        """Record loader positions, which have another form, and files of other engines."""
+        names = sorted(path.name for path in self._folder.iterdir())
+        kept = [name for name in names if _POSITION.fullmatch(name)]
+        files = f" that others can use ({', '.join(kept)})" if kept else ""
+        self.refused.append(
+            SkippedItem("loader", self._folder / kept[0] if kept else None, _LOADERS.format(files))
+        )
+        for name in names:
+            path = self._folder / name
+            if _SHARDED_STATE.fullmatch(name):
+                reason = (
+                    f"{path} was written for a sharded model. Merge it with `accelerate merge-weights`, and load the file with "
+                    "accelerator.load_model."
+                )
+                self.refused.append(SkippedItem("model", path, reason))
+            elif re.fullmatch(r"optimizer_\d+", name) and path.is_dir():
+                reason = f"{path} was written for a sharded optimizer"
+                self.refused.append(SkippedItem("optimizer", path, reason))
+
+
+# Files -----------------------------------------------------------------------------------
+
+
+def _find_model_file(folder: Path, index: int) -> tuple[Path, Callable[[Path], Any]]:
+    """Return the file of a model in Accelerate's order of preference, and its reader."""
+    suffix = f"_{index}" if index else ""
+    candidates: list[tuple[str, Callable[[Path], Any]]] = [
+        (f"model{suffix}.safetensors", lambda path: dict(read_weights([path], path).tensors)),
+        (f"model{suffix}.safetensors.index.json", lambda path: dict(find_sharded_weights(path).tensors)),
+        (f"pytorch_model{suffix}.bin", _read_weights),
+        (f"pytorch_model{suffix}.bin.index.json", _read_sharded_weights),
+    ]
+    return next((folder / name, reader) for name, reader in candidates if (folder / name).exists())
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    state = _read_mapping(path)
+    if others := [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise CheckpointError(f"{path} does not contain weights: {others[0]} is not a tensor")
+    return dict(state)
+
+
+def _read_sharded_weights(index: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in list_shards(index) for name, tensor in _read_weights(file).items()}
+
+
+def _read_optimizer(path: Path) -> dict[str, Any]:
+    state = _read_mapping(path)
+    if not {"state", "param_groups"} <= state.keys():
+        raise CheckpointError(
+            f"{path} does not contain the state of a torch optimizer: its keys are {', '.join(map(str, state))}"
+        )
+    return {"format": "torch", "state_dict": state}
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    state = read_pickle(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} contains a {type(state).__name__}, not a dict")
+    return state
+
+
+def _read_states(folder: Path, rank: int) -> dict[str, Any]:
+    return _read_mapping(folder / f"random_states_{rank}.pkl")
+
+
+def _read_counters(folder: Path) -> dict[str, int]:
+    step = _read_states(folder, 0).get("step")
+    if type(step) is not int:
+        raise CheckpointError(f"{folder / 'random_states_0.pkl'} does not contain the number of steps")
+    return {"step": step}
+
+
+def _convert_streams(states: Mapping[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Convert random states to the form of accel's checkpoints."""
+    try:
+        version, words, spare = states["random_state"]
+        name, keys, *rest = states["numpy_random_seed"]
+        streams = {
+            "torch": states["torch_manual_seed"],
+            "python": [version, torch.tensor(words), spare],
+            "numpy": [name, keys.to(torch.int64), *rest],
+        }
+        if device is not None and (device_states := states.get(f"torch_{device.type}_manual_seed")):
+            # Every process saves the states of all devices that it sees.
+            streams[device.type] = device_states[device.index or 0]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random states are not those of Accelerate: {type(error).__name__}: {error}"
+        ) from error
+    return streams
+
+
+def _rng_file_pattern(rank: str) -> re.Pattern[str]:
+    return re.compile(rf"random_states_{rank}\.pkl")
+
+
+def _indices(folder: Path, pattern: re.Pattern[str]) -> set[int]:
+    matches = (pattern.fullmatch(path.name) for path in folder.iterdir())
+    return {int(match[1] or 0) for match in matches if match}

@@ -1,0 +1,322 @@
+"""Publish and remove checkpoint directories so that a complete one exists at every moment. Imports no torch.
+
+As in an atomic file replacement, everything is written and synced under another name in the same directory, the
+manifest
+last, and one rename publishes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from accel_runtime.checkpoint.directory import (
+    checkpoint_name,
+    is_replaced,
+    list_complete_siblings,
+    list_siblings,
+    parse_number,
+    read_manifest,
+)
+from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error
+from accel_runtime.checkpoint.manifest import NAME, UNFINISHED
+
+__all__ = [
+    "TargetExistsError",
+    "commit_directory",
+    "create_scratch",
+    "discard_scratch",
+    "remove_checkpoint",
+    "remove_leftovers",
+]
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+# Containers that forbid unknown system calls may return EPERM.
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+_CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
+_ATTEMPTS, _RETRY_S = 20, 0.002
+
+
+class TargetExistsError(CheckpointError):
+    """Another process has taken a name that was free."""
+
+
+def create_scratch(
+    target: Path, save: str, disk: FileSystem, *, new: bool = False
+) -> tuple[Path, int | None]:
+    """Return the directory to write into, and its lock; leftovers of crashes under this name are recovered first.
+
+    With `new`, raise `TargetExistsError` if the name is or was in use.
+    """
+    _check_target(target)
+    _create_directory(target.parent, disk)
+    siblings = list_siblings(target)
+    with ExitStack() as stack:
+        for path in siblings:
+            if not stack.enter_context(_try_lock(path, disk)):
+                error_type = TargetExistsError if new else CheckpointError
+                raise error_type(
+                    f"{target} is being written by another process (into {path}). Wait for it or choose another name."
+                )
+        if not new:
+            _recover_siblings(siblings, target, disk)
+    scratch = target.with_name(f".{target.name}.saving-{save}")
+    lock = _create_locked(scratch, disk)
+    if new:
+        try:
+            _check_alone(scratch, target)
+        except TargetExistsError:
+            discard_scratch(scratch, disk)
+            if lock is not None:
+                disk.unlock(lock)
+            raise
+    return scratch, lock
+
+
+def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
+    """Create a directory and return the lock on it.
+
+    Until it is locked, another process may remove it as a leftover of a crash; then it is created again.
+    """
+    for attempt in range(_ATTEMPTS):
+        lock = None
+        try:
+            disk.make(scratch)
+            lock = disk.lock(scratch)
+            if lock is not None:
+                with add_path_to_error(scratch / UNFINISHED):
+                    disk.close(disk.create(scratch / UNFINISHED))
+                if os.path.samestat(os.fstat(lock), scratch.stat()):
+                    return lock
+        except OSError as error:
+            removed = isinstance(error, FileNotFoundError)
+            if not removed or attempt == _ATTEMPTS - 1:
+                discard_scratch(scratch, disk)
+                if lock is not None:
+                    disk.unlock(lock)
+                raise
+        if lock is not None:
+            disk.unlock(lock)
+        time.sleep(_RETRY_S)
+    raise TargetExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
+
+
+def _check_alone(scratch: Path, target: Path) -> None:
+    """Raise `TargetExistsError` if another process uses the name, after `scratch` has announced this one.
+
+    Of two processes that both check after announcing, at least one sees the other. Siblings are checked before the
+    name: a
+    save that ends in between moves from the one to the other.
+    """
+    others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]
+    if others or os.path.lexists(target):
+        raise TargetExistsError(f"{target} was just created by another process. Save again.")
+
+
+def commit_directory(scratch: Path, target: Path, disk: FileSystem) -> None:
+    """Publish `scratch` as the checkpoint `target`; untracked files of a replaced checkpoint are kept."""
+    for path in sorted((path for path in scratch.rglob("*") if path.is_dir()), reverse=True):
+        disk.sync_directory(path)
+    disk.remove(scratch / UNFINISHED)
+    disk.sync_directory(scratch)
+    _publish(scratch, target, disk)
+
+
+def discard_scratch(scratch: Path, disk: FileSystem) -> None:
+    """Remove an unfinished checkpoint as far as possible."""
+    with suppress(OSError):
+        # If a failed publication could not be undone, this may be the previous checkpoint.
+        if not is_replaced(scratch):
+            _remove_directory(scratch, disk)
+
+
+def remove_checkpoint(path: Path, disk: FileSystem) -> bool:
+    """Remove a checkpoint; return False if another process is reading it."""
+    with _try_lock(path, disk) as locked:
+        if not locked:
+            return False
+        try:
+            _remove_directory(path, disk)
+        except OSError:
+            # Another process may have removed it.
+            if os.path.lexists(path):
+                raise
+    return True
+
+
+def remove_leftovers(directory: Path, below: int, disk: FileSystem) -> None:
+    """Recover or remove leftovers of crashed saves with lower numbers."""
+    leftovers: dict[str, list[Path]] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number = parse_number(checkpoint_name(path))
+        if number is not None and number < below and path.name.startswith("."):
+            leftovers.setdefault(checkpoint_name(path), []).append(path)
+    for name, paths in leftovers.items():
+        with ExitStack() as stack:
+            locked = [path for path in paths if stack.enter_context(_try_lock(path, disk))]
+            _recover_siblings(locked, directory / name, disk)
+
+
+def _check_target(target: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint cannot have this path."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint is a directory. Choose another name.")
+    if target.is_mount():
+        raise _mounted_error(target)
+    if target.exists() and target.samefile(Path.cwd()):
+        raise CheckpointError(
+            f"Cannot save to {target}: it is the current directory, and saving replaces the whole directory. "
+            f"Use a subdirectory such as {target / 'checkpoint'}."
+        )
+
+
+def _mounted_error(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot save to {target}: it is a mount point, and saving replaces the whole directory. "
+        f"Use a subdirectory such as {target / 'checkpoint'}."
+    )
+
+
+def _create_directory(directory: Path, disk: FileSystem) -> None:
+    """Create a directory that survives a loss of power."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    disk.make(directory)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
+
+
+@contextmanager
+def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
+    """Lock a directory; yield False if another process has locked it."""
+    try:
+        lock = disk.lock(path)
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):
+            disk.unlock(lock)
+
+
+def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> None:
+    """Recover or remove the leftovers of a checkpoint: a complete one is published."""
+    try:
+        if not (target / NAME).exists() and (path := _find_successor(siblings, target)):
+            _publish(path, target, disk)
+        for path in siblings:
+            if path.exists():
+                _remove_replaced(path, target, disk)
+    except OSError as error:
+        _LOG.warning("leftovers of %s could not be removed: %s", target, error)
+
+
+def _find_successor(siblings: list[Path], target: Path) -> Path | None:
+    """Return the sibling to publish: the newest complete one, else the replaced one."""
+    if complete := list_complete_siblings(siblings):
+        return complete[-1].path
+    replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
+    return None if target.exists() or not replaced else replaced[-1]
+
+
+def _publish(new: Path, target: Path, disk: FileSystem) -> None:
+    """Publish a complete checkpoint and remove the one it replaces, except for untracked files."""
+    try:
+        old, undo = _replace(new, target, disk)
+    except OSError as error:
+        if error.errno in _CANNOT_MOVE:
+            raise _mounted_error(target) from error
+        raise
+    try:
+        disk.sync_directory(target.parent)
+    except OSError:
+        with suppress(OSError):
+            undo()
+        raise
+    try:
+        if old is not None:
+            _remove_replaced(old, target, disk)
+    except OSError as error:
+        _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
+
+
+def _replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Callable[[], None]]:
+    """Rename a directory over another one; return the new path of the other, and a function that undoes it."""
+    try:
+        disk.rename(new, target)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+    else:
+        return None, lambda: disk.rename(target, new)
+    try:
+        disk.exchange(new, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_EXCHANGE:
+            raise
+    else:
+        return new, lambda: disk.exchange(new, target)
+    # For a moment neither has the name: `find_checkpoint` searches siblings too.
+    old = target.with_name(new.name.replace(".saving-", ".replaced-"))
+    disk.rename(target, old)
+    try:
+        disk.rename(new, target)
+    except OSError:
+        with suppress(OSError):
+            disk.rename(old, target)
+        raise
+
+    def undo() -> None:
+        disk.rename(target, new)
+        disk.rename(old, target)
+
+    return old, undo
+
+
+def _remove_replaced(leftover: Path, target: Path, disk: FileSystem) -> None:
+    """Move the untracked files of a replaced checkpoint to the new one, and remove the rest."""
+    if leftover != _removal_path(leftover) and is_replaced(leftover):
+        _move_untracked_files(leftover, target, disk)
+    _remove_directory(leftover, disk)
+
+
+def _remove_directory(path: Path, disk: FileSystem) -> None:
+    """Remove a directory, renamed first, so that readers never see a partial checkpoint."""
+    removing = _removal_path(path)
+    if path != removing:
+        disk.remove_tree(removing)
+        disk.rename(path, removing)
+    disk.remove_tree(removing)
+
+
+def _removal_path(path: Path) -> Path:
+    return path.with_name(f".{checkpoint_name(path)}.removing")
+
+
+def _move_untracked_files(leftover: Path, target: Path, disk: FileSystem) -> None:
+    tracked = {NAME, UNFINISHED}
+    with suppress(CheckpointError):
+        tracked |= read_manifest(leftover).files.keys()
+    tracked_directories = {os.fspath(parent) for name in tracked for parent in Path(name).parents}
+
+    def move(directory: Path) -> None:
+        for path in sorted(directory.iterdir()):
+            name, destination = path.relative_to(leftover), target / path.relative_to(leftover)
+            is_folder = path.is_dir() and not path.is_symlink()
+            if is_folder and (os.fspath(name) in tracked_directories or destination.exists()):
+                move(path)
+            elif os.fspath(name) not in tracked and not os.path.lexists(destination):
+                disk.make(destination.parent)
+                disk.rename(path, destination)
+
+    move(leftover)

@@ -1,0 +1,295 @@
+"""Load a checkpoint: everything is checked before anything changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from accel_runtime.checkpoint.directory import (
+    Checkpoint,
+    find_checkpoint,
+    find_previous_checkpoint,
+    list_untracked_files,
+    read_checkpoint,
+)
+from accel_runtime.checkpoint.errors import (
+    AllGatherObjects,
+    CheckpointError,
+    check_same_directory,
+    errors_on_all_ranks,
+)
+from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manifest import TensorEntry, rank_tensor_name
+from accel_runtime.checkpoint.serialization import deserialize
+from accel_runtime.checkpoint.state_items import StateItem
+from accel_runtime.checkpoint.storage import ShardReader, dtype_from_name
+from accel_runtime.checkpoint.training_state import read_model_parallel_size
+from accel_runtime.checkpoint.verify import find_damage, select_rank_files
+
+__all__ = ["LoadOperation"]
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+_SHOWN = 10
+"""Number of reasons listed in a message."""
+
+
+class LoadOperation:
+    """One collective load; every rank calls the methods in the order of their definition.
+
+    `copies` is the number of model-parallel ranks; without `strict`, what does not fit is left out.
+    """
+
+    def __init__(
+        self, share: AllGatherObjects, rank: int, world_size: int, *, strict: bool, copies: int = 1
+    ) -> None:
+        self._copies = copies
+        self._share, self._rank, self._world_size, self._strict = share, rank, world_size, strict
+        self._disk = FileSystem()
+        self._lock: int | None = None
+        self._verified = False
+
+    def open(self, choose: Callable[[], Path], directory: str | None = None) -> Checkpoint:
+        """Return the checkpoint that rank 0 chooses, and protect it from removal until `close`."""
+        with errors_on_all_ranks(self._share) as step:
+            chosen = (Path(), "")
+            if self._rank == 0:
+                path = choose()
+                try:
+                    checkpoint = find_checkpoint(path)
+                except CheckpointError as error:
+                    raise CheckpointError(f"{error}\n{_suggest_previous(path)}") from error
+                chosen = checkpoint.path, checkpoint.manifest.save
+            step.value = directory, chosen
+        path, save = step.values[0][1]
+        directories = [each for each, _ in step.values]
+        with errors_on_all_ranks(self._share):
+            check_same_directory("load_state", directories)
+            with suppress(OSError):
+                self._lock = self._disk.lock(path, shared=True)
+            checkpoint = read_checkpoint(path)
+            if checkpoint.manifest.save != save:
+                raise CheckpointError(f"{path} was replaced while it was opened. Load it again.")
+        return checkpoint
+
+    def close(self) -> None:
+        """Release the checkpoint."""
+        if self._lock is not None:
+            self._disk.unlock(self._lock)
+            self._lock = None
+
+    def verify(self, checkpoint: Checkpoint) -> None:
+        """Compare every byte with its checksum, before hooks of the script rely on it."""
+        self._verify(checkpoint, checkpoint.manifest.items)
+        self._verified = True
+
+    def run_hooks(self, call: Callable[[], None]) -> None:
+        """Call the load hooks of the script."""
+        with errors_on_all_ranks(self._share):
+            call()
+
+    def load(self, checkpoint: Checkpoint, items: Sequence[StateItem]) -> list[str]:
+        """Restore items; without `strict`, return a sentence for each thing that was left out."""
+        reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
+        with errors_on_all_ranks(self._share):
+            left_out = self._check_fit(checkpoint, reader, items)
+        saved_items = [item for item in items if item.name in checkpoint.manifest.items]
+        if not self._verified:
+            self._verify(checkpoint, [item.name for item in saved_items])
+        try:
+            with errors_on_all_ranks(self._share):
+                trees = reader.read(saved_items)
+            with errors_on_all_ranks(self._share):
+                for item in saved_items:
+                    item.moved = reader.moved
+                    item.restore(trees[item.name])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nThe training state is now inconsistent ({checkpoint.path} was loaded partially). Load another "
+                "checkpoint or restart."
+            ) from error
+        if self._rank == 0:
+            _warn_about_load(checkpoint, left_out)
+        return left_out
+
+    def _check_fit(
+        self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
+    ) -> list[str]:
+        """Return what does not fit; raise it if `strict`."""
+        manifest, names = checkpoint.manifest, {item.name for item in items}
+        common = [item for item in items if item.name in manifest.items]
+        reader.check(common)
+        mismatches = [
+            f"{_add_class(name, manifest.about.get(name))}: it is in the checkpoint and not prepared here"
+            for name in manifest.items
+            if name not in names
+        ]
+        mismatches += [
+            f"{_add_class(item.name, item.class_name)}: it is prepared here and not in the checkpoint"
+            for item in items
+            if item not in common
+        ]
+        mismatches += [sentence for item in common for sentence in reader.find_mismatches(item)]
+        if mismatches and self._strict:
+            more = [f"... and {len(mismatches) - _SHOWN} more"] if len(mismatches) > _SHOWN else []
+            listed = "\n".join(f"  {sentence}" for sentence in [*mismatches[:_SHOWN], *more])
+            raise CheckpointError(
+                f"{checkpoint.path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
+            )
+        return mismatches
+
+    def _verify(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        chunks = select_rank_files(checkpoint, names, self._rank, self._world_size)
+        with errors_on_all_ranks(self._share) as step:
+            step.value = find_damage(checkpoint, chunks)
+        if damage := [sentence for sentences in step.values for sentence in sentences]:
+            raise CheckpointError("\n".join([*damage[:_SHOWN], _suggest_previous(checkpoint.path)]))
+
+
+def _warn_about_load(checkpoint: Checkpoint, left_out: Sequence[str]) -> None:
+    if left_out:
+        _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.path, "; ".join(left_out))
+    if untracked := list_untracked_files(checkpoint):
+        names = ", ".join(str(path.relative_to(checkpoint.path)) for path in untracked[:_SHOWN])
+        _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.path, names)
+
+
+def _add_class(name: str, class_name: str | None) -> str:
+    return f"{name} ({class_name})" if class_name else name
+
+
+def _suggest_previous(path: Path) -> str:
+    previous = find_previous_checkpoint(path)
+    if previous is None:
+        return "Nothing was loaded."
+    return (
+        f"Nothing was loaded. The checkpoint before it is {previous.path}, of step {previous.manifest.step}."
+    )
+
+
+class StateReader:
+    """Reads item states from a checkpoint for one rank; `copies` is the number of model-parallel ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, world_size: int, copies: int = 1) -> None:
+        self._checkpoint, self._manifest = checkpoint, checkpoint.manifest
+        self._rank, self._world_size = rank, world_size
+        saved_copies = (
+            read_model_parallel_size(self._text("window", 0)) if "window" in self._manifest.items else copies
+        )
+        self.moved = self._manifest.world_size != world_size or saved_copies != copies
+        """Whether another world size or another number of model-parallel ranks saved the checkpoint."""
+
+    def find_mismatches(self, item: StateItem) -> list[str]:
+        """Return a sentence for each reason that the state of an item does not fit."""
+        try:
+            return item.find_mismatches(
+                self._text(item.name, self._rank), self._entries(item.name, self._rank)
+            )
+        except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"{self._checkpoint.path}: the state of {item.name} is invalid: {error}"
+            ) from error
+
+    def check(self, items: Sequence[StateItem]) -> None:
+        """Raise `CheckpointError` if a state cannot be deserialized; empty tensors replace the real ones."""
+        for name, entry in self._manifest.tensors.items():
+            dtype_from_name(name, entry)
+        for item in items:
+            all_ranks = range(self._manifest.world_size if item.merge_needs_all_ranks else 1)
+            for rank in all_ranks if self._differs(item) else [self._rank]:
+                empty = dict.fromkeys(self._tensor_names(item.name, rank), torch.empty(0))
+                try:
+                    deserialize(self._text(item.name, rank), empty)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{self._checkpoint.path}: the state of {item.name} is damaged: {error}"
+                    ) from error
+
+    def read(self, items: Sequence[StateItem]) -> dict[str, Any]:
+        """Return the states by item, with tensors read into the live ones that an item names."""
+        # If the state of the first rank is used for all, it is read into the live tensors too.
+        ranks = {
+            item.name: 0 if self._differs(item) else self._rank
+            for item in items
+            if not (self.moved and item.merge_needs_all_ranks)
+        }
+        targets: dict[str, torch.Tensor] = {}
+        for item in (item for item in items if item.name in ranks):
+            rank = ranks[item.name]
+            entries, names = self._entries(item.name, rank), self._tensor_names(item.name, rank)
+            live = item.targets(self._text(item.name, rank), entries)
+            for name, entry in entries.items():
+                targets[names[name]] = live[name] if name in live else _empty_like(entry)
+        self._fetch(targets)
+        trees = {name: self._deserialize(name, rank, targets) for name, rank in ranks.items()}
+        for item in items:
+            if item.name not in trees:
+                trees[item.name] = item.merge_ranks(
+                    self._read_all_ranks(item.name), self._rank, self._world_size
+                )
+        return trees
+
+    def _read_all_ranks(self, item: str) -> list[Any]:
+        """Return the state of every saved rank; equal tensors are shared."""
+        tensors: dict[str, torch.Tensor] = {}
+        for rank in range(self._manifest.world_size):
+            names = self._tensor_names(item, rank)
+            entries = {names[name]: entry for name, entry in self._entries(item, rank).items()}
+            targets = {name: _empty_like(entry) for name, entry in entries.items() if name not in tensors}
+            self._fetch(targets)
+            tensors |= targets
+        return [self._deserialize(item, rank, tensors) for rank in range(self._manifest.world_size)]
+
+    def _deserialize(self, item: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> Any:
+        by_name = {name: tensors[stored] for name, stored in self._tensor_names(item, rank).items()}
+        return deserialize(self._text(item, rank), by_name)
+
+    def _fetch(self, targets: dict[str, torch.Tensor]) -> None:
+        reader, metadata = ShardReader(self._checkpoint), self._metadata
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        return ShardReader(self._checkpoint).read_metadata()
+
+    def _differs(self, item: StateItem) -> bool:
+        """Return whether the saved states may differ between ranks and the ranks have changed."""
+        differ = item.name in self._manifest.own or any(
+            "#" in name for name in self._manifest.tensors_of(item.name)
+        )
+        return self.moved and (item.merge_needs_all_ranks or differ)
+
+    def _text(self, item: str, rank: int) -> Any:
+        own = self._manifest.own.get(item)
+        if own is None:
+            return self._manifest.values[item]
+        return own[rank] if rank < len(own) else own[0]
+
+    def _entries(self, item: str, rank: int) -> dict[str, TensorEntry]:
+        return {
+            name: self._manifest.tensors[stored] for name, stored in self._tensor_names(item, rank).items()
+        }
+
+    def _tensor_names(self, item: str, rank: int) -> dict[str, str]:
+        """Return the names in the manifest of the tensors of an item on a rank, by their names in the tree."""
+        rank = rank if rank < self._manifest.world_size else 0
+        names = {}
+        for stored in self._manifest.tensors_of(item):
+            name, _, owner = stored.rpartition("#") if "#" in stored else (stored, "", "")
+            if not owner or stored == rank_tensor_name(name, rank):
+                names[name] = stored
+        return names
+
+
+def _empty_like(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))

@@ -1,0 +1,244 @@
+"""Serialize state trees to JSON and tensors: types are restored exactly, and loading runs no code."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+
+from accel_runtime.checkpoint.errors import CheckpointError
+
+__all__ = ["deserialize", "serialize"]
+
+_KEY = "$"
+"""Key of a JSON object that represents a type unknown to JSON."""
+_NUMPY = re.compile(r"[<>|=][biufc]\d{1,2}")
+_MAX_BITS = 1 << 12
+"""Python limits the decimal conversion of longer integers."""
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+
+
+def serialize(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a state tree as JSON, and the tensors that it refers to, named `name/path`.
+
+    A tree consists of numbers, text, bytes, None, tensors, NumPy arrays and numbers, torch dtypes, devices and sizes,
+    paths;
+    and lists, tuples, sets, dicts and the dicts of `collections`. `CheckpointError` names the place of anything else.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _Serializer(tensors).pack(tree, name), tensors
+
+
+def deserialize(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the tree for JSON and tensors by name; raise `CheckpointError` if the JSON is not valid."""
+    try:
+        return _build(text, tensors)
+    except KeyError as error:
+        raise CheckpointError(f"{error.args[0]!r} is missing") from error
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _build(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(text, list):
+        return [_build(item, tensors) for item in text]
+    if not isinstance(text, dict):
+        return text
+    if _KEY not in text:
+        return {key: _build(value, tensors) for key, value in text.items()}
+    return _build_special(text, tensors)
+
+
+class _Serializer:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._open_ids: set[int] = set()
+        self._names_by_memory: dict[Any, str] = {}
+
+    def pack(self, item: Any, path: str) -> Any:
+        if item is None or type(item) in {bool, str} or (type(item) is float and math.isfinite(item)):
+            return item
+        if type(item) is int:
+            return item if item.bit_length() < _MAX_BITS else {_KEY: "int", "hex": hex(item)}
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item, path)
+        if (plain := _serialize_scalar(item)) is not None:
+            return plain
+        if id(item) in self._open_ids:
+            raise CheckpointError(f"{path} cannot be saved: it contains itself")
+        self._open_ids.add(id(item))
+        try:
+            return self._nested(item, path)
+        finally:
+            self._open_ids.remove(id(item))
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, str]:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+            raise CheckpointError(f"{path} cannot be saved: it is a tensor without plain memory ({kind})")
+        name = self._names_by_memory.get(_memory_key(tensor))
+        if name is None:
+            # `#` separates the rank in names of rank-specific tensors.
+            name = path.replace("#", "%23")
+            while name in self._tensors:
+                name += "'"
+            self._tensors[name] = tensor.detach()
+            self._names_by_memory[_memory_key(tensor)] = name
+        return {_KEY: "tensor", "name": name}
+
+    def _nested(self, item: Any, path: str) -> Any:
+        kind = type(item)
+        if kind in {list, dict}:
+            return self._dict(item, path) if kind is dict else self._list(item, path)
+        for name, sequence in _SEQUENCES.items():
+            if kind is sequence:
+                ordered = sorted(item, key=repr) if name.endswith("set") else item
+                return {_KEY: name, "items": self._list(ordered, path)}
+        if kind in {Counter, OrderedDict}:
+            return {_KEY: kind.__name__, "items": self._pairs(item, path)}
+        if kind is deque:
+            return {_KEY: "deque", "items": self._list(item, path), "maxlen": item.maxlen}
+        return self._other(item, path)
+
+    def _other(self, item: Any, path: str) -> Any:
+        kind = type(item)
+        if kind is defaultdict:
+            return self._defaultdict(item, path)
+        if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and item.dtype.kind in "biufc":
+            return {_KEY: "ndarray", "tensor": self._tensor(_to_tensor(item, path), path)}
+        raise CheckpointError(
+            f"{path} cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. A checkpoint contains numbers, text, "
+            "tensors, and lists and dicts of them, so that loading runs no code. Convert it, or leave it out of the state."
+        )
+
+    def _list(self, items: Iterable[Any], path: str) -> list[Any]:
+        return [self.pack(value, f"{path}{_separator(path)}{index}") for index, value in enumerate(items)]
+
+    def _dict(self, item: dict[Any, Any], path: str) -> Any:
+        if all(type(key) is str and key != _KEY for key in item):
+            return {key: self.pack(value, f"{path}{_separator(path)}{key}") for key, value in item.items()}
+        return {_KEY: "dict", "items": self._pairs(item, path)}
+
+    def _pairs(self, item: Mapping[Any, Any], path: str) -> list[Any]:
+        return [
+            [self.pack(key, path), self.pack(value, f"{path}{_separator(path)}{key}")]
+            for key, value in item.items()
+        ]
+
+    def _defaultdict(self, item: defaultdict[Any, Any], path: str) -> Any:
+        factory = next(
+            (name for name, factory_type in _FACTORIES.items() if item.default_factory is factory_type), None
+        )
+        if factory is None and item.default_factory is not None:
+            raise CheckpointError(
+                f"{path} cannot be saved: it is a defaultdict of {item.default_factory!r}; "
+                f"{', '.join(_FACTORIES)} can be saved, and a dict"
+            )
+        return {_KEY: "defaultdict", "items": self._pairs(item, path), "factory": factory}
+
+
+def _memory_key(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tied tensors only."""
+    if hasattr(tensor, "device_mesh"):
+        # A local shard may be empty on some ranks, so the address would give different results.
+        sharded: Any = tensor
+        local = sharded._local_tensor  # noqa: SLF001
+        return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), sharded.placements  # noqa: SLF001
+    if not tensor.numel() or not tensor.data_ptr():
+        return id(tensor)
+    layout = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return *layout, tensor.is_conj(), tensor.is_neg()
+
+
+def _to_tensor(array: Any, path: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be saved: it is an array of {array.dtype}, {error}") from error
+
+
+def _separator(path: str) -> str:
+    return "." if "/" in path else "/"
+
+
+def _serialize_scalar(item: Any) -> dict[str, Any] | None:
+    """Serialize a value that has no children and is not a tensor; None for others."""
+    if type(item) in {bytes, bytearray}:
+        return {_KEY: type(item).__name__, "base64": base64.b64encode(item).decode()}
+    if isinstance(item, (torch.dtype, torch.device)):
+        return {_KEY: type(item).__name__, "value": str(item).removeprefix("torch.")}
+    if type(item) in {complex, float}:
+        return {_KEY: type(item).__name__, "value": repr(item)}
+    if isinstance(item, PurePath):
+        return {_KEY: "path", "value": str(item)}
+    kind = type(item)
+    if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(item, "shape", None) == ():
+        # Its bytes: a float32 would change on the way through a Python number.
+        raw = base64.b64encode(item.tobytes()).decode()
+        return {_KEY: "numpy", "dtype": item.dtype.str, "base64": raw} if item.dtype.kind in "biufc" else None
+    return None
+
+
+def _build_special(text: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    kind = text[_KEY]
+    if kind == "tensor":
+        return tensors[text["name"]]
+    if kind == "ndarray":
+        return _build(text["tensor"], tensors).numpy()
+    if kind in _SCALARS:
+        return _SCALARS[kind](text)
+    return _CONTAINERS[kind](_build(text["items"], tensors), text)
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"torch {torch.__version__} has no dtype {name!r}")
+    return dtype
+
+
+def _parse_numpy(text: dict[str, Any]) -> Any:
+    import numpy as np  # noqa: PLC0415 - NumPy is optional, as in torch
+
+    if not _NUMPY.fullmatch(text["dtype"]):
+        raise CheckpointError(f"{text['dtype']!r} is not a numeric dtype")
+    return np.frombuffer(base64.b64decode(text["base64"]), np.dtype(text["dtype"]))[0]
+
+
+_SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "int": lambda text: int(text["hex"], 16),
+    "float": lambda text: float(text["value"]),
+    "complex": lambda text: complex(text["value"]),
+    "bytes": lambda text: base64.b64decode(text["base64"]),
+    "bytearray": lambda text: bytearray(base64.b64decode(text["base64"])),
+    "dtype": lambda text: _parse_dtype(text["value"]),
+    "device": lambda text: torch.device(text["value"]),
+    "path": lambda text: Path(text["value"]),
+    "numpy": _parse_numpy,
+}
+_CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
+    **{word: lambda items, _, made=made: made(items) for word, made in _SEQUENCES.items()},  # type: ignore[misc]
+    "dict": lambda items, _: dict(items),
+    "OrderedDict": lambda items, _: OrderedDict(items),
+    "Counter": lambda items, _: Counter(dict(items)),
+    "deque": lambda items, text: deque(items, text["maxlen"]),
+    "defaultdict": lambda items, text: defaultdict(text["factory"] and _FACTORIES[text["factory"]], items),
+}

@@ -1,1 +1,0 @@
-"""What `accel checkpoint` asks of a child process, which needs no torch."""

@@ -1,0 +1,351 @@
+"""Items of a training state: how each is captured and restored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from accel_runtime.checkpoint.manifest import TensorEntry
+from accel_runtime.checkpoint.tensor_matching import (
+    copy_into,
+    describe_mismatch,
+    format_names,
+    has_host_memory,
+    is_sharded,
+    is_tensor,
+    match_tensors,
+    select_matching,
+    storage_key,
+    tensor_name_of,
+)
+from accel_runtime.data.loader import NextBatch, PreparedLoader
+from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.meta_init import MetaModels, list_meta_tensors
+
+__all__ = ["LoaderItem", "ModelItem", "OptimizerItem", "StateItem", "StatefulItem"]
+
+
+class StateItem(ABC):
+    """A part of the training state, with its name in checkpoints."""
+
+    moved = False
+    """Whether another number of processes saved the state that is restored."""
+    merge_needs_all_ranks = False
+    """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def class_name(self) -> str:
+        """Class name of the object."""
+        return ""
+
+    @abstractmethod
+    def tree(self) -> Any:
+        """Return the state for `serialize`; its tensors may be the live ones."""
+
+    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:  # noqa: ARG002 - what others look at
+        """Return a sentence for each reason that a serialized state does not fit, before tensors are read."""
+        return []
+
+    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Return live tensors to read into, by saved name; other tensors are read into new ones on the CPU."""
+        return {}
+
+    @abstractmethod
+    def restore(self, tree: Any) -> None:
+        """Restore a state."""
+
+    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:  # noqa: ARG002
+        """Return the state of this rank after a change of ranks, from those of all saved ranks (see `merge_needs_all_ranks`)."""
+        return trees[0]
+
+
+class StatefulItem(StateItem):
+    """Any object with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name)
+        self._object = thing
+
+    @property
+    @override
+    def class_name(self) -> str:
+        thing = getattr(self._object, "scheduler", self._object)
+        return type(thing).__qualname__
+
+    @override
+    def tree(self) -> Any:
+        return self._object.state_dict()
+
+    @override
+    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        if not isinstance(self._object, nn.Module):
+            return {}
+        return select_matching(match_tensors(text, self._object.state_dict()), tensors)
+
+    @override
+    def restore(self, tree: Any) -> None:
+        self._object.load_state_dict(tree)
+
+
+class LoaderItem(StateItem):
+    """A prepared loader; one that the script has deleted has no state."""
+
+    def __init__(self, name: str, loader: PreparedLoader | None, position: NextBatch = "next_batch") -> None:
+        super().__init__(name)
+        self._loader, self._resume_at = loader, position
+        self.merge_needs_all_ranks = loader is not None and loader.is_presharded
+
+    @override
+    def tree(self) -> Any:
+        return None if self._loader is None else self._loader.state_dict()
+
+    @override
+    def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:
+        return trees[0] if self._loader is None else self._loader.select_state(trees)
+
+    @override
+    def restore(self, tree: Any) -> None:
+        if self._loader is not None and tree is not None:
+            self._loader.load_state_dict(tree, random_restored=not self.moved, position=self._resume_at)
+
+
+class ModelItem(StateItem):
+    """Parameters and buffers of a model, read into the live ones.
+
+    `state` replaces the model's own if hooks have changed it; without `strict`, what fits is restored; `memory`
+    materializes
+    a model on the meta device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        state: dict[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        memory: MetaModels | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._model, self._strict, self._memory = model, strict, memory
+        self._state = model.state_dict() if state is None else state
+
+    @property
+    @override
+    def class_name(self) -> str:
+        # `fully_shard` derives a class from that of the script.
+        kind = type(self._model)
+        return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__qualname__
+
+    @override
+    def tree(self) -> Any:
+        return dict(self._state)
+
+    @override
+    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
+        missing = [name for name in self._state if name not in text]
+        unexpected = [name for name in text if name not in self._state]
+        reasons = []
+        if missing:
+            reasons.append(f"{self.name}: missing in the checkpoint: {format_names(missing)}")
+        if unexpected:
+            reasons.append(f"{self.name}: not in the model here: {format_names(unexpected)}")
+        live = match_tensors(text, self._state)
+        for name, tensor in live.items():
+            if name in tensors and (mismatch := describe_mismatch(tensors[name], tensor)):
+                reasons.append(f"{name} is {mismatch}")
+        return reasons
+
+    @override
+    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        if self._memory is not None and list_meta_tensors(self._model):
+            self._memory.materialize(self._model)
+            self._state = self._model.state_dict()
+        return select_matching(match_tensors(text, self._state), tensors)
+
+    @override
+    def restore(self, tree: Any) -> None:
+        values = {name: value for name, value in tree.items() if name in self._state}
+        for name, value in values.items():
+            copy_into(value, self._state[name])
+        if self._needs_load_state_dict():
+            self._model.load_state_dict(values, strict=self._strict)
+
+    def _needs_load_state_dict(self) -> bool:
+        """Return whether `load_state_dict` is needed: parameters and buffers do not contain the whole state."""
+        storages = {
+            storage_key(t) for t in (*self._model.parameters(), *self._model.buffers()) if not is_sharded(t)
+        }
+        tensors = (t for t in self._state.values() if is_tensor(t) and not is_sharded(t) and t.numel())
+        extra = any(not is_tensor(value) for value in self._state.values())
+        return extra or any(storage_key(tensor) not in storages for tensor in tensors)
+
+
+class OptimizerItem(StateItem):
+    """Groups and state of an optimizer by parameter name, with the parameters that no prepared model contains."""
+
+    def __init__(self, name: str, prepared: PreparedOptimizer, names: Mapping[nn.Parameter, str]) -> None:
+        super().__init__(name)
+        self._optimizer = prepared.optimizer
+        self._names = names
+
+    @property
+    @override
+    def class_name(self) -> str:
+        return type(self._optimizer).__qualname__
+
+    @override
+    def tree(self) -> Any:
+        state = self._optimizer.state_dict()
+        name_of = dict(zip(_list_parameters(state["param_groups"]), self._parameter_names(), strict=True))
+        groups = [
+            group | {"params": [name_of[i] for i in group["params"]]} for group in state["param_groups"]
+        ]
+        extra = {key: value for key, value in state.items() if key not in {"state", "param_groups"}}
+        state_by_name = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
+        other_state = {key: value for key, value in state["state"].items() if key not in name_of}
+        return {
+            "groups": groups,
+            "state": state_by_name,
+            "other": other_state,
+            "extra": extra,
+        } | self._unowned_state()
+
+    @override
+    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
+        if text.get("format") == "torch":
+            return self._compare_group_sizes(text["state_dict"]["param_groups"])
+        if "groups" not in text:
+            return []
+        saved, names = _list_parameters(text["groups"]), self._parameter_names()
+        missing = [name for name in names if name not in set(saved)]
+        unexpected = [name for name in saved if name not in set(names)]
+        reasons = []
+        if missing:
+            reasons.append(f"{self.name}: the checkpoint does not have {format_names(missing)}")
+        if unexpected:
+            reasons.append(f"{self.name}: the optimizer here does not have {format_names(unexpected)}")
+        reasons += [] if reasons else self._find_moved_parameters(text["groups"])
+        for name, tensor in match_tensors(text.get("parameters", {}), self._unowned_parameters()).items():
+            if name in tensors and (mismatch := describe_mismatch(tensors[name], tensor)):
+                reasons.append(f"{name} is {mismatch}")
+        return reasons
+
+    @override
+    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        targets = select_matching(
+            match_tensors(text.get("parameters", {}), self._unowned_parameters()), tensors
+        )
+        for name, parameter in zip(
+            self._parameter_names(), _list_parameters(self._optimizer.param_groups), strict=True
+        ):
+            for key, value in text.get("state", {}).get(name, {}).items():
+                entry = tensors.get(tensor_name_of(value))
+                if entry is not None:
+                    live = self._optimizer.state.get(parameter, {}).get(key)
+                    targets[tensor_name_of(value)] = _choose_target(entry, live, parameter)
+        return targets
+
+    @override
+    def restore(self, tree: Any) -> None:
+        if tree.get("format") == "torch":
+            self._optimizer.load_state_dict(tree["state_dict"])
+            return
+        index_of = dict(zip(self._parameter_names(), range(len(self._parameter_names())), strict=True))
+        groups = self._build_groups(tree["groups"], index_of)
+        state = {
+            index_of[name]: dict(parameter_state)
+            for name, parameter_state in tree["state"].items()
+            if name in index_of
+        }
+        self._optimizer.load_state_dict(
+            {"state": state | tree["other"], "param_groups": groups} | tree["extra"]
+        )
+        self._keep_dtypes(tree["state"])
+        for name, parameter in self._unowned_parameters().items():
+            copy_into(tree.get("parameters", {}).get(name), parameter)
+
+    def _find_moved_parameters(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+        groups = self._optimizer.param_groups
+        if len(saved) != len(groups):
+            return [
+                f"{self.name}: the checkpoint has {len(saved)} groups of parameters, the optimizer here {len(groups)}"
+            ]
+        differ = [
+            str(index)
+            for index, (group, live) in enumerate(zip(saved, groups, strict=True))
+            if set(group["params"]) != {self._names[parameter] for parameter in live["params"]}
+        ]
+        if not differ:
+            return []
+        return [f"{self.name}: group {', '.join(differ)} has other parameters in the checkpoint than here"]
+
+    def _build_groups(
+        self, saved: Sequence[Mapping[str, Any]], index_of: Mapping[str, int]
+    ) -> list[dict[str, Any]]:
+        """Return the saved groups with parameter indices; the live groups if their number differs."""
+        live_groups = self._optimizer.param_groups
+        same = len(saved) == len(live_groups)
+        groups = []
+        for index, live in enumerate(live_groups):
+            kept = {key: value for key, value in live.items() if key == "param_names" or not same}
+            indices = [index_of[self._names[parameter]] for parameter in live["params"]]
+            groups.append((dict(saved[index]) if same else {}) | kept | {"params": indices})
+        return groups
+
+    def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Undo the cast of torch: state keeps its saved dtype beside parameters of a lower precision."""
+        for name, parameter in zip(
+            self._parameter_names(), _list_parameters(self._optimizer.param_groups), strict=True
+        ):
+            for key, value in saved.get(name, {}).items():
+                live = self._optimizer.state.get(parameter, {}).get(key)
+                if is_tensor(live) and is_tensor(value) and live.dtype != value.dtype:
+                    self._optimizer.state[parameter][key] = value.to(live.device)
+
+    def _compare_group_sizes(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Compare the group sizes of a state in torch's format, which has no parameter names."""
+        saved = [len(group["params"]) for group in groups]
+        live = [len(group["params"]) for group in self._optimizer.param_groups]
+        if saved == live:
+            return []
+        return [
+            f"{self.name}: the checkpoint has groups of {saved} parameters, the optimizer here groups of {live}"
+        ]
+
+    def _unowned_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        loose = self._unowned_parameters()
+        return {"parameters": loose} if loose else {}
+
+    def _unowned_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that no prepared model contains, and that are saved here."""
+        prefix = f"{self.name}."
+        names = {self._names[p]: p for p in _list_parameters(self._optimizer.param_groups)}
+        return {name: p for name, p in names.items() if name.startswith(prefix)}
+
+    def _parameter_names(self) -> list[str]:
+        return [self._names[parameter] for parameter in _list_parameters(self._optimizer.param_groups)]
+
+
+def _list_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _choose_target(entry: TensorEntry, live: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor to read optimizer state into: the live one if it fits, else one on the parameter's device."""
+    dtype = getattr(torch, entry.dtype)
+    if not has_host_memory(parameter):
+        return torch.empty(entry.shape, dtype=dtype)
+    if isinstance(live, torch.Tensor) and tuple(live.shape) == entry.shape and live.dtype == dtype:
+        return live.detach()
+    if entry.shape and tuple(parameter.shape) == entry.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Collectives of accel: a handshake first, then as few messages as possible."""

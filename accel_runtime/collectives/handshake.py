@@ -1,0 +1,323 @@
+"""The handshake before every collective: all ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_runtime.call_site import CallSite, call_site
+from accel_runtime.collectives.packing import TensorSpec, describe_structure, memory_of
+from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport
+from accel_runtime.heartbeat import heartbeat
+
+__all__ = [
+    "PAYLOAD",
+    "SUMMARY_WORLD_SIZE",
+    "CollectiveCall",
+    "Handshake",
+    "MismatchError",
+    "RankLostError",
+    "StallError",
+    "Write",
+    "build_writer",
+    "call_at_site",
+]
+
+_HEAD = 32
+_HEAD_STRUCT = struct.Struct("=4q")
+_LOG = logging.getLogger("accel_runtime.collectives")
+SUMMARY_WORLD_SIZE = 32
+"""Above this world size ranks compare a summary of 64 bytes before slots; docs/design/agreement.md has the measurements."""
+PAYLOAD = SLOT - _HEAD
+"""Bytes of data that fit into the handshake itself."""
+
+
+class MismatchError(RuntimeError):
+    """The ranks called different collectives, or with incompatible data; the message lists the calls."""
+
+
+class StallError(RuntimeError):
+    """A rank did not join a collective in time; the message names it."""
+
+
+class RankLostError(StallError):
+    """A rank ended or lost its connection; the message names it."""
+
+
+class CollectiveCall(NamedTuple):
+    """A collective call; must be equal on all ranks."""
+
+    operation: str
+    site: CallSite
+    structure: tuple[Any, ...] = ()
+    """Containers, keys and specs, as in `NestedData.structure`."""
+    free: str = ""
+    """Dimensions that may differ: `first`, all `sizes`, or none."""
+    anywhere: bool = False
+    """Allow ranks to call from different lines without a warning."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.site}"
+
+
+class HandshakeResult(NamedTuple):
+    """The data of all ranks in a handshake."""
+
+    identical: bool
+    """True if nothing differs, shapes included."""
+    sizes: list[int]
+    """The number of bytes of each rank."""
+    slots: bytearray
+    """The slots of all ranks."""
+    large: Sequence[torch.Tensor] | torch.Tensor = ()
+    """The bytes of each rank if some do not fit into a slot; empty for ranks whose bytes fit."""
+
+    def view(self, rank: int) -> memoryview:
+        """Return the bytes of one rank."""
+        size = self.sizes[rank]
+        if size > PAYLOAD:
+            return memory_of(self.large[rank])
+        start = rank * SLOT + _HEAD
+        return memoryview(self.slots)[start : start + size]
+
+    @property
+    def payloads(self) -> Sequence[torch.Tensor] | torch.Tensor:
+        """The bytes of all ranks by rank; `[world_size, n]` if all sizes are equal."""
+        size, count = self.sizes[0], len(self.sizes)
+        if not self.slots:
+            return torch.empty(count, 0, dtype=torch.uint8, device="cpu")
+        equal_sizes = self.sizes.count(size) == count
+        if equal_sizes and size > PAYLOAD:
+            return self.large
+        slots = torch.frombuffer(self.slots, dtype=torch.uint8).view(count, SLOT)
+        if equal_sizes:
+            return slots[:, _HEAD : _HEAD + size]
+        return [
+            self.large[rank] if size > PAYLOAD else slots[rank, _HEAD : _HEAD + size]
+            for rank, size in enumerate(self.sizes)
+        ]
+
+
+Write = Callable[[memoryview], object]
+"""Fill the buffer it is given."""
+
+
+class Handshake:
+    """Run the handshakes of this rank, one after the other.
+
+    Args:
+        transport: Moves the bytes.
+        rank: The rank of this process.
+        size: The number of ranks.
+    """
+
+    def __init__(self, transport: Transport, rank: int, size: int) -> None:
+        self._transport, self.rank, self.size = transport, rank, size
+        self._slot = memoryview(bytearray(SLOT))
+        self._head = self._slot[:_HEAD].cast("q")
+        self._last: CollectiveCall | None = None
+        self._warned: set[tuple[int, ...]] = set()
+        """Lines of all ranks that were called as one collective, and of which a warning was given."""
+        self._heartbeat = heartbeat()
+
+    def exchange(
+        self,
+        call: CollectiveCall,
+        size: int = 0,
+        write: Write | None = None,
+        *,
+        failure: str | None = None,
+        only_if_different: bool = False,
+    ) -> HandshakeResult:
+        """Compare a call with all ranks and send them some bytes.
+
+        Args:
+            call: What this rank is about to do.
+            size: The number of bytes of this rank; may differ between ranks.
+            write: Fills the buffer for them.
+            failure: Why this rank cannot take part; all ranks raise then.
+            only_if_different: Send the bytes only if the calls differ in what may differ. In a small world they are sent
+                anyway.
+
+        Raises:
+            MismatchError: The calls differ. Raised on every rank, which all stay in step.
+            StallError: A rank did not join in time or ended.
+        """
+        strict, loose, line = _digests(call) if failure is None else (-1, -1, 0)
+        self._head[0], self._head[1], self._head[2], self._head[3] = strict, loose, size, line
+        if self._heartbeat is not None:
+            self._heartbeat.enter(call.operation, call.site)
+        if self.size > SUMMARY_WORLD_SIZE and self._is_identical(call, 0 if only_if_different else size):
+            if self._heartbeat is not None:
+                self._heartbeat.exit()
+            self._last = call
+            return HandshakeResult(True, [0] * self.size, bytearray())
+        inline = size <= PAYLOAD
+        if write and inline and size:
+            write(self._slot[_HEAD : _HEAD + size])
+        slots = self._all_gather_slots(call)
+        if self._heartbeat is not None:
+            self._heartbeat.exit()
+        heads = [_HEAD_STRUCT.unpack_from(slots, rank * SLOT) for rank in range(self.size)]
+        self._check(heads, call, failure)
+        self._last = call
+        sizes = [head[2] for head in heads]
+        large = self._gather_large(sizes, write, call) if max(sizes) > PAYLOAD else ()
+        return HandshakeResult(_all_equal(heads, 0), sizes, slots, large)
+
+    def _is_identical(self, call: CollectiveCall, size: int) -> bool:
+        """Return whether all ranks make this call from one line, and no rank has bytes for the others.
+
+        Sends 64 bytes a round, whatever the world size. All ranks get the same answer.
+        """
+        own = (self._head[0], self._head[1], size, self._head[3])
+        try:
+            values = self._transport.all_reduce_min((*own, *(-value for value in own)), call.__str__)
+        except ConnectionLostError as error:
+            raise self._build_stall_error(error, call) from None
+        lowest, highest = values[:4], tuple(-value for value in values[4:])
+        strict, line = 0, 3
+        return lowest[strict] == highest[strict] != -1 and lowest[line] == highest[line] and highest[2] == 0
+
+    def _check(self, heads: Sequence[Sequence[int]], call: CollectiveCall, failure: str | None) -> None:
+        matches = _all_equal(heads, 0) or _all_equal(heads, 1)
+        if matches and failure is None and heads[0][0] != -1:
+            lines = tuple(head[3] for head in heads)
+            if lines.count(lines[0]) != len(lines) and lines not in self._warned:
+                self._warned.add(lines)
+                self._warn_about_lines(call)
+            return
+        data = f" of {describe_structure(call.structure)}" if call.structure else ""
+        description = f"{call}{data}" + (f": {failure}" if failure else "")
+        texts = self._gather_texts(description)
+        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
+
+    def _warn_about_lines(self, call: CollectiveCall) -> None:
+        """Warn that ranks make one call from different lines; collective."""
+        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(self._gather_texts(str(call))))
+        if self.rank == 0:
+            _LOG.warning(
+                "The ranks called one collective from different lines of the script. Their data fit, but may be of different "
+                "steps or metrics: call it from one line, after the branch.\n%s",
+                calls,
+            )
+
+    def _gather_texts(self, text: str) -> list[str]:
+        data = text.encode()
+        result = self.exchange(CollectiveCall("describing", _NOWHERE), len(data), build_writer(data))
+        return [str(result.view(rank), "utf-8") for rank in range(self.size)]
+
+    def _gather_large(
+        self, sizes: Sequence[int], write: Write | None, call: CollectiveCall
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
+        own = torch.empty(
+            sizes[self.rank] if sizes[self.rank] > PAYLOAD else 0, dtype=torch.uint8, device="cpu"
+        )
+        if write and len(own):
+            write(memory_of(own))
+        return self.all_gather_bytes(own, [size if size > PAYLOAD else 0 for size in sizes], call)
+
+    def all_gather_bytes(
+        self, own: torch.Tensor, sizes: Sequence[int], call: CollectiveCall
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
+        """Return the bytes of all ranks, of sizes that every rank knows; `[world_size, n]` if they are equal."""
+        equal = all(size == sizes[0] for size in sizes)
+        buffers: Sequence[torch.Tensor] | torch.Tensor = (
+            torch.empty(self.size, sizes[0], dtype=torch.uint8, device="cpu")
+            if equal
+            else [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        )
+        buffers[self.rank].copy_(own)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._transfer(dict.fromkeys(others, own), {rank: buffers[rank] for rank in others}, call)
+        return buffers
+
+    def scatter_bytes(
+        self, own: Sequence[torch.Tensor], buffer: torch.Tensor, source: int, call: CollectiveCall
+    ) -> None:
+        """Send from rank `source` to each rank its own bytes.
+
+        Args:
+            own: On `source`, `[n]` bytes for each rank; unused on other ranks.
+            buffer: On other ranks, the buffer to fill.
+            source: The sending rank.
+            call: The collective call that this is a part of.
+        """
+        if self.rank != source:
+            self._transfer({}, {source: buffer}, call)
+        else:
+            self._transfer({rank: data for rank, data in enumerate(own) if rank != source}, {}, call)
+
+    def _all_gather_slots(self, call: CollectiveCall) -> bytearray:
+        try:
+            return self._transport.all_gather_slots(self._slot, call.__str__)
+        except ConnectionLostError as error:
+            raise self._build_stall_error(error, call) from None
+
+    def _transfer(
+        self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], call: CollectiveCall
+    ) -> None:
+        try:
+            self._transport.transfer(outgoing, incoming, call.__str__)
+        except ConnectionLostError as error:
+            raise self._build_stall_error(error, call) from None
+
+    def _build_stall_error(self, error: ConnectionLostError, call: CollectiveCall) -> StallError:
+        last = f"it was last in {self._last}" if self._last else "it has been in no collective yet"
+        missing = [rank for rank in range(self.size) if rank not in error.waiting]
+        lines = "\n".join(
+            f"  rank {rank}: "
+            + (f"waits in {error.waiting[rank]}" if rank in error.waiting else f"is missing; {last}")
+            for rank in range(self.size)
+        )
+        subject = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        if error.timed_out:
+            return StallError(f"{subject} did not come to {call} in time:\n{lines}")
+        return RankLostError(f"{subject} ended, or lost its connection, and {call} cannot complete:\n{lines}")
+
+
+def build_writer(data: bytes | memoryview) -> Write:
+    """Return a function that copies these bytes into a buffer."""
+
+    def write(buffer: memoryview) -> None:
+        buffer[:] = data
+
+    return write
+
+
+_NOWHERE = CallSite("", 0, "")
+
+
+def _all_equal(heads: Sequence[Sequence[int]], column: int) -> bool:
+    first = heads[0][column]
+    return all(head[column] == first for head in heads)
+
+
+@lru_cache(maxsize=1024)
+def _digests(call: CollectiveCall) -> tuple[int, int, int]:
+    """Return digests of all that must be equal, of the same without free dimensions, and of the line."""
+    loose = tuple(
+        item.with_free_dimensions(call.free) if isinstance(item, TensorSpec) and call.free else item
+        for item in call.structure
+    )
+    strict, free = (_digest(f"{call.operation}\n{structure}") for structure in (call.structure, loose))
+    return strict, free, 0 if call.anywhere else _digest(str(call.site))
+
+
+def _digest(text: str) -> int:
+    # One bit less, so that -1 marks a failure only.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def call_at_site(
+    operation: str, structure: tuple[Any, ...] = (), *, free: str = "", anywhere: bool = False
+) -> CollectiveCall:
+    """Describe the current call, with the line of the user's code that it comes from."""
+    return CollectiveCall(operation, call_site(), structure, free, anywhere)

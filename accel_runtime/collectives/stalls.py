@@ -1,0 +1,390 @@
+"""Find the ranks that will not join a collective call within seconds.
+
+docs/design/save-alone.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from accel_runtime.call_site import TORCH, CallSite, call_site, call_site_of_frame, user_call_sites
+from accel_runtime.collectives.handshake import RankLostError, StallError
+from accel_runtime.heartbeat import Progress, ProgressCounts, heartbeat
+
+__all__ = [
+    "MissingRanks",
+    "StatusService",
+    "explain_collective_error",
+    "rank_monitor_of",
+]
+
+_REQUEST_INTERVALS_S = 0.25, 2.0
+"""Seconds before the first status request to missing ranks, and the longest interval between requests."""
+_SILENT_S = 10.0
+"""Seconds after which a rank that does not answer is left to the transport, which detects lost connections."""
+_POLL_INTERVALS_S = 0.0005, 0.05
+
+
+@dataclass(frozen=True)
+class MissingRanks:
+    """A call that some ranks make and others can no longer make."""
+
+    site: CallSite
+    """The line of the call on this rank."""
+    rank: int
+    """This rank."""
+    first: int
+    """The lowest rank that makes the call."""
+    missing: Mapping[int, str]
+    """The status of each missing rank; empty if an earlier call from the same lines found it."""
+    key: str
+    """The store key of this call, equal on all ranks that make it."""
+
+    @property
+    def is_leader(self) -> bool:
+        """Return whether this rank acts for all ranks that make the call."""
+        return self.rank == self.first
+
+
+class RankMonitor:
+    """Wait for the calls that all ranks should make.
+
+    Args:
+        service: Requests the status of ranks.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout_s: Seconds after which a missing rank is an error.
+    """
+
+    def __init__(self, service: StatusService, rank: int, size: int, timeout_s: float) -> None:
+        self.service = service
+        self._store = PrefixStore("calls", service.store)
+        self._rank, self._size, self._timeout = rank, size, timeout_s
+        self._leaders: dict[tuple[CallSite, ...], int] = {}
+        self._last: tuple[str, ProgressCounts, int] = ("", ProgressCounts(0, 0, 0, 0), 0)
+        self._presence = ""
+
+    def wait(self, operation: str) -> MissingRanks | None:
+        """Wait until all ranks make this call and return None, or until a rank is known never to make it.
+
+        If ranks were missing at an earlier call from the same lines, its leader does not wait.
+        """
+        counts, stack, site = self.service.counts, user_call_sites(), call_site()
+        repetition = self._last[2] + 1 if self._last[:2] == (operation, counts) else 0
+        self._last = (operation, counts, repetition)
+        key = f"{operation}/{'-'.join(map(str, counts))}/{repetition}"
+        self._announce(operation, counts)
+        if self._leaders.get(stack) == self._rank:
+            return MissingRanks(site, self._rank, self._rank, {}, key)
+        missing = self._wait_for_all(operation, counts, site, key)
+        if missing is not None:
+            self._leaders[stack] = missing.first
+        return missing
+
+    def finish(self, missing: MissingRanks, outcome: str) -> None:
+        """Publish the outcome of a call to the other ranks that make it, and stop announcing this rank."""
+        self._store.set(missing.key, outcome)
+        self._store.delete_key(self._presence)
+
+    def outcome(self, missing: MissingRanks) -> str:
+        """Return the outcome that the leading rank published."""
+        end, pause = time.monotonic() + self._timeout, _POLL_INTERVALS_S[0]
+        while not self._store.check([missing.key]):
+            if time.monotonic() > end:
+                raise StallError(f"rank {missing.first} did not finish the call at {missing.site} in time")
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_INTERVALS_S[1])
+        self._store.delete_key(self._presence)
+        return str(self._store.get(missing.key).decode())
+
+    def _announce(self, operation: str, counts: ProgressCounts) -> None:
+        """Announce that this rank makes the call, and delete its previous announcement."""
+        presence = self._presence_key(operation, counts, self._rank)
+        if self._presence and presence != self._presence:
+            self._store.delete_key(self._presence)
+        self._presence = presence
+        self._store.set(presence, "here")
+
+    def _wait_for_all(
+        self, operation: str, counts: ProgressCounts, site: CallSite, key: str
+    ) -> MissingRanks | None:
+        presence_keys = {
+            rank: self._presence_key(operation, counts, rank)
+            for rank in range(self._size)
+            if rank != self._rank
+        }
+        started, pause, interval = time.monotonic(), _POLL_INTERVALS_S[0], _REQUEST_INTERVALS_S[0]
+        last_request, last_answer, texts = started, started, dict[int, str]()
+        while not self._store.check(list(presence_keys.values())):
+            now = time.monotonic()
+            present = [self._rank, *(rank for rank, key in presence_keys.items() if self._store.check([key]))]
+            if self._store.check([key]):
+                others = [rank for rank in present if rank != self._rank]
+                return MissingRanks(site, self._rank, min(others, default=-1), {}, key)
+            if now - last_request > interval:
+                missing = [rank for rank in presence_keys if rank not in present]
+                statuses = self.service.ask(missing)
+                texts = {rank: status.text for rank, status in statuses.items()}
+                if any(status.is_beyond(counts) for status in statuses.values()):
+                    return MissingRanks(site, self._rank, min(present), texts, key)
+                last_request, interval = time.monotonic(), min(2 * interval, _REQUEST_INTERVALS_S[1])
+                last_answer = last_request if len(statuses) == len(missing) else last_answer
+                if last_request - last_answer > _SILENT_S:
+                    return None
+            if now - started > self._timeout:
+                raise self._build_stall_error(operation, site, present, texts)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_INTERVALS_S[1])
+        return None
+
+    def _build_stall_error(
+        self, operation: str, site: CallSite, present: list[int], texts: Mapping[int, str]
+    ) -> StallError:
+        missing = [rank for rank in range(self._size) if rank not in present]
+        lines = "".join(
+            f"\n  rank {rank}: "
+            + (texts.get(rank, "is missing") if rank in missing else f"waits in {operation}")
+            for rank in range(self._size)
+        )
+        ranks = ", ".join(map(str, missing))
+        return StallError(f"rank {ranks} did not come to {operation} at {site} in time:{lines}")
+
+    @staticmethod
+    def _presence_key(operation: str, counts: ProgressCounts, rank: int) -> str:
+        # Every rank has entered the same number of collectives; other counts may differ after uneven loops.
+        return f"{operation}/{counts.collectives}/rank {rank}"
+
+
+@lru_cache(maxsize=1)
+def rank_monitor_of(
+    world: dist.ProcessGroup,  # noqa: ARG001 - the key
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+) -> RankMonitor | None:
+    """Return the monitor of a default process group, or None if it is not supported; collective.
+
+    Only a TCPStore can wait in one thread while another uses it.
+    """
+    progress, underlying = heartbeat(), store
+    while isinstance(underlying, PrefixStore):
+        underlying = underlying.underlying_store
+    if progress is None or size == 1 or not isinstance(underlying, TCPStore):
+        return None
+    service = StatusService(store, rank, size, progress)
+    return RankMonitor(service, rank, size, timeout.total_seconds())
+
+
+PATIENCE_S = 2.0
+"""Seconds in which a rank answers, unless its threads wait for code that holds the GIL."""
+_PAUSE_S = 0.005
+_DAY = timedelta(days=1)
+_LEAVE = "leave "
+_STOP_TIMEOUT_S = 0.5
+_MAX_NAMED_RANKS = 3
+"""The number of ranks named in the first line of a message."""
+_NO_ANSWER = "does not answer: its process has ended, or runs code that holds the GIL"
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The status of a rank."""
+
+    counts: ProgressCounts
+    """Progress counts since the last collective of accel."""
+    text: str
+    """The status as text: `is at train.py:12 (<module>) after 3 steps`."""
+    in_backward: bool = False
+    """True in a backward pass."""
+    ended: bool = False
+    """True if the script has ended."""
+
+    def to_json(self) -> str:
+        """Serialize the status for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankStatus:
+        """Parse the result of `to_json`."""
+        fields = json.loads(text)
+        return cls(**fields | {"counts": ProgressCounts(*fields["counts"])})
+
+    def is_beyond(self, counts: ProgressCounts) -> bool:
+        """Return whether the rank can no longer reach the point of a rank with these counts."""
+        return self.ended or self.counts.is_beyond(counts)
+
+
+class StatusService:
+    """Request the status of other ranks, and answer their requests in a thread.
+
+    Args:
+        store: A store of all ranks; its `clone` may wait for a key while others use the store.
+        rank: The rank of this process.
+        size: The number of ranks.
+        progress: The progress of this process.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, progress: Progress) -> None:
+        # A group that was made anew with the same store has a service of its own.
+        generation = store.add(f"accel/status/{rank}", 1)
+        self.store: Any = PrefixStore(f"accel/status/{generation}", store)
+        """Of this service and its counterparts on the other ranks."""
+        self.rank, self.size, self._progress = rank, size, progress
+        self._main = threading.main_thread().ident
+        self._closed, self._pid = False, os.getpid()
+        self._host_status: RankStatus | None = None
+        """Where the rank was whose process had the store, once that has ended."""
+        self._thread = threading.Thread(target=self._answer_requests, name="accel-status", daemon=True)
+        self._thread.start()
+        # A thread that is woken while the interpreter ends would abort the process: docs/design/leaving-gloo.md.
+        atexit.register(self.close)
+
+    @property
+    def counts(self) -> ProgressCounts:
+        """The progress counts of this rank."""
+        return self._progress.counts
+
+    def ask(self, ranks: Iterable[int], patience_s: float = PATIENCE_S) -> dict[int, RankStatus]:
+        """Return the status of other ranks, of those that answer in time."""
+        if self._host_status is not None:
+            return {0: self._host_status}
+        statuses: dict[int, RankStatus] = {}
+        with suppress(RuntimeError):
+            pending = {rank: self._request(rank) for rank in ranks if rank != self.rank}
+            end = time.monotonic() + patience_s
+            while pending and time.monotonic() < end:
+                for rank, key in list(pending.items()):
+                    if text := self._read(f"left/{rank}") or self._read(key):
+                        statuses[rank] = RankStatus.from_json(text)
+                        self.store.delete_key(key)
+                        del pending[rank]
+                if pending:
+                    time.sleep(_PAUSE_S)
+        return statuses
+
+    def close(self) -> None:
+        """Publish that this rank has ended, and stop the thread that answers."""
+        if self._closed or os.getpid() != self._pid:  # a process that the script has forked ends by itself
+            return
+        self._closed = True
+        if self._host_status is not None:
+            return
+        with suppress(RuntimeError):
+            last = self._last_status().to_json()
+            self.store.set(f"left/{self.rank}", last)
+            if self.rank == 0 and not dist.is_torchelastic_launched():
+                self._stop_other_threads(last)
+            self._request(self.rank, _LEAVE)
+            self._thread.join(PATIENCE_S)
+
+    def _stop_other_threads(self, last: str) -> None:
+        """Stop the threads of other ranks, which would print a C++ stack when the store ends with this process."""
+        others = [rank for rank in range(self.size) if rank and not self.store.check([f"left/{rank}"])]
+        keys = [self._request(rank, f"{_LEAVE}{last}").replace("answer", "ask", 1) for rank in others]
+        end = time.monotonic() + _STOP_TIMEOUT_S
+        while time.monotonic() < end and any(self.store.check([key]) for key in keys):
+            time.sleep(_PAUSE_S)
+
+    def _request(self, rank: int, word: str = "status") -> str:
+        """Request the status of one rank; return the key of its answer."""
+        number = self.store.add(f"asked/{rank}", 1)
+        self.store.set(f"ask/{rank}/{number}", word)
+        return f"answer/{rank}/{number}"
+
+    def _read(self, key: str) -> str | None:
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def _answer_requests(self) -> None:
+        """Answer requests until this rank leaves or the store is gone."""
+        number = 1
+        with suppress(RuntimeError):
+            store = self.store.clone()
+            while True:
+                key = f"ask/{self.rank}/{number}"
+                if not _wait_for_key(store, key):
+                    continue
+                word = store.get(key).decode()
+                store.delete_key(key)
+                if word.startswith(_LEAVE):
+                    if status := word.removeprefix(_LEAVE):
+                        self._host_status = RankStatus.from_json(status)
+                    return
+                store.set(f"answer/{self.rank}/{number}", self._status().to_json())
+                number += 1
+
+    def _status(self) -> RankStatus:
+        """Return the status of this rank's main thread."""
+        progress = self._progress
+        counts, inside, in_backward = progress.counts, progress.inside, False
+        if inside is not None:
+            location = f"waits in {inside[0]} at {inside[1]}"
+        else:
+            frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
+            in_backward = _is_in_backward(frame)
+            location = f"is {'in backward() ' if in_backward else ''}at {call_site_of_frame(frame, TORCH)}"
+        return RankStatus(counts, f"{location} {self.progress_text}", in_backward)
+
+    def _last_status(self) -> RankStatus:
+        """Return the status once the script has ended."""
+        how = "with an error" if self._progress.has_failed else "normally"
+        return RankStatus(self.counts, f"ended {how} {self.progress_text}", ended=True)
+
+    @property
+    def progress_text(self) -> str:
+        """The progress of this rank as text."""
+        steps, batches = self._progress.steps, self._progress.batches
+        return (
+            f"after {steps} step{'' if steps == 1 else 's'} and {batches} batch{'' if batches == 1 else 'es'}"
+        )
+
+
+def _wait_for_key(store: Any, key: str) -> bool:
+    """Wait for a key; return False after a day."""
+    try:
+        store.wait([key], _DAY)
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _is_in_backward(frame: Any) -> bool:
+    """Return whether a stack is inside of a torch backward pass."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_filename.startswith(TORCH):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def explain_collective_error(error: RuntimeError, operation: str, service: StatusService) -> RuntimeError:
+    """Return an error with the status of all ranks if `error` comes from a torch collective, else `error`."""
+    text = str(error)
+    if not (isinstance(error, dist.DistError) or "gloo" in text):
+        return error
+    site, counts = call_site(TORCH), service.counts
+    statuses = service.ask(range(service.size))
+    texts = {rank: status.text for rank, status in statuses.items()}
+    texts[service.rank] = f"is in {operation} at {site} {service.progress_text}"
+    others = [rank for rank in range(service.size) if rank != service.rank]
+    suspects = [rank for rank in others if rank not in statuses or statuses[rank].counts != counts]
+    suspects = suspects or [rank for rank in others if statuses[rank].ended or not statuses[rank].in_backward]
+    first = "; ".join(f"rank {rank} {texts.get(rank, _NO_ANSWER)}" for rank in suspects[:_MAX_NAMED_RANKS])
+    lines = "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(service.size))
+    error_type = StallError if "timed out" in text.lower() else RankLostError
+    return error_type(f"{operation} at {site} cannot complete{': ' if first else ''}{first}{lines}")

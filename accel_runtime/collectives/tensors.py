@@ -1,0 +1,467 @@
+"""Collectives over nested tensors: all tensors of a batch in one or two exchanges after a handshake."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from accel_runtime import nested
+from accel_runtime.backends.base import Backend, Reduction
+from accel_runtime.collectives.handshake import PAYLOAD, CollectiveCall, build_writer, call_at_site
+from accel_runtime.collectives.packing import (
+    FlattenedData,
+    PackedLayout,
+    TensorSpec,
+    build_layout,
+    build_packer,
+    flatten_data,
+    list_locations,
+    pack_into,
+    unpack_combined,
+    unpack_row,
+    unpack_rows,
+)
+
+__all__ = [
+    "broadcast",
+    "check_rank",
+    "gather",
+    "gather_tensors",
+    "pad_across_processes",
+    "reduce",
+    "replace_tensors",
+]
+
+
+def gather(data: Any, backend: Backend) -> Any:
+    """Concatenate the tensors of all ranks along the first dimension, by rank.
+
+    Args:
+        data: A tensor, or tensors nested in dicts, lists and tuples. `[n, ...]` becomes `[sum of n, ...]`; `n` may differ
+            between ranks. A scalar `[]` becomes `[world_size]`.
+        backend: Connects the ranks.
+
+    Returns:
+        The same structure, without gradients; on one process `data` itself.
+
+    Raises:
+        TypeError: A leaf is not a dense tensor. Raised on every rank.
+        MismatchError: Structure, dtype or other dimensions differ between ranks. Raised on every rank.
+        StallError: A rank does not join.
+    """
+    flat = flatten_data(data)
+    if backend.topology.world_size == 1:
+        return refuse_non_tensors(flat, data)
+    gathered = gather_tensors(call_at_site("gather", flat.structure, free="first"), flat, backend)
+    return replace_tensors(data, gathered.tensors)
+
+
+def reduce(
+    data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0, *, compare_lines: bool = True
+) -> Any:
+    """Reduce every tensor over the ranks, elementwise.
+
+    Args:
+        data: A tensor, or tensors nested in dicts, lists and tuples, of equal shape on all ranks.
+        reduction: `sum`, `mean`, `max` or `min`. The mean of integers is float32, the sum of booleans int64.
+        backend: Connects the ranks.
+        scale: A factor for the result.
+        compare_lines: Warn if ranks call from different lines.
+
+    Returns:
+        The same structure, of new tensors without gradients.
+
+    Raises:
+        ValueError: The reduction is unknown.
+        TypeError: A leaf is not a dense tensor. Raised on every rank.
+        MismatchError: Data or calls differ between ranks. Raised on every rank.
+        StallError: A rank does not join.
+    """
+    if reduction not in {"sum", "mean", "max", "min"}:
+        raise ValueError(f"Invalid reduction {reduction!r}: expected sum, mean, max or min.")
+    flat = flatten_data(data)
+    exact = [_to_exact_dtype(tensor.detach(), reduction) for tensor in flat.tensors]
+    flat = flat._replace(
+        tensors=exact, specs=tuple(TensorSpec(t.dtype, t.shape, t.device.type) for t in exact)
+    )
+    operation = f"reduce {reduction} scale {scale}"
+    call = call_at_site(operation, flat.structure, anywhere=not compare_lines)
+    if backend.topology.world_size == 1:
+        refuse_non_tensors(flat, data)
+        totals = [tensor.clone() for tensor in exact]
+    else:
+        totals = _reduce(call, flat, reduction, backend)
+    return replace_tensors(data, totals if scale == 1 else [total * scale for total in totals])
+
+
+def broadcast(data: Any, backend: Backend, from_process: int = 0) -> Any:
+    """Copy the tensors of one rank into those of all others; return `data`.
+
+    Raises:
+        ValueError: `from_process` is not a rank.
+        TypeError: A leaf is not a dense tensor. Raised on every rank.
+        MismatchError: Data or calls differ between ranks. Raised on every rank.
+        StallError: A rank does not join.
+    """
+    check_rank(from_process, backend)
+    flat = flatten_data(data)
+    if backend.topology.world_size == 1:
+        return refuse_non_tensors(flat, data)
+    call = call_at_site(f"broadcast from rank {from_process}", flat.structure)
+    _broadcast(call, flat, from_process, backend)
+    return data
+
+
+def pad_across_processes(
+    data: Any, backend: Backend, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Pad tensors in one dimension to the largest size on any rank.
+
+    Args:
+        data: A tensor, or tensors nested in dicts, lists and tuples; tensors without `dim` are returned as they are.
+        backend: Connects the ranks.
+        dim: The dimension; negative values count from the last.
+        pad_index: The value of the padding.
+        pad_first: Pad before the data instead of after it.
+
+    Returns:
+        The same structure; tensors that need no padding are returned themselves.
+
+    Raises:
+        TypeError: A leaf is not a dense tensor. Raised on every rank.
+        MismatchError: More than sizes differ between ranks. Raised on every rank.
+        StallError: A rank does not join.
+    """
+    flat = flatten_data(data)
+    if backend.topology.world_size == 1:
+        return refuse_non_tensors(flat, data)
+    call = call_at_site(f"pad_across_processes of dimension {dim}", flat.structure, free="sizes")
+    sizes = [_size_of(tensor, dim) for tensor in flat.tensors]
+    own = struct.pack(f"={len(sizes)}q", *sizes)
+    result = backend.handshake.exchange(call, len(own), build_writer(own))
+    refuse_non_tensors(flat, data)
+    if result.identical or not sizes:
+        return data
+    sizes_by_rank = (struct.unpack(f"={len(sizes)}q", result.view(rank)) for rank in range(len(result.sizes)))
+    longest = [max(of_each) for of_each in zip(*sizes_by_rank, strict=True)]
+    padded = (
+        _pad(tensor, dim, size, pad_index, pad_first=pad_first)
+        for tensor, size in zip(flat.tensors, longest, strict=True)
+    )
+    return replace_tensors(data, padded)
+
+
+class GatheredData(NamedTuple):
+    """The tensors of all ranks, concatenated."""
+
+    tensors: list[torch.Tensor]
+    rows: Sequence[Sequence[int]]
+    """The number of rows that each rank contributed to each tensor; 1 for a scalar."""
+
+
+def gather_tensors(call: CollectiveCall, flat: FlattenedData, backend: Backend) -> GatheredData:
+    """Gather flattened data for a given call."""
+    if flat.unsupported is not None:
+        backend.handshake.exchange(call)
+        refuse_non_tensors(flat, None)
+    result: GatherResult = gather_uneven(call, flat, backend)
+    return GatheredData(result.concatenate(), result.rows)
+
+
+def refuse_non_tensors(flat: FlattenedData, data: Any) -> Any:
+    """Return `data`; raise TypeError if it contains anything but dense tensors."""
+    if flat.unsupported is None:
+        return data
+    location, leaf = next(
+        (location, leaf)
+        for location, leaf in list_locations(flat.structure)
+        if not isinstance(leaf, TensorSpec)
+    )
+    raise TypeError(
+        f"Cannot send data{location}, {leaf}: only dense tensors are supported. "
+        "Use gather_object or broadcast_object_list for other objects."
+    )
+
+
+def replace_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return the structure of `data` with other tensors, in the same order."""
+    following = iter(tensors)
+    return nested.map_leaves(lambda _: next(following), data)
+
+
+def check_rank(rank: int, backend: Backend) -> None:
+    """Raise ValueError if the rank does not exist."""
+    if not 0 <= rank < backend.topology.world_size:
+        raise ValueError(
+            f"Invalid from_process {rank}: expected a rank from 0 to {backend.topology.world_size - 1}."
+        )
+
+
+def _to_exact_dtype(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    if reduction == "mean" and is_integer:
+        return tensor.float()
+    return tensor.long() if reduction == "sum" and tensor.dtype == torch.bool else tensor
+
+
+def _reduce(
+    call: CollectiveCall, flat: FlattenedData, reduction: Reduction, backend: Backend
+) -> list[torch.Tensor]:
+    on_cpu = [i for i, spec in enumerate(flat.specs) if spec.device == "cpu"]
+    layout = build_layout(
+        tuple(flat.specs[i].dtype for i in on_cpu), tuple(tuple(flat.specs[i].shape) for i in on_cpu)
+    )
+    inline = layout.size <= PAYLOAD
+    tensors = [flat.tensors[i] for i in on_cpu]
+    result = backend.handshake.exchange(call, layout.size if inline else 0, build_packer(tensors, layout))
+    refuse_non_tensors(flat, None)
+    reduced: dict[int, torch.Tensor] = {}
+    if inline and on_cpu:
+        rows = result.payloads
+        assert isinstance(rows, torch.Tensor)
+        shapes = [flat.specs[index].shape for index in on_cpu]
+        totals = unpack_combined(rows, layout, shapes, lambda rows: _reduce_rows(rows, reduction))
+        reduced |= zip(on_cpu, totals, strict=True)
+    groups: dict[tuple[str, torch.dtype], list[int]] = {}
+    for index, spec in enumerate(flat.specs):
+        if index not in reduced:
+            groups.setdefault((spec.device, spec.dtype), []).append(index)
+    for indices in groups.values():
+        joined = torch.cat([flat.tensors[index].reshape(-1) for index in indices])
+        parts = torch.split(
+            _all_reduce(joined, reduction, backend), [flat.tensors[i].numel() for i in indices]
+        )
+        reduced |= {i: part.view(flat.specs[i].shape) for i, part in zip(indices, parts, strict=True)}
+    return [reduced[index] for index in range(len(flat.tensors))]
+
+
+def _reduce_rows(stack: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Reduce `[world_size, ...]` over the ranks."""
+    if reduction == "sum":
+        return stack.sum(0, dtype=stack.dtype)
+    if reduction == "mean":
+        return stack.mean(0)
+    return stack.amax(0) if reduction == "max" else stack.amin(0)
+
+
+# gloo cannot reduce these dtypes.
+_GLOO_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+def _all_reduce(flat: torch.Tensor, reduction: Reduction, backend: Backend) -> torch.Tensor:
+    dtype = flat.dtype
+    return backend.all_reduce(flat.to(_GLOO_DTYPES.get(dtype, dtype)), reduction).to(dtype)
+
+
+def _broadcast(call: CollectiveCall, flat: FlattenedData, source: int, backend: Backend) -> None:
+    on_cpu = [i for i, spec in enumerate(flat.specs) if spec.device == "cpu"]
+    shapes = tuple(tuple(flat.specs[i].shape) for i in on_cpu)
+    layout = build_layout(tuple(flat.specs[i].dtype for i in on_cpu), shapes)
+    cpu_tensors = [flat.tensors[i] for i in on_cpu]
+    is_source = backend.topology.rank == source
+    inline = layout.size <= PAYLOAD
+    result = backend.handshake.exchange(
+        call, layout.size if inline and is_source else 0, build_packer(cpu_tensors, layout)
+    )
+    refuse_non_tensors(flat, None)
+    row = result.payloads[source]
+    if not inline:
+        row = torch.empty(layout.size, dtype=torch.uint8, device="cpu")
+        if is_source:
+            pack_into(cpu_tensors, layout, row)
+        backend.handshake.scatter_bytes([row] * backend.topology.world_size, row, source, call)
+    if not is_source:
+        _overwrite(cpu_tensors, unpack_row(row, layout, shapes))
+    on_devices: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+    for spec, tensor in zip(flat.specs, flat.tensors, strict=True):
+        if spec.device != "cpu":
+            on_devices.setdefault((spec.device, spec.dtype), []).append(tensor)
+    for tensors in on_devices.values():
+        joined = backend.broadcast(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), source)
+        parts = torch.split(joined, [tensor.numel() for tensor in tensors])
+        if not is_source:
+            _overwrite(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+@torch.no_grad()
+def _overwrite(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, new in zip(tensors, values, strict=True):
+        tensor.copy_(new)
+
+
+def _size_of(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0
+
+
+def _pad(tensor: torch.Tensor, dim: int, size: int, pad_value: int, *, pad_first: bool) -> torch.Tensor:
+    current = _size_of(tensor, dim)
+    if current == size:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = size
+    padded = tensor.new_full(shape, pad_value)
+    padded.narrow(dim, size - current if pad_first else 0, current).copy_(tensor)
+    return padded
+
+
+class _TransferPlan(NamedTuple):
+    """The layout in which tensors of given specs are sent."""
+
+    rows: bytes
+    """The first dimension of each tensor, as bytes."""
+    counts: list[int]
+    """The first dimension of each tensor."""
+    kinds: dict[str, tuple[list[int], PackedLayout]]
+    """By device type, the indices of the tensors and their layout in its buffer."""
+    inline: bool
+    """True if the CPU tensors fit into the handshake."""
+
+
+@lru_cache(maxsize=256)
+def _plan_transfer(specs: tuple[TensorSpec, ...]) -> _TransferPlan:
+    counts = [spec.shape[0] if spec.shape else 1 for spec in specs]
+    # A multiple of 16 bytes, to align the data that follow for any dtype.
+    aligned = [*counts, *[0] * (len(counts) % 2)]
+    rows = struct.pack(f"={len(aligned)}q", *aligned)
+    kinds: dict[str, list[int]] = {}
+    for index, spec in enumerate(specs):
+        kinds.setdefault(spec.device, []).append(index)
+    kinds.setdefault("cpu", [])
+    layouts = {
+        kind: (
+            indices,
+            build_layout(
+                tuple(specs[i].dtype for i in indices), tuple(tuple(specs[i].shape) for i in indices)
+            ),
+        )
+        for kind, indices in sorted(kinds.items())
+    }
+    inline = len(rows) + layouts["cpu"][1].size <= PAYLOAD
+    return _TransferPlan(rows, counts, layouts, inline)
+
+
+class GatherResult(NamedTuple):
+    """The tensors of all ranks."""
+
+    rows: Sequence[Sequence[int]]
+    """The first dimension of each tensor by rank; 1 for a scalar."""
+    concatenated: list[torch.Tensor] | None
+    """The concatenated tensors if all shapes were equal."""
+    pieces: list[list[torch.Tensor]]
+    """Otherwise, for every tensor, the piece of each rank."""
+
+    def concatenate(self) -> list[torch.Tensor]:
+        """Return the concatenated tensors."""
+        if self.concatenated is not None:
+            return self.concatenated
+        return [
+            torch.cat([piece if piece.dim() else piece.view(1) for piece in pieces]) for pieces in self.pieces
+        ]
+
+
+def gather_uneven(call: CollectiveCall, flat: FlattenedData, backend: Backend) -> GatherResult:
+    """Gather tensors whose first dimensions may differ."""
+    plan = _plan_transfer(flat.specs)
+    indices, layout = plan.kinds["cpu"]
+    tensors = [flat.tensors[index] for index in indices]
+    start = len(plan.rows)
+    pack = build_packer(tensors, layout)
+
+    def write(buffer: memoryview) -> None:
+        buffer[:start] = plan.rows
+        if plan.inline:
+            pack(buffer[start:])
+
+    inline = layout.size if plan.inline else 0
+    # Ranks whose shapes are equal know each other's numbers of rows.
+    result = backend.handshake.exchange(call, start + inline, write, only_if_different=not inline)
+    if result.identical:
+        payloads = result.payloads
+        assert isinstance(payloads, torch.Tensor)
+        return _gather_equal(call, flat, plan, payloads[:, start:], backend)
+    return _gather_ragged(call, flat, plan, result.payloads, backend)
+
+
+def _gather_equal(
+    call: CollectiveCall, flat: FlattenedData, plan: _TransferPlan, inline: torch.Tensor, backend: Backend
+) -> GatherResult:
+    gathered: dict[int, torch.Tensor] = {}
+    for kind, (indices, layout) in plan.kinds.items():
+        if kind == "cpu" and plan.inline:
+            rows_of_ranks = inline
+        elif kind == "cpu":
+            sizes = [layout.size] * backend.topology.world_size
+            large = backend.handshake.all_gather_bytes(_pack_buffer(flat, indices, layout), sizes, call)
+            assert isinstance(large, torch.Tensor)
+            rows_of_ranks = large
+        else:
+            rows_of_ranks = backend.all_gather(_pack_buffer(flat, indices, layout))
+        tensors = unpack_rows(rows_of_ranks, layout, [flat.specs[index].shape for index in indices])
+        gathered |= zip(indices, tensors, strict=True)
+    rows = [plan.counts] * backend.topology.world_size
+    return GatherResult(rows, [gathered[index] for index in range(len(gathered))], [])
+
+
+def _gather_ragged(
+    call: CollectiveCall,
+    flat: FlattenedData,
+    plan: _TransferPlan,
+    payloads: Sequence[torch.Tensor] | torch.Tensor,
+    backend: Backend,
+) -> GatherResult:
+    start = len(plan.rows)
+    rows = [blob[:start].view(torch.int64).tolist()[: len(flat.specs)] for blob in payloads]
+    plans = [_plan_transfer(_resized(flat.specs, counts)) for counts in rows]
+    pieces: list[list[torch.Tensor]] = [[] for _ in flat.specs]
+    for kind, (indices, layout) in plan.kinds.items():
+        layouts = [other.kinds[kind][1] for other in plans]
+        if kind == "cpu":
+            inline = [other.inline for other in plans]
+            outside = [
+                0 if fits else other_layout.size for fits, other_layout in zip(inline, layouts, strict=True)
+            ]
+            tensors_ = (
+                _pack_buffer(flat, indices, layout)
+                if not plan.inline
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
+            large = backend.handshake.all_gather_bytes(tensors_, outside, call) if any(outside) else payloads
+            buffers = [payloads[r][start:] if fits else large[r] for r, fits in enumerate(inline)]
+        else:
+            buffers = _gather_padded(
+                _pack_buffer(flat, indices, layout), [other_layout.size for other_layout in layouts], backend
+            )
+        for buffer, other_layout, counts in zip(buffers, layouts, rows, strict=True):
+            shapes = [tuple(spec.shape) for spec in _resized(flat.specs, counts)]
+            parts = unpack_row(buffer, other_layout, [shapes[index] for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                pieces[index].append(part)
+    return GatherResult(rows, None, pieces)
+
+
+def _resized(specs: tuple[TensorSpec, ...], rows: Sequence[int]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        spec._replace(shape=(count, *spec.shape[1:])) if spec.shape else spec
+        for spec, count in zip(specs, rows, strict=True)
+    )
+
+
+def _pack_buffer(flat: FlattenedData, indices: Sequence[int], layout: PackedLayout) -> torch.Tensor:
+    """Return `[layout.size]` bytes of these tensors, without a copy if possible."""
+    tensors = [flat.tensors[index].detach() for index in indices]
+    if len(tensors) == 1 and tensors[0].is_contiguous() and not tensors[0].is_conj():
+        return tensors[0].reshape(-1).view(torch.uint8)
+    buffer = torch.empty(layout.size, dtype=torch.uint8, device=tensors[0].device if tensors else None)
+    pack_into(tensors, layout, buffer)
+    return buffer
+
+
+def _gather_padded(data: torch.Tensor, sizes: Sequence[int], backend: Backend) -> list[torch.Tensor]:
+    """Gather bytes on a device through a collective that needs equal shapes."""
+    padded = data.new_zeros(max(sizes))
+    padded[: len(data)] = data
+    return [row[:size] for row, size in zip(backend.all_gather(padded), sizes, strict=True)]

@@ -1,0 +1,201 @@
+"""Running iterations over prepared loaders, and the steps that gathered data belong to."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from accel_runtime import nested
+from accel_runtime.data.source import EpochIterator, StepInfo
+
+__all__ = ["ActiveLoops", "ModelInputHook"]
+
+_MAX_RECENT = 4
+"""Number of recent batches per loop, and of finished loops, whose tensors are recognized; scripts may look ahead."""
+
+
+class _LoopRecord:
+    """Batches and steps of one loop."""
+
+    def __init__(self, loop: EpochIterator) -> None:
+        self.loop = loop
+        self.recent: deque[tuple[list[weakref.ref[torch.Tensor]], StepInfo]] = deque(maxlen=_MAX_RECENT)
+        self.steps: list[tuple[StepInfo, int]] = []
+        """Run-length encoded steps so far: step info and number of repetitions."""
+        self.times = (0, 0)
+        """Times of the last two batches (newest first), counted over all loops."""
+
+    def record(self, batch: Any, now: int) -> None:
+        info = self.loop.step_info
+        assert info is not None
+        self.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
+        self.times = (now, self.times[0])
+        if self.steps and self.steps[-1][0] is info:
+            self.steps[-1] = (info, self.steps[-1][1] + 1)
+        else:
+            self.steps.append((info, 1))
+
+    def find_step(self, tensor: torch.Tensor) -> StepInfo | None:
+        """Return the step whose batch contained this tensor, or the tensor it is a view of."""
+        same = (tensor, tensor._base)  # noqa: SLF001 - torch's documented attribute for the base of a view
+        for references, info in reversed(self.recent):
+            alive = [t for reference in references if (t := reference()) is not None]
+            if any(candidate is t for candidate in alive for t in same):
+                return info
+        return None
+
+    def num_rows(self, rank: int) -> int:
+        """Return how many samples this rank has received so far, padding included."""
+        return sum(info.batch_sizes[rank] * times for info, times in self.steps)
+
+    @property
+    def num_padding(self) -> int:
+        """Return how many padding samples all ranks have received so far."""
+        return sum(info.num_padding * times for info, times in self.steps)
+
+
+class ActiveLoops:
+    """Running loops (the innermost last) and recently finished ones.
+
+    Args:
+        rank: The rank of this process.
+        has_padding: If true, batches may contain padding; otherwise nothing is recorded.
+    """
+
+    def __init__(self, rank: int, *, has_padding: bool) -> None:
+        self._rank = rank
+        self._has_padding = has_padding
+        self._open: list[_LoopRecord] = []
+        self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
+        self._clock = 0
+        self._model_input: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def current_step(self) -> StepInfo | None:
+        """Return the newest step of the innermost loop; None outside of all loops."""
+        return self._open[-1].loop.step_info if self._open else None
+
+    @property
+    def model_step(self) -> StepInfo | None:
+        """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
+        return (self._find_model_step() if self._has_padding else None) or self.current_step
+
+    def open(self, loop: EpochIterator) -> _LoopRecord:
+        """Add a loop, and return its record for `record_batch` and `close`."""
+        record = _LoopRecord(loop)
+        self._open.append(record)
+        return record
+
+    def record_batch(self, record: _LoopRecord, batch: Any) -> None:
+        """Record a batch that is about to be returned to the script."""
+        if self._has_padding:
+            self._clock += 1
+            record.record(batch, self._clock)
+
+    def close(self, record: _LoopRecord, *, finished: bool) -> None:
+        """Remove a loop that has reached its end, or was left by `break` or an exception."""
+        self._open.remove(record)
+        self._model_input = None
+        if finished and self._has_padding:
+            self._finished.append(record)
+
+    def record_model_input(self, inputs: Any) -> None:
+        """Record the inputs that a prepared model is about to compute on."""
+        tensor = next(_tensors(inputs), None)
+        self._model_input = None if tensor is None else weakref.ref(tensor)
+
+    def find_steps(self, data: Any, batch: Any = None) -> Sequence[StepInfo]:
+        """Return the steps that `data` was computed from; empty if it belongs to no loop or nothing is padded.
+
+        Checked in this order: the batch passed, tensors that came with a batch, the last input of a prepared model,
+        a loop that has just finished and returned as many samples, the innermost loop. Raises ValueError if the batch is
+        unknown, or if `data` may belong to several steps with different padding.
+        """
+        if not self._has_padding:
+            return []
+        if batch is not None:
+            if info := self._find_step(_tensors(batch)):
+                return [info]
+            raise ValueError(
+                "gather_for_metrics(batch=...) failed: the batch is unknown. Pass one of the last "
+                f"{_MAX_RECENT} batches of a prepared loader, unchanged and with a tensor in it."
+            )
+        if info := self._find_step(_tensors(data)) or self._find_model_step():
+            return [info]
+        return self._find_steps_by_rows(_count_rows(data))
+
+    def _find_step(self, tensors: Iterator[torch.Tensor]) -> StepInfo | None:
+        records = [*reversed(self._open), *reversed(self._finished)]
+        candidates = list(tensors)
+        steps = (record.find_step(tensor) for record in records for tensor in candidates)
+        return next((info for info in steps if info is not None), None)
+
+    def _find_model_step(self) -> StepInfo | None:
+        tensor = self._model_input() if self._model_input is not None else None
+        return self._find_step(iter([tensor])) if tensor is not None else None
+
+    def _find_steps_by_rows(self, num_rows: int | None) -> Sequence[StepInfo]:
+        """Return the steps of data of which only the number of rows is known."""
+        newest = self._open[-1] if self._open else None
+        since = newest.times[0] if newest else 0
+        for record in reversed(self._finished):
+            if num_rows and record.times[0] > since and num_rows == record.num_rows(self._rank):
+                return self._steps_of_finished(record)
+        if newest is None or newest.loop.step_info is None:
+            return []
+        info = newest.loop.step_info
+        if any(
+            other.loop.step_info and other.loop.step_info[:2] != info[:2] for other in self._abreast(newest)
+        ):
+            raise ValueError(
+                "gather_for_metrics() cannot tell which batch the data come from: several loops advance together (zip), and "
+                "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
+            )
+        return [info]
+
+    def _steps_of_finished(self, record: _LoopRecord) -> Sequence[StepInfo]:
+        """Return all steps of a finished loop; raise ValueError if it had a single, padded one."""
+        steps = [info for info, times in record.steps for _ in range(times)]
+        if len(steps) == 1 and steps[0].num_padding:
+            raise ValueError(
+                "gather_for_metrics() cannot tell if the data come from the loop that has just ended: they have "
+                f"{record.num_rows(self._rank)} rows, as its only batch, which was padded. Gather inside the loop or with "
+                "batch=batch; use gather() for data that are not from the loop."
+            )
+        return steps
+
+    def _abreast(self, record: _LoopRecord) -> Iterator[_LoopRecord]:
+        """Return other loops that have advanced since this loop's last batch but one, so it is not nested in them."""
+        before = record.times[1]
+        return (other for other in self._open[:-1] if before and other.times[0] > before)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in nested.leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _count_rows(data: Any) -> int | None:
+    """Return the number of rows of some data, or None if it is unknown."""
+    leaves = nested.leaves(data)
+    if leaves and isinstance(leaves[0], torch.Tensor):
+        return leaves[0].shape[0] if leaves[0].dim() else None
+    return len(data) if isinstance(data, list) else None
+
+
+class ModelInputHook:
+    """Forward hook that records which batch a prepared model computes on."""
+
+    def __init__(self, loops: ActiveLoops) -> None:
+        self._loops = loops
+
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the inputs."""
+        self._loops.record_model_input((args, kwargs))
+
+    def __reduce__(self) -> tuple[type[ModelInputHook], tuple[ActiveLoops]]:
+        # A copy or a saved model belongs to no run.
+        return ModelInputHook, (ActiveLoops(0, has_padding=False),)

@@ -1,0 +1,501 @@
+"""Source for map-style datasets: one order on all ranks, iterated from any offset."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.single import Single
+from accel_runtime.data.dataloader_utils import (
+    copy_loader,
+    len_or_none,
+    sampler_attribute,
+    sampler_of_loader,
+    yields_single_samples,
+)
+from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
+from accel_runtime.data.source import EpochIterator, Source, StepInfo, is_inside_epoch, mark_skipped
+from accel_runtime.data.worker_rng import BatchSeed, draw_epoch_seed, seed_batches
+from accel_runtime.rng import KINDS, IsolatedRNG, broadcast_from_first, capture_states, restore_states
+from accel_runtime.topology import Topology
+
+__all__ = ["MapStyleSource", "SampleOrder"]
+
+_Record = Callable[[StepInfo], None]
+
+
+class MapStyleSource(Source):
+    """Source for a map-style dataset: the script's sampler defines the order, and `BatchSharding` the ranks' slices.
+
+    Args:
+        loader: The script's loader.
+        backend: Exchanges random states and orders between the ranks.
+        sharding: The sharding of the batches.
+        seed: If given, shuffled orders are drawn from `seed + epoch` in every epoch.
+        all_ranks: Read the batches of all ranks, in rank order in every step, without communication.
+    """
+
+    kind = "Ordered"
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        backend: Backend,
+        sharding: BatchSharding,
+        seed: int | None = None,
+        *,
+        all_ranks: bool = False,
+    ) -> None:
+        self._backend = Single(Topology(), backend.device) if all_ranks else backend
+        self._order = build_order(loader, sharding, self._backend, seed)
+        sampler = sampler_of_loader(loader)
+        self._generator = loader.generator
+        self._generators = _generators(loader, sampler, getattr(sampler, "sampler", None))
+        self._steps = _StepSampler(
+            self._order,
+            sampler,
+            None if all_ranks else sharding.rank,
+            single_samples=yields_single_samples(loader),
+        )
+        self.inner: DataLoader[Any] = copy_loader(loader, **{sampler_attribute(loader): self._steps})
+        self._iterated = self.inner
+        """Loader that draws a seed for workers when an iteration begins, unless its workers persist."""
+        if loader.num_workers:
+            self._iterated = seed_batches(self.inner, self._steps.batch_seed)
+            # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches.
+            vars(self.inner)["_get_iterator"] = partial(_get_inner_iterator, self._iterated)
+
+    @property
+    def sharding(self) -> BatchSharding:
+        """Return the sharding of the batches."""
+        return self._order.sharding
+
+    @override
+    @contextmanager
+    def override_padding(self, *, pad_last: bool) -> Iterator[None]:
+        before = self._order.sharding
+        self._order.sharding = replace(before, pad_last=pad_last)
+        try:
+            yield
+        finally:
+            self._order.sharding = before
+
+    @property
+    @override
+    def can_fetch_ahead(self) -> bool:
+        return self.inner.num_workers > 0 and self._order.is_drawn_at_once
+
+    @override
+    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+        local_states = capture_states(self._generators, self._rng_kinds)
+        epoch_states = self._epoch_states(start, local_states)
+        if epoch_states is not local_states:
+            restore_states({"generators": epoch_states["generators"]}, self._generators)
+        self._order.seed = start.get("seed", self._order.seed)
+        offset, num_batches = start.get("position", 0), 0
+        # Workers that persisted from an earlier epoch: no seed was drawn for them.
+        persisted = bool(start.get("persisted")) if "random" in start else self._workers_persist
+        epoch_keys = ({"persisted": True} if persisted else {}) | self._seed_mark
+
+        def state_at(info: StepInfo | None) -> dict[str, Any]:
+            epoch_ended = info is not None and info.is_last
+            # With `all_ranks`, every step has one batch per rank.
+            steps = num_batches // self._steps.num_ranks
+            next_offset = len(self._order.source) if epoch_ended else offset + steps * self._order.stride
+            return {"position": next_offset, "random": epoch_states} | epoch_keys
+
+        loop.state_at = state_at
+        epoch_rng = IsolatedRNG(epoch_states, epoch_states if self._uses_spare_generator else local_states)
+        self._steps.start_at(offset, loop.epoch, epoch_rng, resumed="random" in start)
+        if self.inner.num_workers:
+            self._steps.seed = draw_epoch_seed(epoch_states, loop.epoch)
+        iterator = self._start_iteration(start, epoch_rng, drawn=persisted)
+        pending: deque[StepInfo] | None = None
+        for batch in iterator:
+            # Not before the first batch: a subclass may begin its iteration as late as that.
+            pending = self._steps.pending if pending is None else pending
+            loop.step_info = pending.popleft()
+            num_batches += 1
+            yield batch
+
+    @property
+    def _seed_mark(self) -> dict[str, int]:
+        """Return the key of a state with the seed of shuffled orders, if there is one."""
+        return {} if self._order.seed is None else {"seed": self._order.seed}
+
+    @property
+    def _rng_kinds(self) -> tuple[str, ...]:
+        """Return the global generators that are drawn from."""
+        kinds = self._order.draws_from
+        # Workers' random numbers are derived from torch's state.
+        return ("torch",) if self.inner.num_workers and not kinds else kinds
+
+    def _epoch_states(self, start: dict[str, Any], local_states: dict[str, Any]) -> dict[str, Any]:
+        """Return the random states at the start of the epoch."""
+        if "random" not in start:
+            # Nothing is drawn, so nothing is exchanged.
+            return broadcast_from_first(local_states, self._backend) if self._rng_kinds else local_states
+        saved: dict[str, Any] = start["random"]
+        # Nothing has been drawn between two epochs, and every rank has saved its own states.
+        return saved if is_inside_epoch(start) else broadcast_from_first(local_states | saved, self._backend)
+
+    @property
+    def _uses_spare_generator(self) -> bool:
+        """Return whether another thread draws the seed for this one, from the generators that they share."""
+        return self._backend.ranks_are_threads and self._backend.topology.rank > 0
+
+    @property
+    def _workers_persist(self) -> bool:
+        return getattr(self.inner, "_iterator", None) is not None
+
+    def _start_iteration(
+        self, start: dict[str, Any], epoch_rng: IsolatedRNG, *, drawn: bool
+    ) -> Iterator[Any]:
+        """Return torch's iterator, and draw the seed for workers only if the uninterrupted run draws it here.
+
+        `drawn` is true if it was drawn in an earlier epoch, as workers persist.
+        """
+        generator = self._generator
+        # Inside an epoch the seed has been drawn before, and the generator restored is past that draw.
+        spare = (
+            drawn
+            or self._uses_spare_generator
+            or (is_inside_epoch(start) and generator is None and "torch" not in start["random"])
+        )
+        vars(self._iterated)["generator"] = torch.Generator() if spare else generator
+        with epoch_rng():
+            if self._workers_persist and not spare and "random" in start:
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            return iter(self.inner)
+
+    @override
+    def num_steps(self) -> int:
+        return self._order.num_steps()
+
+    @override
+    def next_epoch(self) -> dict[str, Any]:
+        persisted = {"persisted": True} if self._workers_persist else {}
+        return (
+            {"position": 0, "random": capture_states(self._generators, self._rng_kinds)}
+            | persisted
+            | self._seed_mark
+        )
+
+    @override
+    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
+        next_offset = start.get("position", 0) + steps * self._order.stride
+        return start | {"position": next_offset} | mark_skipped(steps, start)
+
+
+class _StepSampler(Sampler[Any]):
+    """Batch sampler of one or all ranks: their slices of an order that is the same on all ranks."""
+
+    def __init__(self, order: EpochOrder, source: Any, rank: int | None, *, single_samples: bool) -> None:
+        self._order = order
+        self._rank = rank
+        self._single = single_samples
+        self.num_ranks = order.sharding.world_size if rank is None else 1
+        """Number of ranks whose batches it yields, in rank order in every step."""
+        # torch's own attributes of a BatchSampler, which callers read.
+        self.sampler = getattr(source, "sampler", source)
+        self.batch_size = getattr(source, "batch_size", None)
+        self.drop_last = bool(getattr(source, "drop_last", False))
+        self.pending: deque[StepInfo] = deque()
+        """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
+        self.seed = 0
+        """Seed that all batches of the epoch share, if workers draw random numbers."""
+
+    def batch_seed(self, batch: int) -> BatchSeed:
+        """Return the seed of the n-th batch of the newest iterator."""
+        step, rank = divmod(batch, self.num_ranks) if self._rank is None else (batch, self._rank)
+        stride = self._order.stride
+        local_stride, rest = divmod(stride, self._order.sharding.world_size)
+        offset = self._start[0] + step * stride + rank * local_stride
+        return BatchSeed(self.seed, offset, rank if rest else 0)
+
+    def start_at(self, offset: int, epoch: int, epoch_rng: IsolatedRNG, *, resumed: bool) -> None:
+        """Set where the next iterator starts."""
+        self._start = (offset, epoch, epoch_rng, resumed)
+
+    @override
+    def __iter__(self) -> Iterator[list[Index] | Index]:
+        # Not a generator: each iterator has its own queue, which the loader takes at its first batch.
+        self.pending = deque()
+        iterate = self._iterate_rank if self.num_ranks == 1 else self._iterate_all_ranks
+        return iterate(self.pending.append, *self._start)
+
+    def __len__(self) -> int:
+        return self._order.num_steps() * self.num_ranks
+
+    def _iterate_rank(self, record: _Record, *start: Any) -> Iterator[list[Index] | Index]:
+        last_info: StepInfo | None = None
+        local_slice: Any = None
+        for steps in self._draw_order(*start):
+            for samples, info in steps:
+                if info is not last_info:
+                    last_info, local_slice = info, self._slices(info)[self._rank or 0]
+                record(info)
+                yield samples if local_slice is None else samples[local_slice]
+
+    def _iterate_all_ranks(self, record: _Record, *start: Any) -> Iterator[list[Index] | Index]:
+        for samples, info in chain(*self._draw_order(*start)):
+            for local_slice in self._slices(info):
+                record(info)
+                yield samples[local_slice]
+
+    def _draw_order(
+        self, offset: int, epoch: int, epoch_rng: IsolatedRNG, resumed: bool
+    ) -> tuple[list[Step], Iterator[Step]]:
+        """Return the first step, with which the order is drawn, and an iterator over the others."""
+        with epoch_rng():
+            steps = self._order.iterate(offset, epoch, eager=resumed)
+            return list(islice(steps, 1)), steps
+
+    def _slices(self, info: StepInfo) -> list[Any]:
+        """Return each rank's slice of a step; an index for single samples, and None for the whole step of one rank."""
+        if self._single:
+            return [part.start for part in batch_slices(info)]
+        return [None] if len(info.batch_sizes) == 1 else batch_slices(info)
+
+
+def _get_inner_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
+    return type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
+
+
+def _generators(*parts: Any) -> tuple[Any, ...]:
+    """Return the distinct generators of a loader and its samplers."""
+    generators = [getattr(part, "generator", None) for part in parts]
+    return tuple({id(g): g for g in generators if g is not None}.values())
+
+
+_TORCH_SAMPLERS = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+"""Samplers that draw from a generator of torch only."""
+_LOOKAHEAD_STEPS = 64
+"""Number of steps that are drawn and compared at once if a sampler has no length."""
+
+
+class EpochOrder(ABC):
+    """Order of an epoch: the items of a sampler, sharded over the ranks."""
+
+    def __init__(self, source: Any, sharding: BatchSharding, backend: Backend) -> None:
+        self.source = source
+        """Sampler, or batch sampler, of the script."""
+        self.sharding = sharding
+        self.seed: int | None = None
+        """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
+        self._backend = backend
+
+    @property
+    def draws_from(self) -> tuple[str, ...]:
+        """Return the global generators that may be drawn from, a subset of `rng.KINDS`."""
+        return KINDS
+
+    @property
+    def is_drawn_at_once(self) -> bool:
+        """Return True if no step after the first draws from the global generators or needs the other ranks."""
+        compared = self._backend.topology.world_size > 1
+        return self.draws_from != KINDS or (compared and len_or_none(self.source) is not None)
+
+    @property
+    @abstractmethod
+    def stride(self) -> int:
+        """Return how far a full step advances the offset."""
+
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Return the number of steps in an epoch."""
+
+    @abstractmethod
+    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        """Yield the steps from `offset` on; `eager` draws the whole order with the first."""
+
+    def _draw(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
+        """Return the first rank's items; a sampler of the script may draw from anything, so the ranks compare them."""
+        if not eager and self._backend.topology.world_size == 1:
+            return iter(items)
+        length = len_or_none(self.source)
+        draw = _draw_on_first_rank if self._backend.ranks_are_threads else _draw_and_compare
+        count = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
+        subject = f"the order of a {type(self.source).__name__} that is read {count} at a time"
+        return draw(items, count, self._backend, subject)
+
+
+class SampleOrder(EpochOrder):
+    """Order of samples, split into batches of one size.
+
+    Args:
+        sampler: The script's sampler.
+        sharding: The sharding of the batches.
+        backend: Exchanges orders between the ranks.
+        seed: If given, shuffled orders are drawn from `seed + epoch` in every epoch.
+    """
+
+    def __init__(
+        self, sampler: Any, sharding: BatchSharding, backend: Backend, seed: int | None = None
+    ) -> None:
+        super().__init__(sampler, sharding, backend)
+        self.seed = seed
+
+    @property
+    @override
+    def draws_from(self) -> tuple[str, ...]:
+        if type(self.source) is SequentialSampler:
+            return ()
+        return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
+
+    @property
+    @override
+    def stride(self) -> int:
+        return self.sharding.padded_size
+
+    @override
+    def num_steps(self) -> int:
+        return self.sharding.num_steps(len(self.source))
+
+    @override
+    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        order, head = self._order_from(offset, self._seeded_sampler(epoch), eager=eager)
+        return self.sharding.split_samples(order, head)
+
+    def _order_from(
+        self, offset: int, sampler: Any, *, eager: bool
+    ) -> tuple[Iterable[Index], Sequence[Index] | None]:
+        """Return the order from `offset` on and, unless that is 0, the first step of the epoch."""
+        if type(sampler) is SequentialSampler:
+            indices = range(len(sampler))
+            return indices[offset:], indices[: self.stride] if offset else None
+        threads = self._backend.ranks_are_threads
+        if offset and _is_permutation(sampler) and not threads:
+            return _draw_permutation(sampler, offset, self.stride)
+        is_torch = type(sampler) in _TORCH_SAMPLERS and not threads
+        drawn = iter(sampler) if is_torch else self._draw(sampler, eager=eager)
+        return _split_at(drawn, offset, self.stride)
+
+    def _seeded_sampler(self, epoch: int) -> Any:
+        if self.seed is None or type(self.source) is not RandomSampler:
+            return self.source
+        sampler = copy.copy(self.source)
+        sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
+        return sampler
+
+
+class BatchOrder(EpochOrder):
+    """Order of batches of any size, which are assigned to ranks without splitting them."""
+
+    @property
+    @override
+    def stride(self) -> int:
+        return self.sharding.batches_per_step
+
+    @override
+    def num_steps(self) -> int:
+        return self.sharding.num_steps_of_batches(len(self.source))
+
+    @override
+    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        order, head = _split_at(self._draw(map(list, self.source), eager=eager), offset, self.stride)
+        return self.sharding.group_batches(order, head)
+
+
+def build_order(
+    loader: DataLoader[Any], sharding: BatchSharding, backend: Backend, seed: int | None
+) -> EpochOrder:
+    """Return the order of a loader."""
+    sampler = sampler_of_loader(loader)
+    if type(sampler) is BatchSampler:
+        return SampleOrder(sampler.sampler, sharding, backend, seed)
+    single_samples = yields_single_samples(loader)
+    return (
+        SampleOrder(sampler, sharding, backend, seed)
+        if single_samples
+        else BatchOrder(sampler, sharding, backend)
+    )
+
+
+def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:
+    """Return the items from `offset` on and, unless that is 0, the first `stride` items."""
+    if not offset:
+        return drawn, None
+    head_items = list(islice(drawn, max(offset, stride)))
+    return chain(head_items[offset:], drawn), head_items[:stride]
+
+
+def _is_permutation(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _draw_permutation(sampler: RandomSampler, offset: int, stride: int) -> tuple[Iterator[int], list[int]]:
+    """Return what RandomSampler draws from `offset` on, without iterating over the indices before it.
+
+    The draws are those of torch's `RandomSampler.__iter__`, including the last one, so the generator ends in the same
+    state.
+    """
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    count = sampler.num_samples
+    order = torch.randperm(count, generator=generator)
+
+    def draw_rest() -> Iterator[int]:
+        yield from order[offset:].tolist()
+        torch.randperm(count, generator=generator)
+
+    return draw_rest(), order[:stride].tolist()
+
+
+def _draw_and_compare(items: Iterable[Any], count: int, backend: Backend, subject: str) -> Iterator[Any]:
+    """Yield the first rank's items: all ranks draw `count` at a time, and they are sent only if the ranks differ."""
+    source = iter(items)
+    while True:
+        drawn = list(islice(source, count))
+        fingerprints = backend.all_gather(_fingerprint(drawn).to(backend.device))
+        if not bool((fingerprints == fingerprints[0]).all()):
+            drawn = backend.broadcast_object(drawn, subject)
+        yield from drawn
+        if len(drawn) < count:
+            return
+
+
+def _draw_on_first_rank(items: Iterable[Any], count: int, backend: Backend, subject: str) -> Iterator[Any]:
+    """Yield the first rank's items, which only that rank draws and sends, `count` at a time."""
+    source = iter(items) if backend.topology.rank == 0 else iter(())
+    while True:
+        drawn = backend.broadcast_object(list(islice(source, count)), subject)
+        yield from drawn
+        if len(drawn) < count:
+            return
+
+
+def _fingerprint(items: list[Any]) -> torch.Tensor:
+    """Return a hash that differs if orders differ: `[1]`, int64."""
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(items), 4096):
+        digest.update(pickle.dumps(items[start : start + 4096]))
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)

@@ -1,0 +1,156 @@
+"""Preparation of a script's loader: checks, and the choice of its source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.single import Single
+from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.dataloader_utils import (
+    batch_size_of,
+    sampler_of_loader,
+    sharding_of_loader,
+    yields_single_samples,
+)
+from accel_runtime.data.dispatch import DispatchSource
+from accel_runtime.data.iterable import IterableSource, is_split_by_node
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
+from accel_runtime.data.map_style import MapStyleSource
+from accel_runtime.data.presharded import PreshardedSource
+from accel_runtime.data.source import Source
+from accel_runtime.options import DataLoaderConfiguration
+from accel_runtime.topology import DataRank, Topology
+
+__all__ = ["check_loader_configuration", "loader_options", "prepare_loader"]
+
+
+def check_loader_configuration(config: DataLoaderConfiguration) -> None:
+    """Raise ValueError if there is a seed for an order that is not drawn from it.
+
+    Assignments are not checked: of two fields that are assigned one after the other, either may be the first.
+    """
+    if config.data_seed is not None and not config.use_seedable_sampler:
+        raise ValueError(
+            f"data_seed={config.data_seed} has no effect without use_seedable_sampler=True. Set it, or leave data_seed out."
+        )
+
+
+def loader_options(
+    config: DataLoaderConfiguration, put_on_device: bool, rng_types: tuple[str, ...]
+) -> LoaderOptions:
+    """Return the options of loaders from a script's configuration."""
+    return LoaderOptions(
+        split_batches=config.split_batches,
+        even_batches=config.even_batches,
+        dispatch=bool(config.dispatch_batches),
+        seeded=config.use_seedable_sampler,
+        seed=config.data_seed,
+        put_on_device=put_on_device,
+        non_blocking=config.non_blocking,
+        rng_types=rng_types,
+    )
+
+
+def prepare_loader(
+    loader: DataLoader[Any], backend: Backend, loops: ActiveLoops, options: LoaderOptions
+) -> PreparedLoader:
+    """Return the prepared loader; raise ValueError if the script's loader cannot be sharded exactly."""
+    if options.put_on_device:
+        _check_batch_size(loader, backend.num_batch_shards)
+    return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
+
+
+def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source:
+    is_distributed = backend.topology.world_size > 1
+    if is_distributed and options.data == "sharded":
+        _check_presharded(loader, backend.data)
+        single = Single(Topology(), backend.device)
+        single.static_shapes = backend.static_shapes
+        local = _build_source(loader, single, replace(options, data="global", dispatch=False))
+        pad_last = backend.static_shapes and options.even_batches
+        return PreshardedSource(local, loader, backend, pad_last=pad_last)
+    _check_loader(loader, backend, options)
+    sharding = sharding_of_loader(
+        loader,
+        backend.data,
+        split=options.split_batches,
+        pad_last=options.even_batches,
+        static_shapes=backend.static_shapes,
+    )
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    # A stream may draw with every sample, so threads that read it in turn would draw each other's numbers.
+    dispatched = is_distributed and (options.dispatch or (is_stream and backend.ranks_are_threads))
+    if is_stream and not dispatched:
+        return IterableSource(loader, backend, sharding)
+    seed = options.seed
+    if options.seeded and seed is None:
+        seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
+    return (DispatchSource if dispatched else MapStyleSource)(loader, backend, sharding, seed)
+
+
+def _check_batch_size(loader: DataLoader[Any], num_devices: int) -> None:
+    """Raise ValueError if the devices of one process cannot split the batch equally: each would compute all of it."""
+    size = None if yields_single_samples(loader) else batch_size_of(loader)
+    if size is not None and size % num_devices:
+        near = {num_devices * max(size // num_devices, 1), num_devices * (size // num_devices + 1)}
+        raise ValueError(
+            f"Cannot prepare this DataLoader for {num_devices} devices in one process: each takes an equal part of the batch, and "
+            f"the batch size is {size}. Use a multiple of {num_devices}, such as {' or '.join(map(str, sorted(near)))}."
+        )
+
+
+def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
+    """Raise ValueError if a loader cannot be sharded exactly."""
+    if backend.topology.world_size == 1:
+        return
+    data_rank = backend.data
+    world_size = data_rank.world_size
+    source = sampler_of_loader(loader)
+    size = getattr(source, "batch_size", None)
+    ranks = f"{world_size} processes"
+    if data_rank.model_parallel_size > 1:
+        ranks = f"{world_size} data-parallel ranks of {data_rank.model_parallel_size} processes"
+    samplers = (loader.sampler, getattr(source, "sampler", None))
+    problems = {
+        "its sampler is a DistributedSampler, and sharding twice would skip samples. Remove the sampler, or use "
+        'prepare_data_loader(loader, data="sharded").': any(
+            isinstance(sampler, DistributedSampler) for sampler in samplers
+        ),
+        "its dataset is sharded by rank already (split_dataset_by_node), and sharding twice would skip samples. Pass the "
+        'whole dataset, or use prepare_data_loader(loader, data="sharded").': is_split_by_node(
+            loader.dataset
+        ),
+        "in_order=False lets batches overtake each other. Leave it out.": not getattr(
+            loader, "in_order", True
+        ),
+        f"split_batches needs a batch size divisible by {world_size}, and it is {size}. Change the batch size.": bool(
+            options.split_batches and world_size > 1 and (size is None or size % world_size)
+        ),
+        "even_batches=False gives ranks batches of different sizes at the end of an epoch, and on this device all ranks must "
+        "run the same program. Use even_batches=True (gather_for_metrics drops the padding) or drop_last=True.": (
+            backend.single_program and not (options.even_batches or getattr(source, "drop_last", False))
+        ),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ValueError(f"Cannot prepare this DataLoader for {ranks}: {problem}")
+
+
+def _check_presharded(loader: DataLoader[Any], data_rank: DataRank) -> None:
+    """Raise ValueError if a sampler shards by process although several processes have the same batch."""
+    source = sampler_of_loader(loader)
+    for sampler in (source, getattr(source, "sampler", None)):
+        if not isinstance(sampler, DistributedSampler) or data_rank.model_parallel_size == 1:
+            continue
+        if (sampler.rank, sampler.num_replicas) != (data_rank.rank, data_rank.world_size):
+            raise ValueError(
+                f"Cannot prepare this DataLoader: its DistributedSampler yields part {sampler.rank} of "
+                f"{sampler.num_replicas}, and this process needs part {data_rank.rank} of {data_rank.world_size}, as do "
+                f"{data_rank.model_parallel_size} model-parallel processes. Create it with rank=accelerator.data_parallel_rank, "
+                "num_replicas=accelerator.data_parallel_size."
+            )

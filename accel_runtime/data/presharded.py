@@ -1,0 +1,261 @@
+"""Source for data that the script has sharded by rank: each rank has its own loader, and all take as many steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from typing_extensions import override
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.data.consistency import ReadFingerprints, reduce_to_data_ranks
+from accel_runtime.data.dataloader_utils import batch_size_of
+from accel_runtime.data.sharding import loss_scale
+from accel_runtime.data.source import EpochIterator, Source, StepInfo
+from accel_runtime.rng import IsolatedRNG, capture_states, current_states, to_serializable
+
+__all__ = ["PreshardedSource", "build_world_size_error"]
+
+_UNKNOWN = -1
+
+
+class PreshardedSource(Source):
+    """Every rank's own batches, unchanged.
+
+    Ranks may have different numbers of batches. All take as many steps as the longest; a rank without a batch left is
+    given its first batch of the epoch as padding. A rank without any data is given a batch of another rank. The state
+    contains that of each rank, and is valid for the same number of ranks only. Model-parallel ranks read the same and count
+    as one.
+
+    Args:
+        local: The source of this rank's batches, as on one process.
+        loader: The script's loader of this rank.
+        backend: Exchanges the number of samples of every step.
+        pad_last: If true, every rank pads its own last batch.
+    """
+
+    kind = "Separate"
+
+    def __init__(
+        self, local: Source, loader: DataLoader[Any], backend: Backend, *, pad_last: bool = False
+    ) -> None:
+        self._local = local
+        self._backend = backend
+        self._epoch_length = _epoch_length(loader)
+        self._pad_last = pad_last and batch_size_of(loader) is not None
+        self._draws = loader.num_workers == 0
+
+    @override
+    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+        self.check(start)
+        step = start.get("position", 0)
+        local = start.get("local", {}) if "local" in start or not step else self._local.skip_steps(step, {})
+        began = {"began": start["began"] if "began" in start else capture_states()} if self._draws else {}
+        count_samples = self._choose_count_function()
+        # Before the main iteration: both may use the same workers.
+        padding = (
+            self._reread_padding_batch(loop.epoch, local, began, count_samples)
+            if step and "random" in local
+            else None
+        )
+        with IsolatedRNG(start["reading"])() if "reading" in start else nullcontext():
+            reader = _LocalReader(self._local, EpochIterator(loop.epoch), local, draws=self._draws)
+        data_rank, fingerprints = self._backend.data, ReadFingerprints(self._backend)
+        world_size = data_rank.world_size
+        loop.state_at = lambda _: {"position": step, "world_size": world_size} | began | reader.state_dict()
+        counts = count_samples(step, reader)
+        padding = padding or self._build_padding_batch(reader, counts)
+        while any(counts):
+            num_valid, batch, step = counts[data_rank.rank], reader.take(), step + 1
+            if num_valid and batch is None:
+                raise RuntimeError(
+                    f"The sampler yielded fewer samples than its length: batch {step} is missing."
+                )
+            previous, counts = tuple(counts), count_samples(step, reader)
+            loop.step_info = self._step_info(previous, padding.batch_sizes, is_last=not any(counts))
+            fingerprints.add(batch, is_last=loop.step_info.is_last)
+            yield batch if num_valid else copy.deepcopy(padding.batch)
+
+    @override
+    def num_steps(self) -> int:
+        """Return the steps of this rank's own data; the epoch has as many as the longest rank's."""
+        return self._local.num_steps()
+
+    @override
+    def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
+        if not steps:
+            return start
+        return {
+            "position": start.get("position", 0) + steps,
+            "world_size": self._backend.data.world_size,
+            "local": self._local.skip_steps(steps, start.get("local", {})),
+        }
+
+    @override
+    def next_epoch(self) -> dict[str, Any]:
+        return {"local": self._local.next_epoch()}
+
+    @override
+    def check(self, start: dict[str, Any]) -> None:
+        world_size = self._backend.data.world_size
+        if start.get("world_size", world_size) != world_size:
+            raise build_world_size_error(start["world_size"], world_size)
+        self._local.check(start.get("local", {}))
+
+    @override
+    def with_restored_rng(self, start: dict[str, Any]) -> dict[str, Any]:
+        return start | {"local": self._local.with_restored_rng(start["local"])} if "local" in start else start
+
+    @override
+    def restart(self, start: dict[str, Any]) -> dict[str, Any]:
+        if "local" not in start:
+            return start
+        epoch_keys = {key: start[key] for key in ("world_size", "began") if key in start}
+        return epoch_keys | {"local": self._local.restart(start["local"])}
+
+    def _choose_count_function(self) -> _CountFunction:
+        """Return how to count each rank's samples of a step: from all lengths, or by an exchange in every step."""
+        local = torch.tensor(self._epoch_length, device=self._backend.device)
+        lengths = reduce_to_data_ranks(self._backend.all_gather(local).tolist(), self._backend.data)
+        self._full_sizes = [size for _, size in lengths]
+        if any(count == _UNKNOWN for count, _ in lengths):
+            return self._exchange_counts
+        return lambda step, _: [min(size, max(0, count - step * size)) for count, size in lengths]
+
+    def _exchange_counts(self, _: int, reader: _LocalReader) -> list[int]:
+        """Return every rank's number of samples in its next batch; raise if a rank could not read it."""
+        local = torch.tensor([reader.num_valid, int(reader.failed)], device=self._backend.device)
+        counts, failed = self._backend.all_gather(local).t().tolist()
+        if any(failed) and not reader.failed:
+            ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
+            raise RuntimeError(f"rank {ranks} could not read its data: see the error of that rank")
+        reader.check()
+        return reduce_to_data_ranks(counts, self._backend.data)
+
+    def _reread_padding_batch(
+        self, epoch: int, local: dict[str, Any], began: dict[str, Any], count_samples: _CountFunction
+    ) -> _PaddingBatch:
+        """Read the first batch of a resumed epoch again, as it was read then, and return the padding batch."""
+        start: dict[str, Any] = {key: local[key] for key in ("random", "persisted") if key in local}
+        with IsolatedRNG(began.get("began"))():
+            reader = _LocalReader(self._local, EpochIterator(epoch), start)
+        counts = count_samples(0, reader)
+        reader.check()
+        return self._build_padding_batch(reader, counts)
+
+    def _build_padding_batch(self, reader: _LocalReader, counts: list[int]) -> _PaddingBatch:
+        """Return the padding batch: this rank's first batch, or that of the first rank which has one.
+
+        `reader` is at the start of the epoch, and `counts` are every rank's numbers of samples there.
+        """
+        batch = copy.deepcopy(reader.next_batch)  # scripts may modify their batches in place
+        sizes = [
+            self._full_sizes[rank] if count and self._pad_last else count for rank, count in enumerate(counts)
+        ]
+        if all(sizes) or not any(sizes):
+            return _PaddingBatch(batch, sizes)
+        source = next(rank for rank, size in enumerate(sizes) if size)
+        received = self._backend.broadcast_object(
+            batch, "a batch", source * self._backend.data.model_parallel_size
+        )
+        return _PaddingBatch(
+            batch if sizes[self._backend.data.rank] else received, [size or sizes[source] for size in sizes]
+        )
+
+    def _step_info(self, num_valid: tuple[int, ...], padded_sizes: list[int], *, is_last: bool) -> StepInfo:
+        pairs = zip(num_valid, padded_sizes, strict=True)
+        batch_sizes = tuple(padded_sizes) if self._pad_last else tuple(count or size for count, size in pairs)
+        scale = loss_scale(num_valid, self._backend.data.rank)
+        return StepInfo(num_valid, batch_sizes, is_last, True, scale)
+
+
+class _PaddingBatch(NamedTuple):
+    """Batch for a rank that has no batch left."""
+
+    batch: Any
+    batch_sizes: list[int]
+    """Number of samples in the padding batch of every rank."""
+
+
+def build_world_size_error(saved: int, current: int) -> ValueError:
+    """Return the error for a state that was saved on another number of processes."""
+    return ValueError(
+        f'This loader state was saved on {saved} processes with data="sharded" and cannot be resumed on {current}. Resume '
+        f"with {saved} processes."
+    )
+
+
+class _LocalReader:
+    """Batches of one rank, read one ahead.
+
+    Args:
+        local: The source of the batches.
+        loop: The epoch iterator.
+        start: Its state.
+        draws: If true, reading may draw from the generators of this process.
+    """
+
+    def __init__(
+        self, local: Source, loop: EpochIterator, start: dict[str, Any], *, draws: bool = False
+    ) -> None:
+        self._loop = loop
+        self._state = start
+        self._draws = draws
+        self._rng_states: dict[str, Any] = {}
+        self._batches = local.iterate(loop, start)
+        self._error: Exception | None = None
+        self.next_batch: Any = None
+        self.num_valid = 0
+        """Number of samples in the next batch; 0 at the end."""
+        self._read()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise the error of reading the next batch, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch taken, and the random states that the next one was read under."""
+        reading = {"reading": to_serializable(self._rng_states)} if self._rng_states else {}
+        return {"local": self._state} | reading
+
+    def take(self) -> Any:
+        """Return the next batch, and read the one after it."""
+        self.check()
+        batch = self.next_batch
+        if batch is not None:
+            self._state = self._loop.state_dict()
+            self._rng_states = current_states() if self._draws else {}
+        self._read()
+        return batch
+
+    def _read(self) -> None:
+        try:
+            self.next_batch = next(self._batches, None)
+        except Exception as error:  # noqa: BLE001 - raised after the exchange, as the other ranks wait in it
+            self._error, self.next_batch = error, None
+        info = self._loop.step_info
+        self.num_valid = info.num_valid[0] if self.next_batch is not None and info is not None else 0
+
+
+_CountFunction = Callable[[int, _LocalReader], list[int]]
+
+
+def _epoch_length(loader: DataLoader[Any]) -> tuple[int, int]:
+    """Return the samples in an epoch of this rank, if the lengths are known, and in a full batch."""
+    batches, full_size = loader.batch_sampler, batch_size_of(loader) or 0
+    if isinstance(loader.dataset, IterableDataset) or type(batches) is not BatchSampler:
+        return _UNKNOWN, full_size
+    sampler: Any = batches.sampler
+    if not hasattr(sampler, "__len__"):
+        return _UNKNOWN, full_size
+    count, size = len(sampler), batches.batch_size
+    return count - count % size if batches.drop_last else count, size

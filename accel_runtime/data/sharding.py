@@ -1,0 +1,195 @@
+"""Arithmetic that assigns the samples of an epoch to ranks and pads the last batch.
+
+One process with the global batch size would iterate over global batches of one order. Here each step takes the next
+global batch and each rank a contiguous slice of it, so the slices in rank order are that batch. Nothing in this module
+communicates or imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, cycle, islice, pairwise
+from typing import Any, TypeVar
+
+from accel_runtime.data.source import StepInfo
+
+__all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale"]
+
+Index = Hashable
+Step = tuple[list[Index], StepInfo]
+"""Samples that all ranks load in a step, padding included and in rank order, and their step info."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """Sharding of a loader's batches over the ranks, and the padding of the last batch.
+
+    By default the script's batch is the local batch of one rank, and a global batch is `world_size` of them. With
+    `split` the script's batch is the global batch, and each rank takes its slice.
+
+    Batches of different sizes keep their sizes; with `pad_last`, a rank without a batch in the last step is given a
+    batch of the first step as padding, which has no weight in the gradients. Only `static_shapes` pad every batch of a
+    step to the largest one.
+
+    A last batch that is smaller than the global batch is left out with `drop_last`. With `pad_last` it is padded with
+    samples from the start of the epoch, so all ranks have equal shapes. Without, it is split so that the ranks' numbers
+    of samples differ by at most one, and a rank without a sample is padded with one that has no weight, so all ranks
+    take the same number of steps. `StepInfo.num_valid` counts the samples that are not padding. One rank alone does
+    not pad, unless shapes are static.
+    """
+
+    rank: int
+    """Rank that `StepInfo.loss_scale` is for; all else is the same on every rank."""
+    world_size: int
+    batch_size: int | None = 1
+    """Samples in a full batch of the script's loader; None if its batches have no fixed size."""
+    split: bool = False
+    drop_last: bool = False
+    pad_last: bool = True
+    static_shapes: bool = False
+    """If true, one rank alone pads its last batch too."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size
+        assert not self.split or (self.batch_size or 0) % self.world_size == 0
+
+    @property
+    def local_batch_size(self) -> int:
+        """Return the samples of one rank in a full global batch; 0 if batches have no fixed size."""
+        return (self.batch_size or 0) // (self.world_size if self.split else 1)
+
+    @property
+    def padded_size(self) -> int:
+        """Return the samples in a global batch that is full or padded; 0 if batches have no fixed size."""
+        return self.local_batch_size * self.world_size
+
+    @property
+    def batches_per_step(self) -> int:
+        """Return how many of the script's batches form one global batch."""
+        return 1 if self.split else self.world_size
+
+    @property
+    def pads_to_full_size(self) -> bool:
+        """Return whether the last batch is padded to the full size from the start of the epoch."""
+        return self.pad_last and (self.static_shapes or self.world_size > 1)
+
+    def num_steps(self, num_samples: int) -> int:
+        """Return the number of steps in an epoch of samples; the same on every rank."""
+        return self._count_chunks(num_samples, self.padded_size)
+
+    def num_steps_of_batches(self, num_batches: int) -> int:
+        """Return the number of steps in an epoch of the script's batches; the same on every rank."""
+        return self._count_chunks(num_batches, self.batches_per_step)
+
+    def split_samples(self, order: Iterable[Index], head: Sequence[Index] | None = None) -> Iterator[Step]:
+        """Yield the steps over an order of samples; all batches but the last have one size.
+
+        `order` holds the (remaining) samples of one epoch. `head` is the first global batch of the epoch, needed if
+        `order` does not begin with it.
+        """
+        size, full = self.padded_size, self._full_step
+        for samples, is_last in _chunks(order, size, drop_last=self.drop_last):
+            head = samples if head is None else head
+            if len(samples) == size and not is_last:
+                yield samples, full
+            else:
+                info = self.step_info(len(samples), is_last=is_last)
+                yield self.pad_last_batch(samples, info, head), info
+
+    def group_batches(
+        self, batches: Iterable[Sequence[Index]], head: Sequence[Sequence[Index]] | None = None
+    ) -> Iterator[Step]:
+        """Yield the steps over the script's batches, which may be of any size.
+
+        `batches` holds the (remaining) batches of one epoch. `head` is the batches of the first step of the epoch,
+        needed if `batches` does not begin with them.
+        """
+        for step, is_last in _chunks(batches, self.batches_per_step, drop_last=self.drop_last):
+            head = step if head is None else head
+            info = self._step_info_of_batches(list(map(len, step)), list(map(len, head)), is_last=is_last)
+            samples, start = list(chain.from_iterable(step)), list(chain.from_iterable(head))
+            yield self.pad_last_batch(samples, info, start), info
+
+    def step_info(self, num_samples: int, *, is_last: bool) -> StepInfo:
+        """Return the step info of a global batch of `num_samples` samples."""
+        if num_samples == self.padded_size and not is_last:
+            return self._full_step
+        size = self.local_batch_size
+        return self._build_step_info(self._split_count(num_samples, size), size, is_last=is_last)
+
+    def pad_last_batch(self, samples: list[Any], info: StepInfo, head: Sequence[Any]) -> list[Any]:
+        """Return the samples that all ranks load in a step, each rank's own followed by its padding.
+
+        Padding comes from `head`, the samples of the first step of the epoch, or without `pad_last` from `samples`.
+        """
+        if not info.num_padding:
+            return samples
+        # One iterator for all ranks: the padding of a rank continues where that of the rank before it ended.
+        valid, padding = iter(samples), cycle(head if self.pad_last else samples)
+        counts = zip(info.num_valid, info.batch_sizes, strict=True)
+        return [x for n, size in counts for x in chain(islice(valid, n), islice(padding, size - n))]
+
+    @cached_property
+    def _full_step(self) -> StepInfo:
+        # One object for all full steps: `ActiveLoops` counts repeated steps by identity.
+        size = self.local_batch_size
+        return self._build_step_info((size,) * self.world_size, size, is_last=False)
+
+    def _count_chunks(self, count: int, size: int) -> int:
+        full, rest = divmod(count, size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def _step_info_of_batches(
+        self, lengths: list[int], first_lengths: list[int], *, is_last: bool
+    ) -> StepInfo:
+        """Return the step info of some of the script's batches; `first_lengths` are those of the first step."""
+        *others, last = lengths
+        # If all batches but the last are full, only the end of the order is missing.
+        regular = all(length == self.batch_size for length in others) and last <= (self.batch_size or 0)
+        if self.split or regular:
+            size = max(self.local_batch_size, -(-sum(lengths) // self.world_size))
+            return self._build_step_info(self._split_count(sum(lengths), size), size, is_last=is_last)
+        missing = self.world_size - len(lengths)
+        num_valid = (*lengths, *[0] * missing)
+        if self.static_shapes or not self.pad_last:
+            return self._build_step_info(num_valid, max(lengths), is_last=is_last)
+        batch_sizes = (*lengths, *islice(cycle(first_lengths), missing))
+        return StepInfo(num_valid, batch_sizes, is_last, True, loss_scale(num_valid, self.rank))
+
+    def _split_count(self, count: int, size: int) -> tuple[int, ...]:
+        """Return every rank's number of samples: full batches first if they are padded, else near-equal ones."""
+        if self.pad_last:
+            return tuple(min(size, max(0, count - rank * size)) for rank in range(self.world_size))
+        least, more = divmod(count, self.world_size)
+        return tuple(least + (rank < more) for rank in range(self.world_size))
+
+    def _build_step_info(self, num_valid: tuple[int, ...], size: int, *, is_last: bool) -> StepInfo:
+        if self.pads_to_full_size:
+            batch_sizes = (size,) * self.world_size
+        else:
+            batch_sizes = tuple(max(1, count) for count in num_valid)
+        scale = 1.0 if self.pad_last else loss_scale(num_valid, self.rank)
+        return StepInfo(num_valid, batch_sizes, is_last, not self.pad_last, scale)
+
+
+def batch_slices(info: StepInfo) -> list[slice]:
+    """Return the slice of every rank in the samples of a step."""
+    return [slice(begin, end) for begin, end in pairwise(accumulate(info.batch_sizes, initial=0))]
+
+
+def loss_scale(num_valid: tuple[int, ...], rank: int) -> float:
+    """Return the weight of a rank's mean loss if ranks have different numbers of samples."""
+    return num_valid[rank] * len(num_valid) / sum(num_valid)
+
+
+def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
+    """Yield lists of `size` items, each with whether it is the last."""
+    source = iter(items)
+    least = size if drop_last else 1
+    ahead = list(islice(source, size))
+    while len(ahead) >= least:
+        chunk, ahead = ahead, list(islice(source, size))
+        yield chunk, len(ahead) < least

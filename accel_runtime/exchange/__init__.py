@@ -1,1 +1,0 @@
-"""How processes exchange data: agreement first, then as few messages as can be."""

@@ -1,0 +1,1 @@
+"""Write and read weights and objects in files for other programs."""

@@ -1,0 +1,481 @@
+"""Load weights that `save_model` or another writer of the Hugging Face layout has written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
+from accel_runtime.checkpoint.filesystem import read_exactly
+from accel_runtime.checkpoint.manifest import hash_file
+from accel_runtime.checkpoint.safetensors_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
+from accel_runtime.checkpoint.tensor_matching import format_names
+from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
+from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
+from accel_runtime.parallel.meta_init import MetaModels, compute_buffers, list_meta_tensors
+
+__all__ = [
+    "WeightLoader",
+    "find_sharded_weights",
+    "find_weights",
+    "is_streamed",
+    "list_shards",
+    "list_weight_files",
+    "match_weights",
+    "read_weights",
+]
+
+_WEIGHTS_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_LISTED = 10
+"""Number of names listed in a message."""
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Weights of an export; tensors are read when they are used."""
+
+    source: Path
+    """The weight file or the index."""
+    tensors: Mapping[str, torch.Tensor]
+    ties: Mapping[str, str]
+    """Aliases that are left out, with the name that is kept, as far as the files tell."""
+
+
+def list_weight_files(path: Path) -> tuple[Path, bool]:
+    """Return the weight file or index at a path or in a directory, and whether it is an index."""
+    if path.is_file() and path.name.endswith((_WEIGHTS_SUFFIX, _INDEX_SUFFIX)):
+        return path, path.name.endswith(_INDEX_SUFFIX)
+    single, index = path / SINGLE, path / INDEX
+    if single.is_file():
+        return single, False
+    if not index.is_file():
+        raise CheckpointError(f"No weights found in {path}: neither {SINGLE} nor {INDEX} exists")
+    return index, True
+
+
+def find_weights(path: Path) -> WeightFiles:
+    """Return the weights in a directory, of a file, or of an index."""
+    source, several = list_weight_files(path)
+    return find_sharded_weights(source) if several else read_weights([source], source)
+
+
+def find_sharded_weights(index: Path) -> WeightFiles:
+    """Return the weights of an index; verify the checksums of its files."""
+    files, file_of, checksums = read_index(index)
+    for file, expected in checksums.items():
+        verify_file(index, file, expected)
+    weights = read_weights(files, index)
+    check_all_present(index, file_of, weights.tensors)
+    return weights
+
+
+def read_index(index: Path) -> tuple[list[Path], dict[str, str], dict[str, str]]:
+    """Return files, file names by tensor, and checksums by file of an index."""
+    file_of, checksums = _parse_index(index)
+    return _list_files(index, file_of), file_of, checksums
+
+
+def verify_file(index: Path, file: str, expected: str) -> None:
+    """Raise `CheckpointError` if a file does not have the checksum in its index."""
+    with (index.parent / file).open("rb") as opened:
+        checksum = hash_file(opened)
+    if checksum != expected:
+        raise CheckpointError(
+            f"{index.parent / file} does not match {index}: it is damaged, or from another export "
+            f"({CHECKSUMS} is {checksum} and should be {expected})"
+        )
+
+
+def check_all_present(index: Path, names: Iterable[str], present: Iterable[str]) -> None:
+    """Raise `CheckpointError` if files do not contain all tensors of their index."""
+    if missing := sorted(set(names) - set(present)):
+        raise CheckpointError(f"{index} lists {format_names(missing, _LISTED)}, but no file contains it")
+
+
+def list_shards(index: Path) -> list[Path]:
+    """Return the files of an index."""
+    file_of, _ = _parse_index(index)
+    return _list_files(index, file_of)
+
+
+def read_weights(files: list[Path], source: Path) -> WeightFiles:
+    """Return the tensors of safetensors files."""
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in list(file.keys())}
+                metadata |= file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+    metadata.pop("format", None)
+    return WeightFiles(source, tensors, {name: kept for name, kept in metadata.items() if kept in tensors})
+
+
+def match_weights(
+    weights: WeightFiles, model: nn.Module, live: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return weights as the state dict of a model; raise `CheckpointError` if names, shapes or dtypes differ.
+
+    `live` replaces the state dict of a model whose own tensors do not show its aliases.
+    """
+    live = model.state_dict() if live is None else live
+    state = add_aliases(
+        weights.tensors, {k: v for k, v in live.items() if isinstance(v, torch.Tensor)}, weights.ties
+    )
+    raise_mismatch(weights.source, list_mismatches(state, live) + _list_torn_aliases(state, live))
+    return state
+
+
+def list_mismatches(stored: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """Return a line for each stored tensor that does not fit the state of a model."""
+    return [
+        *(f"missing: {name}" for name in sorted(live.keys() - stored.keys())),
+        *(f"unexpected: {name}" for name in sorted(stored.keys() - live.keys())),
+        *(
+            problem
+            for name in sorted(live.keys() & stored.keys())
+            if (problem := _describe_mismatch(name, stored[name], live[name]))
+        ),
+    ]
+
+
+def raise_mismatch(source: Path, mismatches: Sequence[str]) -> None:
+    """Raise `CheckpointError` if there are mismatches."""
+    if mismatches:
+        more = f"\n  and {len(mismatches) - _LISTED} more" if len(mismatches) > _LISTED else ""
+        lines = "".join(f"\n  {line}" for line in mismatches[:_LISTED])
+        raise CheckpointError(f"{source} does not fit the model, which was not changed:{lines}{more}")
+
+
+def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
+    if not isinstance(live, torch.Tensor):
+        return f"{name} is a {type(live).__name__} in the model and a tensor in the file"
+    if stored.shape != live.shape:
+        return f"{name} has shape {list(stored.shape)} in the file and {list(live.shape)} in the model"
+    if not torch.can_cast(stored.dtype, live.dtype):
+        return f"{name} is {stored.dtype} in the file, which cannot be cast to {live.dtype}"
+    return None
+
+
+def _list_torn_aliases(state: Mapping[str, torch.Tensor], live: Mapping[str, Any]) -> list[str]:
+    """Return a line for each tied weight that has two values in the file."""
+    ties = find_aliases({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
+    return [
+        f"{name} and {kept} are one tensor in the model and differ in the file"
+        for name, kept in ties.items()
+        if name in state
+        and kept in state
+        and state[name] is not state[kept]
+        and not _equal_with_nan(state[name], state[kept])
+    ]
+
+
+def _equal_with_nan(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and bool(
+        torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
+    )
+
+
+def _list_files(index: Path, file_of: Mapping[str, str]) -> list[Path]:
+    return [index.parent / file for file in sorted(set(file_of.values()))]
+
+
+def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
+    try:
+        content = json.loads(index.read_text())
+        file_of = {str(name): str(file) for name, file in content["weight_map"].items()}
+        checksums = dict((content.get("metadata") or {}).get(CHECKSUMS) or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is not an index of weights: {type(error).__name__}: {error}"
+        ) from error
+    for file in {*file_of.values(), *checksums}:
+        if Path(file).name != file:
+            raise CheckpointError(f"{index} lists {file!r}, which is not in its directory")
+        if not (index.parent / file).is_file():
+            raise CheckpointError(f"{index.parent / file} is missing, but listed in {index}")
+    return file_of, checksums
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Return whether weights must be read in parts: the model is sharded or on the meta device."""
+    return any(tensor.is_meta or hasattr(tensor, "device_mesh") for tensor in model.parameters()) or bool(
+        list_meta_tensors(model)
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Weights in files, before they are read."""
+
+    source: Path
+    slices: Mapping[str, TensorSlice]
+    ties: Mapping[str, str]
+    """Aliases that are left out, with the name that is kept, as far as the files tell."""
+    checksums: Mapping[str, str]
+    """Checksums by file, if there is an index."""
+
+
+@dataclass(frozen=True)
+class WeightLoader:
+    """Loads weights into models in parts; every rank calls `load`.
+
+    `memory` materializes models on the meta device.
+    """
+
+    share: AllGatherObjects
+    rank: int
+    world_size: int
+    memory: MetaModels
+
+    def load(self, model: nn.Module, path: Path) -> None:
+        """Read weights from a directory, a file or an index into a model.
+
+        The model is unchanged if the weights do not fit; the error says if reading failed half-way.
+        """
+        with errors_on_all_ranks(self.share):
+            files = self._check(model, path)
+        with ExitStack() as stack:
+            with errors_on_all_ranks(self.share), _value_errors_as_checkpoint_errors():
+                stack.enter_context(compute_buffers(model, self.memory.device))
+            try:
+                with errors_on_all_ranks(self.share):
+                    self._fill(model, files)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{error}\nThe model is now inconsistent ({files.source} was loaded partially). Load it again."
+                ) from error
+
+    def _check(self, model: nn.Module, path: Path) -> _Files:
+        files = _read_files(path)
+        state = model.state_dict(keep_vars=True)
+        slices = _add_file_aliases(files, state)
+        raise_mismatch(
+            files.source,
+            list_mismatches(slices, state)
+            + _list_computed(model, state)
+            + self._list_torn_aliases(slices, state),
+        )
+        with _value_errors_as_checkpoint_errors():
+            for name, tensor in state.items():
+                box_of(tensor, name)
+        for number, (file, expected) in enumerate(files.checksums.items()):
+            if number % self.world_size == self.rank:
+                verify_file(files.source, file, expected)
+        return _Files(files.source, slices, files.ties, files.checksums)
+
+    def _list_torn_aliases(self, slices: Mapping[str, TensorSlice], state: Mapping[str, Any]) -> list[str]:
+        """Return a line for each tied weight with two values in the files; ranks divide the comparison."""
+        first: dict[int, str] = {}
+        mismatches = []
+        for number, (name, tensor) in enumerate(state.items()):
+            kept = first.setdefault(id(tensor), name)
+            is_mine = number % self.world_size == self.rank
+            if (
+                kept != name
+                and is_mine
+                and slices[kept] != slices[name]
+                and not are_equal(slices[kept], slices[name])
+            ):
+                mismatches.append(f"{name} and {kept} are one tensor in the model and differ in the file")
+        return mismatches
+
+    def _fill(self, model: nn.Module, files: _Files) -> None:
+        self.memory.materialize(model)
+        done: set[int] = set()
+        with torch.no_grad():
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                if id(tensor) not in done:
+                    done.add(id(tensor))
+                    read_into(local_shard(tensor), files.slices[name], box_of(tensor, name))
+
+
+def _read_files(path: Path) -> _Files:
+    source, several = list_weight_files(path)
+    files, file_of, checksums = read_index(source) if several else ([source], {}, {})
+    slices: dict[str, TensorSlice] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        file_slices, file_metadata = read_headers(file)
+        slices |= file_slices
+        metadata |= file_metadata
+    check_all_present(source, file_of, slices)
+    return _Files(
+        source, slices, {name: kept for name, kept in metadata.items() if kept in slices}, checksums
+    )
+
+
+def _add_file_aliases(files: _Files, state: Mapping[str, Any]) -> dict[str, TensorSlice]:
+    """Return the tensors of files by name, with the aliases that they leave out."""
+    slices = dict(files.slices)
+    name_of = {id(tensor): name for name, tensor in state.items() if name in files.slices}
+    for name in state.keys() - files.slices.keys():
+        source = name_of.get(id(state[name])) or files.ties.get(name)
+        if source is not None:
+            slices[name] = files.slices[source]
+    return slices
+
+
+def _list_computed(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return a line for each tensor that only the model's own `load_state_dict` could restore."""
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [
+        f"{name} is computed by the model's own state_dict, and cannot be read in parts"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and id(value) not in tensors
+    ]
+
+
+@contextmanager
+def _value_errors_as_checkpoint_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+
+
+# Parts of tensors in files -------------------------------------------------------------
+
+_BLOCK = 1 << 23
+"""Bytes that are read at a time."""
+_SHORT_ROW = 1 << 9
+"""For shorter rows, the bytes between them are read too, in one call."""
+_MAX_HEADER = 100_000_000
+"""Largest header that the reader of safetensors accepts."""
+_DTYPES = {number.code: getattr(torch, name) for name, number in NUMBER_FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A tensor in a file, before it is read."""
+
+    file: Path
+    start: int
+    """Offset in the file, in bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_headers(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
+    """Return the tensors of a safetensors file by name, and its metadata; only the header is read."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _MAX_HEADER, size)))
+        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+        slices = {str(name): _parse_entry(path, 8 + length, entry) for name, entry in header.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is not a safetensors file, or damaged: {error}"
+        ) from error
+    if any(tensor.start + tensor.nbytes > size for tensor in slices.values()):
+        raise CheckpointError(f"{path} cannot be read: it is truncated")
+    return slices, metadata
+
+
+def read_into(target: torch.Tensor, stored: TensorSlice, box: ShardBox) -> None:
+    """Read a box of a tensor in a file into memory of the same shape."""
+    if not target.numel():
+        return
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            for start, sizes in _split_box(stored, box):
+                index = tuple(
+                    slice(offset, offset + length) for offset, length in zip(start, sizes, strict=True)
+                )
+                offsets = tuple(first + second for first, second in zip(box.offsets, start, strict=True))
+                target[index].copy_(_read_box(file, stored, ShardBox(offsets, sizes)))
+    except OSError as error:
+        raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
+
+
+def are_equal(first: TensorSlice, second: TensorSlice) -> bool:
+    """Return whether two tensors in files have equal shapes and values; nan equals nan."""
+    if first.shape != second.shape:
+        return False
+    full = ShardBox((0,) * len(first.shape), first.shape)
+    wider = first if first.dtype.itemsize >= second.dtype.itemsize else second
+    for offsets, sizes in _split_box(wider, full):
+        left, right = (_open_and_read(tensor, ShardBox(offsets, sizes)) for tensor in (first, second))
+        if not (torch.equal(left, right) or torch.allclose(left, right.to(left.dtype), 0, 0, equal_nan=True)):
+            return False
+    return True
+
+
+def _parse_entry(path: Path, data_start: int, entry: Any) -> TensorSlice:
+    start, end = entry["data_offsets"]
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"torch {torch.__version__} has no dtype {entry['dtype']!r}")
+    stored = TensorSlice(
+        path, data_start + int(start), _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    )
+    if start < 0 or any(size < 0 for size in stored.shape) or end - start != stored.nbytes:
+        raise ValueError(f"a tensor of shape {list(stored.shape)} has {end - start} bytes")
+    return stored
+
+
+def _split_box(stored: TensorSlice, box: ShardBox) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split a box into parts of `_BLOCK` bytes; yield offsets in the box, and sizes."""
+    sizes, count, dimension = box.sizes, stored.dtype.itemsize, len(box.sizes)
+    while dimension and count * sizes[dimension - 1] <= _BLOCK:
+        dimension -= 1
+        count *= sizes[dimension]
+    if not dimension:
+        yield (0,) * len(sizes), sizes
+        return
+    step = max(1, _BLOCK // count)
+    before, length, after = sizes[: dimension - 1], sizes[dimension - 1], sizes[dimension:]
+    for index in product(*map(range, before)):
+        for offset in range(0, length, step):
+            yield (
+                (*index, offset, *(0 for _ in after)),
+                (*(1 for _ in before), min(step, length - offset), *after),
+            )
+
+
+def _open_and_read(stored: TensorSlice, box: ShardBox) -> torch.Tensor:
+    with stored.file.open("rb", buffering=0) as file:
+        return _read_box(file, stored, box)
+
+
+def _read_box(file: FileIO, stored: TensorSlice, box: ShardBox) -> torch.Tensor:
+    wide = _widen_rows(stored, box)
+    buffer = torch.empty(wide.sizes, dtype=stored.dtype)
+    remaining = tensor_bytes(buffer)
+    for start, length in iterate_runs(stored.shape, wide.offsets, wide.sizes, stored.dtype.itemsize):
+        read_exactly(file, remaining[:length], stored.start + start)
+        remaining = remaining[length:]
+    for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
+        buffer = buffer.narrow(dimension, offset - wide.offsets[dimension], length)
+    return buffer
+
+
+def _widen_rows(stored: TensorSlice, box: ShardBox) -> ShardBox:
+    """Extend a box to full rows if its own are short and the result is small."""
+    if not box.sizes or box.sizes[-1] == stored.shape[-1]:
+        return box
+    is_short = box.sizes[-1] * stored.dtype.itemsize < _SHORT_ROW
+    wide = ShardBox((*box.offsets[:-1], 0), (*box.sizes[:-1], stored.shape[-1]))
+    return wide if is_short and math.prod(wide.sizes) * stored.dtype.itemsize <= 2 * _BLOCK else box

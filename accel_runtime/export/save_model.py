@@ -1,0 +1,371 @@
+"""Export the weights of a model: safetensors in the layout of the Hugging Face Hub.
+
+All files are written under scratch names and then renamed, the index last; files of an earlier export are removed
+afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from accel_runtime.backends.base import Backend
+from accel_runtime.checkpoint.errors import CheckpointError, errors_on_all_ranks
+from accel_runtime.checkpoint.filesystem import FileSystem, write_text
+from accel_runtime.checkpoint.safetensors_file import (
+    NUMBER_FORMATS,
+    TensorPart,
+    shard_file_name,
+    write_safetensors,
+)
+from accel_runtime.collectives.main_process_first import reported_result
+from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.parallel.dtensor import gather_tensor, local_shard
+from accel_runtime.topology import Topology
+
+__all__ = [
+    "CHECKSUMS",
+    "INDEX",
+    "SINGLE",
+    "ExportPlan",
+    "add_aliases",
+    "export_model",
+    "export_sharded_model",
+    "find_aliases",
+    "write_on_main_process",
+]
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+CHECKSUMS = "xxh3_64"
+"""Key in the index for the checksums of shards: shards of two exports cannot be mixed."""
+_RESERVED = "__metadata__"
+_UNFINISHED = ".unfinished-"
+_EXPORT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Files of an export before they are written."""
+
+    shards: Mapping[str, Mapping[str, torch.Tensor]]
+    """Tensors of each file."""
+    ties: Mapping[str, str]
+    """Aliases that are left out, with the name that is kept."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, object], limit: int, tied: Iterable[str] = ()) -> ExportPlan:
+        """Distribute a state dict over files of at most `limit` bytes; a larger tensor gets its own file.
+
+        `tied` names aliases to leave out first. `CheckpointError` names everything that safetensors does not support.
+        """
+        tensors = _select_tensors(state)
+        ties = find_aliases(tensors, tied)
+        groups = _split_into_files(
+            {name: tensor for name, tensor in tensors.items() if name not in ties}, limit
+        )
+        count = len(groups)
+        names = [shard_file_name("model", number, count) for number in range(1, count + 1)]
+        return cls(dict(zip(names, groups, strict=True)), ties)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of every file; aliases are stored as safetensors does."""
+        return {**self.ties, "format": "pt"}
+
+    def index(self, checksums: Mapping[str, str]) -> str:
+        """Return the text of the index."""
+        total = sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
+        weight_map = {name: file for file, tensors in self.shards.items() for name in tensors}
+        metadata = {"total_size": total, CHECKSUMS: dict(checksums)}
+        return (
+            json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+            + "\n"
+        )
+
+
+class ExportWriter:
+    """Writes the files of an export one after another under scratch names, and renames them at the end.
+
+    `writer` is the rank, which separates several writers of one directory.
+    """
+
+    def __init__(
+        self, plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileSystem | None = None
+    ) -> None:
+        self._plan, self._folder, self._writer, self._disk = plan, folder, writer, disk or FileSystem()
+        self._names = [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
+        self._checksums: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Create the directory."""
+        with self._convert_errors():
+            self._disk.make(self._folder)
+
+    def file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a file of the plan."""
+        with self._convert_errors():
+            _remove_leftover(self._scratch(name), self._disk)
+            parts = [
+                TensorPart(key, tensor.dtype, tuple(tensor.shape), None, partial(_to_cpu, tensor))
+                for key, tensor in tensors.items()
+            ]
+            written = write_safetensors(self._scratch(name), parts, self._plan.metadata, self._disk)
+            self._checksums[name] = written.file.checksum
+
+    def commit(self) -> None:
+        """Rename all files, the index last, and remove those of an earlier export."""
+        with self._convert_errors():
+            if INDEX in self._names:
+                _remove_leftover(self._scratch(INDEX), self._disk)
+                write_text(self._scratch(INDEX), self._plan.index(self._checksums), self._disk)
+            for name in self._names:
+                self._disk.rename(self._scratch(name), self._folder / name)
+                self._disk.sync_directory(self._folder)
+            _remove_old_exports(self._folder, set(self._names), self._writer, self._disk)
+
+    def forget(self) -> None:
+        """Remove scratch files."""
+        for name in self._names:
+            with suppress(OSError):
+                self._scratch(name).unlink()
+
+    def _scratch(self, name: str) -> Path:
+        return self._folder / f".{name}{_UNFINISHED}{self._writer}"
+
+    @contextmanager
+    def _convert_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"Cannot write the model to {self._folder}: {error}") from error
+
+
+def export_model(plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileSystem | None = None) -> None:
+    """Write the files of an export and remove those of an earlier one, which is kept if writing fails."""
+    export = ExportWriter(plan, folder, writer=writer, disk=disk)
+    try:
+        export.begin()
+        for name, tensors in plan.shards.items():
+            export.file(name, tensors)
+        export.commit()
+    finally:
+        export.forget()
+
+
+def _select_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    problems = {name: reason for name, value in state.items() if (reason := _find_problem(value))}
+    if _RESERVED in state:
+        problems[_RESERVED] = "a name that the format reserves"
+    if problems:
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
+        raise CheckpointError(
+            f"Parts of the model cannot be written as safetensors:{lines}\n"
+            "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
+        )
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _find_problem(value: object) -> str | None:
+    """Return the reason that safetensors does not support a value."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}, not a tensor"
+    value = local_shard(value) if hasattr(value, "device_mesh") else value
+    if type(value) not in {torch.Tensor, torch.nn.Parameter}:
+        return f"a {type(value).__name__}, which has no plain memory"
+    if value.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if value.layout is not torch.strided or value.is_quantized:
+        return f"a {'quantized' if value.is_quantized else value.layout} tensor"
+    if str(value.dtype).removeprefix("torch.") not in NUMBER_FORMATS:
+        return f"a tensor of {value.dtype}, which the format does not support"
+    return None
+
+
+def _split_into_files(tensors: Mapping[str, torch.Tensor], limit: int) -> list[dict[str, torch.Tensor]]:
+    groups: list[dict[str, torch.Tensor]] = [{}]
+    large: list[dict[str, torch.Tensor]] = []
+    free = limit
+    for name, tensor in tensors.items():
+        if tensor.nbytes > limit:
+            large.append({name: tensor})
+            continue
+        if tensor.nbytes > free:
+            groups.append({})
+            free = limit
+        groups[-1][name] = tensor
+        free -= tensor.nbytes
+    return [group for group in groups if group] + large or [{}]
+
+
+def _remove_leftover(path: Path, disk: FileSystem) -> None:
+    """Remove a leftover of a killed export."""
+    with suppress(FileNotFoundError):
+        disk.remove(path)
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the CPU."""
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def _remove_old_exports(folder: Path, names: set[str], writer: int, disk: FileSystem) -> None:
+    """Remove files of other exports, which readers would take for a part of this one."""
+    for path in sorted(folder.iterdir()):
+        name = path.name.removesuffix(f"{_UNFINISHED}{writer}")
+        final_name = name if name == path.name else name.removeprefix(".")
+        if path.name not in names and _EXPORT_FILE.fullmatch(final_name) and path.is_file():
+            disk.remove(path)
+    disk.sync_directory(folder)
+
+
+def find_aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()) -> dict[str, str]:
+    """Return the aliases to leave out, with the name under which each tensor is kept.
+
+    Only identical tensors are aliases, in shape and strides too: other views have values of their own in a file.
+    Names in
+    `left_out` are left out first; else the first name in alphabetical order is kept, as in safetensors.
+    """
+    excluded = set(left_out)
+    kept: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    # Aliases are header metadata, where `format` has another meaning.
+    for name in sorted(state, key=lambda name: (name != "format", name in excluded, name)):
+        tensor = state[name]
+        if (
+            tensor.numel()
+            and not tensor.is_meta
+            and (first := kept.setdefault(_memory_key(tensor), name)) != name
+        ):
+            aliases[name] = first
+    return aliases
+
+
+def add_aliases(
+    tensors: Mapping[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor],
+    ties: Mapping[str, str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Add the aliases that a file leaves out, as tied in the live state, else as the metadata of the file says."""
+    name_of = {
+        _memory_key(tensor): name for name, tensor in live.items() if name in tensors and tensor.numel()
+    }
+    complete = dict(tensors)
+    for name in live.keys() - tensors.keys():
+        source = name_of.get(_memory_key(live[name])) or (ties or {}).get(name)
+        if source is not None and source in tensors:
+            complete[name] = tensors[source]
+    return complete
+
+
+def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    if hasattr(tensor, "device_mesh"):
+        # A local shard may be empty, without an address, and the result must be equal on all ranks.
+        return (id(tensor),)
+    memory = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
+    return tensor.device, memory, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+_CALL = "save_model"
+
+
+def export_sharded_model(  # noqa: PLR0913 - the facts of one call
+    model: nn.Module,
+    folder: Path,
+    limit: int,
+    backend: Backend,
+    *,
+    tied: Iterable[str] = (),
+    each_machine: bool,
+) -> None:
+    """Write the weights of a sharded model; every rank calls it.
+
+    A writer has the tensors of one file in memory, other ranks one tensor.
+    """
+    share = partial(all_gather_objects, _CALL, handshake=backend.handshake)
+    with errors_on_all_ranks(share):
+        plan = ExportPlan.from_state(model.state_dict(keep_vars=True), limit, tied)
+    export = ExportWriter(plan, folder, writer=backend.topology.rank)
+    writes = is_writer(backend.topology, each_machine=each_machine)
+
+    def step(act: Callable[[], None]) -> None:
+        write_on_main_process(_CALL, act, backend, each_machine=each_machine)
+
+    try:
+        step(export.begin)
+        for name, tensors in plan.shards.items():
+            held: dict[str, torch.Tensor] = {}
+            for key, tensor in tensors.items():
+                full = gather_tensor(tensor)
+                if writes:
+                    held[key] = full.cpu()
+                del full
+            step(partial(export.file, name, held))
+            # Free memory before the next file.
+            held.clear()
+        step(export.commit)
+    finally:
+        if writes:
+            export.forget()
+
+
+_DONE = "done"
+
+
+def is_writer(topology: Topology, *, each_machine: bool) -> bool:
+    """Return whether this rank writes: the first of all, or the first of each node."""
+    return (topology.local_rank if each_machine else topology.rank) == 0
+
+
+def write_on_main_process(
+    operation: str, write: Callable[[], None], backend: Backend, *, each_machine: bool
+) -> None:
+    """Let the first rank, or the first of each node, write; return or raise on every rank when all have ended.
+
+    The others wait on the store and not in a collective, so writing may take longer than the collective timeout.
+    """
+    topology = backend.topology
+    writes = is_writer(topology, each_machine=each_machine)
+    writers = [
+        rank
+        for rank, writes_there in enumerate(all_gather_objects(operation, writes, backend.handshake))
+        if writes_there
+    ]
+    key = f"accel/{operation}/{backend.increment_store_key(f'accel/{operation}')}"
+    if writes:
+        _report_outcome(write, lambda outcome: backend.set_store_key(f"{key}/{topology.rank}", outcome))
+    outcomes = {rank: reported_result(backend, rank, f"{key}/{rank}", None) for rank in writers}
+    _raise_failures(operation, outcomes, topology.world_size)
+
+
+def _report_outcome(write: Callable[[], None], post: Callable[[str], None]) -> None:
+    try:
+        write()
+    except CheckpointError as error:
+        post(str(error))
+    except BaseException as error:
+        post(f"{type(error).__name__}: {error}")
+        raise
+    else:
+        post(_DONE)
+
+
+def _raise_failures(operation: str, outcomes: dict[int, str], world_size: int) -> None:
+    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome != _DONE}
+    if not failed:
+        return
+    if world_size == 1:
+        raise CheckpointError(failed[0])
+    if len(set(failed.values())) == 1:
+        listed = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+        raise CheckpointError(f"{operation} failed on {listed}: {next(iter(failed.values()))}")
+    lines = "".join(f"\n  rank {rank}: {outcome}" for rank, outcome in failed.items())
+    raise CheckpointError(f"{operation} failed:{lines}")

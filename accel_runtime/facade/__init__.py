@@ -1,1 +1,0 @@
-"""The parts of `Accelerator`, by what a script does with it."""

@@ -1,0 +1,121 @@
+"""Functions on nested batches: the tensors of any mix of dicts, lists and tuples, in a fixed order."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "build_device_check",
+    "has_dtensor",
+    "leaf_paths",
+    "leaves",
+    "map_leaves",
+    "map_movable",
+    "map_tensors",
+    "rebuild",
+    "send_to",
+]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to everything that is not a dict, list or tuple.
+
+    Containers keep their types: named tuples, subclasses of `dict`, and any other mapping that can be built from a
+    dict.
+    """
+    if isinstance(tree, (list, tuple)):
+        return rebuild(tree, [map_leaves(function, item) for item in tree])
+    if isinstance(tree, Mapping):
+        return rebuild(tree, {key: map_leaves(function, value) for key, value in tree.items()})
+    return function(tree)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its tensors."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def leaf_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its path in Python syntax (`['x'][0]`), in the order of `map_leaves`."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaf_paths(value, f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from leaf_paths(item, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return everything in `tree` that is not a dict, list or tuple."""
+    return [leaf for _, leaf in leaf_paths(tree)]
+
+
+def send_to(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+    """Return `tree` with its tensors on `device`; tensors already there are not copied."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device)
+
+    return map_movable(move, tree)
+
+
+def map_movable(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its tensors and to objects with a method `to`.
+
+    Such an object may be a container: a `TensorDict`, a `PackedSequence` and a `BatchEncoding` hold more than their items.
+    """
+    if isinstance(tree, torch.Tensor) or callable(getattr(tree, "to", None)):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return rebuild(tree, [map_movable(function, item) for item in tree])
+    if isinstance(tree, Mapping):
+        return rebuild(tree, {key: map_movable(function, value) for key, value in tree.items()})
+    return tree
+
+
+def build_device_check(device: torch.device) -> Callable[[Any], bool]:
+    """Return a function that checks if a batch is a plain list, tuple or dict of plain tensors on the device."""
+    plain = torch.Tensor
+    # On the CPU it can be asked without an object for the device of every tensor.
+    cpu = device.type == "cpu"
+
+    def is_on_device(tree: Any) -> bool:
+        kind = type(tree)
+        if kind is not list and kind is not tuple and kind is not dict:
+            return False
+        for leaf in tree.values() if kind is dict else tree:
+            if type(leaf) is not plain or not (leaf.is_cpu if cpu else leaf.device == device):
+                return False
+        return True
+
+    return is_on_device
+
+
+def rebuild(original: Any, items: Any) -> Any:
+    """Return a container of `original`'s type with `items`: a list for lists and tuples, otherwise a dict."""
+    if isinstance(original, tuple) and hasattr(original, "_fields"):
+        return type(original)(*items)
+    if isinstance(original, defaultdict):
+        return type(original)(original.default_factory, items)
+    if type(original) is type(items):
+        return items
+    rebuilt = type(original)(items)
+    if hasattr(rebuilt, "auto_batch_size_"):  # a TensorDict is made without batch dimensions
+        rebuilt.auto_batch_size_(batch_dims=original.batch_dims)
+    return rebuilt
+
+
+def has_dtensor(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether one of the tensors is a DTensor."""
+    # Not imported here: it takes seconds, and there is no DTensor before it is loaded.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)

@@ -1,0 +1,375 @@
+"""Shards of DTensors: their offsets, gathering, buffers, and unsynchronized gradients."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_runtime.backends.ddp import BufferAveraging
+from accel_runtime.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "ShardBox",
+    "box_of",
+    "gather_parameters",
+    "gather_state_dict",
+    "gather_tensor",
+    "is_sharded_model",
+    "local_shard",
+    "parameter_groups",
+    "read_unsynced_gradients",
+    "refuse_sharded_saves",
+    "reshard_models",
+    "restore_unsynced_gradients",
+    "shard_like",
+]
+
+
+class ShardBox(NamedTuple):
+    """Offsets and sizes of a shard in the full tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor on this rank."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
+
+
+def box_of(tensor: torch.Tensor, name: str) -> ShardBox:
+    """Return the box of this rank in a tensor.
+
+    Raises ValueError if its placements are partial, or a shard is not one box.
+    """
+    if not hasattr(tensor, "device_mesh"):
+        return ShardBox((0,) * tensor.dim(), tuple(tensor.shape))
+    return _box_of_dtensor(tensor, name)
+
+
+def shard_like(full: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+    """Shard a full tensor, equal on all ranks, like another one; nothing is sent."""
+    if not hasattr(like, "device_mesh"):
+        return full
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it takes a second to load
+
+    assert isinstance(like, DTensor)
+    shard = full
+    for dimension, (offset, length) in enumerate(zip(*_box_of_dtensor(like, name), strict=True)):
+        shard = shard.narrow(dimension, min(offset, full.shape[dimension]), length)
+    return DTensor.from_local(
+        shard.clone(memory_format=torch.contiguous_format).to(local_shard(like).device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _box_of_dtensor(tensor: torch.Tensor, name: str) -> ShardBox:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    assert isinstance(tensor, DTensor)
+    _check_placements(tensor, name)
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if tuple(sizes) != tuple(local_shard(tensor).shape):
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)} cannot be saved: tensor parallelism and fully_shard split it into shards of "
+            f"unequal size, whose offsets are unknown ({tensor.placements}). Choose a tp that divides it."
+        )
+    return ShardBox(tuple(offsets), tuple(sizes))
+
+
+def _check_placements(tensor: DTensor, name: str) -> None:
+    """Raise ValueError for partial placements, and for strided shards that no later shard undoes."""
+    placements = tensor.placements
+    for index, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"{name} cannot be sharded: it has partial sums ({placements})")
+        factor = getattr(placement, "split_factor", None)
+        right = [
+            tensor.device_mesh.size(later)
+            for later in range(index + 1, len(placements))
+            if getattr(placements[later], "dim", None) == getattr(placement, "dim", None)
+        ]
+        if factor is not None and factor != math.prod(right):
+            raise ValueError(
+                f"{name} cannot be described: the rows of a rank are not contiguous ({placements})"
+            )
+
+
+_GATHERED = "_accel_gathered"
+"""An attribute of a model inside of `gathered`."""
+_LOG = logging.getLogger("accel_runtime.parallel")
+
+
+def list_units(model: nn.Module) -> list[Any]:
+    """Return the modules under `fully_shard`, outermost first."""
+    return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+
+
+def parameter_groups(unit: Any) -> list[Any]:
+    """Return torch's parameter groups of a unit: at most one in torch 2.9, any number in torch 2.13."""
+    state = unit._get_fsdp_state()  # noqa: SLF001 - nothing public has them
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)  # noqa: SLF001
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether a parameter of the model is sharded."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or bool(
+        list_units(model)
+    )
+
+
+def reshard_models(models: Iterable[nn.Module]) -> None:
+    """Reshard models; after a forward pass without a backward pass, parameters of the root are still gathered.
+
+    Raises:
+        RuntimeError: A model is inside of `gathered`.
+    """
+    for model in models:
+        if _GATHERED in vars(model):
+            raise RuntimeError(
+                "Cannot save, load or take a state dict inside of gathered(model): parameters are full and in the dtype of the "
+                "computation. Exit the context first."
+            )
+        _reshard(model)
+
+
+def _reshard(model: nn.Module) -> None:
+    for unit in list_units(model):
+        unit.reshard()
+
+
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a sharded one; collective."""
+    if not hasattr(tensor, "device_mesh"):
+        return tensor.detach()
+    sharded: Any = tensor.detach()
+    if sharded.device.type != sharded.device_mesh.device_type:
+        # Offloaded to the host, and collectives need the device.
+        sharded = sharded.to(sharded.device_mesh.device_type)
+    full: torch.Tensor = sharded.full_tensor()
+    return full
+
+
+def gather_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Return the state dict of a model with full tensors on the CPU; collective.
+
+    Ranks with `keep=False` drop each tensor once it is gathered, and return an empty dict. Tied weights are one tensor.
+    """
+    state = model.state_dict(keep_vars=True)
+    by_id: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in by_id:
+            full = _copy_to_cpu(value) if isinstance(value, torch.Tensor) else value
+            by_id[id(value)] = full if keep else None
+    return {name: by_id[id(value)] for name, value in state.items()} if keep else {}
+
+
+def _copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
+    """Return a full copy of a tensor."""
+    full = gather_tensor(value)
+    # On a mesh of one rank, `full_tensor` shares the memory of the parameter.
+    return full.cpu() if full.device.type != "cpu" else full.clone()
+
+
+def refuse_sharded_saves(model: nn.Module) -> None:
+    """Make `save_pretrained` of a sharded model raise unless it gets full tensors."""
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            # A bound method, so that a deep copy of the model saves the copy.
+            vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
+
+
+def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
+    save = type(module).save_pretrained
+    arguments = inspect.signature(save).bind_partial(module, *args, **kwargs).arguments
+    state_dict = arguments.get("state_dict", kwargs.get("state_dict"))
+    if state_dict is None and is_sharded_model(module) and _GATHERED not in vars(module):
+        raise RuntimeError(
+            "save_pretrained() of a sharded model: each rank has only its shards of the weights. Collect them on all ranks, "
+            "and give them to it: accelerator.unwrap_model(model).save_pretrained(directory, "
+            "is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)). For a class whose "
+            "save_pretrained() takes no state_dict, accelerator.save_model(model, directory) writes the weights."
+        )
+    return save(module, *args, **kwargs)
+
+
+@contextmanager
+def gather_parameters(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> Iterator[nn.Module]:
+    """Return a context in which the parameters of a model are full plain tensors, also after forward passes.
+
+    Raises:
+        RuntimeError: One of the optimizers steps inside.
+    """
+    units = list_units(model)
+    if not units:
+        yield model
+        return
+    _warn_about_tensor_parallel(model)
+    reshard_models([model])
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(optimizer.register_step_pre_hook(_refuse_step).remove)
+        stack.callback(_reshard, model)
+        vars(model)[_GATHERED] = True
+        stack.callback(vars(model).pop, _GATHERED)
+        for hook in (*model._forward_pre_hooks.values(), *model._forward_hooks.values()):  # noqa: SLF001 - torch has no list of them
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, BufferAveraging):
+                stack.enter_context(owner.suspended())
+        stack.enter_context(_keep_gathered(units))
+        for unit in units:
+            unit.unshard()
+        yield model
+
+
+@contextmanager
+def _keep_gathered(units: list[Any]) -> Iterator[None]:
+    """Keep gathered parameters after a forward pass and for a state dict."""
+    # The root module has other settings from its first forward pass on.
+    units[0]._get_fsdp_state()._lazy_init()  # noqa: SLF001 - nothing public does this without an input
+    groups = [group for unit in units for group in parameter_groups(unit)]
+    mesh_infos = [group.post_forward_mesh_info for group in groups]
+    hooks = [_remove_state_dict_hooks(group) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, mesh_infos, strict=True):
+            group.post_forward_mesh_info = info
+        for restore in hooks:
+            restore()
+
+
+def _remove_state_dict_hooks(group: Any) -> Callable[[], None]:
+    """Remove the state dict hooks that reshard; return a function that restores them."""
+    handles = (
+        group._module_to_pre_save_state_dict_hook_handle,  # noqa: SLF001
+        group._module_to_pre_load_state_dict_hook_handle,  # noqa: SLF001
+    )
+    for handles_by_module in handles:
+        for handle in handles_by_module.values():
+            handle.remove()
+
+    def restore() -> None:
+        # The group registers hooks only if the dicts are empty.
+        for handles_by_module in handles:
+            handles_by_module.clear()
+        group._register_state_dict_hooks()  # noqa: SLF001
+
+    return restore
+
+
+def _warn_about_tensor_parallel(model: nn.Module) -> None:
+    placements = [
+        placement
+        for parameter in model.parameters()
+        for placement, name in zip(
+            getattr(parameter, "placements", ()),
+            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
+            strict=False,
+        )
+        if name == "tp" and placement.is_shard()
+    ]
+    if placements:
+        _LOG.warning(
+            "gathered() does not gather layers under tensor parallelism, so the ranks of a tp group must call the model together "
+            "and equally often."
+        )
+
+
+def _refuse_step(*_: Any) -> None:
+    raise RuntimeError(
+        "optimizer.step() inside gathered(model) would update the shards but not the gathered parameters. Exit the context "
+        "first."
+    )
+
+
+def read_unsynced_gradients(models: Iterable[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return accumulated gradients that are not reduced yet, as full tensors; collective for tensor parallel ranks."""
+    gradients = {}
+    for sharded in _iterate_fsdp_params(models):
+        gradient = sharded.unsharded_accumulated_grad
+        if gradient is None and hasattr(sharded, "_unsharded_param"):
+            gradient = sharded._unsharded_param.grad  # noqa: SLF001
+        if gradient is not None:
+            gradients[sharded.sharded_param] = _to_full(gradient, str(sharded._param_fqn))  # noqa: SLF001
+    return gradients
+
+
+def restore_unsynced_gradients(
+    models: Iterable[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+) -> None:
+    """Restore the result of `read_unsynced_gradients`; the next backward passes add to it."""
+    for sharded in _iterate_fsdp_params(models):
+        gradient = gradients.get(sharded.sharded_param)
+        if hasattr(sharded, "_unsharded_param"):
+            sharded._unsharded_param.grad = None  # noqa: SLF001
+        sharded.unsharded_accumulated_grad = (
+            None if gradient is None else _to_unsharded_layout(gradient, sharded)
+        )
+
+
+def _iterate_fsdp_params(models: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield torch's FSDPParam of every sharded parameter, which is private (torch 2.13)."""
+    for model in models:
+        for unit in list_units(model):
+            for group in parameter_groups(unit):
+                yield from group.fsdp_params
+
+
+def _to_full(gradient: Any, name: str) -> torch.Tensor:
+    if not hasattr(gradient, "device_mesh"):
+        plain: torch.Tensor = gradient
+        return plain
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise CheckpointError(
+            f"Cannot save in the middle of an accumulation cycle: the gradient of {name} is a partial sum of tensor parallelism, and "
+            "completing it now would round differently. Save at the end of a cycle."
+        )
+    full: torch.Tensor = gradient.full_tensor()
+    return full
+
+
+def _to_unsharded_layout(gradient: torch.Tensor, sharded: Any) -> torch.Tensor:
+    shard = gradient.to(sharded.device).clone()
+    spec = sharded._unsharded_dtensor_spec  # noqa: SLF001
+    if spec is None:
+        return shard
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it is loaded where a model is sharded
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
+        shard = shard.narrow(dimension, offset, length)
+    return DTensor.from_local(
+        shard.contiguous(),
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=gradient.stride(),
+    )

@@ -1,0 +1,381 @@
+"""Apply torch's `fully_shard` as the settings describe."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from accel_runtime.backends.ddp import GradientAveraging
+from accel_runtime.env import FullyShard, find_nearest
+from accel_runtime.parallel.fsdp1_options import DTYPE_NAMES
+
+__all__ = [
+    "CheckpointedForward",
+    "FullyShardPlan",
+    "GradientSync",
+    "Units",
+    "build_policy",
+    "checkpoint_activations",
+    "find_batch_norms",
+    "find_ignored",
+    "find_units",
+    "inner_policy",
+    "innermost_units",
+    "is_checkpointed",
+    "matches_pattern",
+    "parameters_of_unit",
+    "refuse_mixed_dtypes",
+]
+
+
+@dataclass(frozen=True)
+class FullyShardPlan:
+    """Mesh, options and policy for sharding a model."""
+
+    mesh: DeviceMesh
+    """`[shards]`, or `[replicas, shards]`."""
+    options: FullyShard
+    policy: MixedPrecisionPolicy
+    ignored: frozenset[nn.Parameter] = frozenset()
+    """Parameters that are not sharded."""
+
+    def plan(self, model: nn.Module, units: Units) -> list[tuple[str, nn.Module, MixedPrecisionPolicy]]:
+        """Return the modules to shard with their policies, inner ones first; the last is the model."""
+        batch_norms, batch_norm_policy = find_batch_norms(model, self.policy, units, self.ignored)
+        refuse_mixed_dtypes(model, [*batch_norms, *units], self.ignored)
+        plan = [(name, module, batch_norm_policy) for name, module in batch_norms]
+        plan += [(name, module, inner_policy(self.policy)) for name, module in units]
+        return [*plan, ("", model, self.policy)]
+
+    def apply(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
+        """Shard a model in place by its units, inner ones first."""
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+            if self.options.cpu_offload
+            else OffloadPolicy()
+        )
+        plan = self.plan(model, units)
+        for _, module, policy in plan:
+            # The backward pass begins with the rest of the model, so keep it gathered.
+            keep_gathered = module is model and bool(units)
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                reshard_after_forward=False if keep_gathered else self.options.reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=offload,
+                ignored_params=set(self.ignored),
+            )
+        return {name: policy for name, _, policy in plan}
+
+
+def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
+    """Return the parameters that match the patterns of `ignore`; raise ValueError for a pattern without a match."""
+    ignored: set[nn.Parameter] = set()
+    for pattern in patterns:
+        matches = {
+            parameter
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if any(matches_pattern(pattern, prefix) for prefix in _prefixes(name))
+        }
+        if not matches:
+            raise ValueError(
+                f"fully_shard.ignore: {pattern!r} matches no parameter and no module of {type(model).__name__}."
+            )
+        ignored |= matches
+    return ignored
+
+
+def matches_pattern(pattern: str, name: str) -> bool:
+    """Return whether a name matches a pattern, in which `*` matches any text without a dot."""
+    return re.fullmatch("[^.]*".join(map(re.escape, pattern.split("*"))), name) is not None
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the name with the names of its parents: `a.b.c`, `a.b`, `a`."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
+Units = list[tuple[str, nn.Module]]
+"""Modules with their names, inner ones first."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_units(model: nn.Module, wrap: str) -> Units:
+    """Return the modules whose parameters are gathered together, without the model itself.
+
+    A module that shares a parameter with one outside of it is left out, since `fully_shard` needs one owner per parameter; its
+    parameters are gathered with the rest of the model.
+    """
+    if wrap == "none":
+        return []
+    if wrap.isdigit():
+        chosen = list(_find_large(model, int(wrap)))
+    elif wrap == "auto":
+        chosen = _find_layers(model)
+    else:
+        chosen = _find_by_class(model, [name.strip() for name in wrap.split(",") if name.strip()])
+    chosen = [module for module in chosen if module is not model and _owns_parameters(model, module)]
+    ids = {id(module) for module in chosen}
+    return [(name, module) for name, module in _inner_first(model) if id(module) in ids]
+
+
+def _find_by_class(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    classes = {type(module).__name__ for module in model.modules()}
+    for name in names:
+        if name not in classes:
+            suggestion = find_nearest(name, sorted(classes))
+            raise ValueError(
+                f"fully_shard.wrap: {type(model).__name__} has no module of class {name}"
+                f"{f'; did you mean {suggestion}?' if suggestion else ': ' + ', '.join(sorted(classes))}"
+            )
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    containers = [type(module).__name__ for module in modules if isinstance(module, _CONTAINERS)]
+    if containers:
+        raise ValueError(
+            f"fully_shard.wrap: {containers[0]} has no forward pass to gather parameters for. Name the class of the modules in it."
+        )
+    return modules
+
+
+def _find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in `_no_split_modules`, else the items of module lists."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if modules:
+        return modules
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    items = [module for items_of in lists for module in items_of if not isinstance(module, _CONTAINERS)]
+    return [module for module in items if any(True for _ in module.parameters())]
+
+
+def _find_large(model: nn.Module, minimum: int) -> Iterator[nn.Module]:
+    """Yield modules with at least `minimum` parameters outside of inner units, inner ones first."""
+    taken: set[nn.Parameter] = set()
+    for _, module in _inner_first(model):
+        parameters = set(module.parameters()) - taken
+        if (
+            not isinstance(module, _CONTAINERS)
+            and sum(parameter.numel() for parameter in parameters) >= minimum
+        ):
+            taken |= parameters
+            yield module
+
+
+def _inner_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return sorted(model.named_modules(), key=lambda named: -named[0].count(".") - bool(named[0]))
+
+
+def _owns_parameters(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether no other part of the model has a parameter of the module."""
+    inside = {id(descendant) for descendant in module.modules()}
+    parameters = {id(parameter) for parameter in module.parameters()}
+    return not any(
+        id(parameter) in parameters
+        for other in model.modules()
+        if id(other) not in inside
+        for parameter in other.parameters(recurse=False)
+    )
+
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LOG = logging.getLogger("accel_runtime.parallel")
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_NAMES = 3
+
+
+def build_policy(
+    options: FullyShard, autocast_dtype: torch.dtype | None, parameters: Iterable[nn.Parameter] = ()
+) -> MixedPrecisionPolicy:
+    """Return the mixed precision policy of parameters, gradients and outputs.
+
+    Args:
+        options: The settings.
+        autocast_dtype: The dtype of `mixed_precision`, or None.
+        parameters: The parameters of the model.
+    """
+    param_dtype = _DTYPES.get(options.param_dtype, autocast_dtype)
+    is_half = param_dtype in _HALF_DTYPES or any(
+        p.requires_grad and p.dtype in _HALF_DTYPES for p in parameters
+    )
+    # Sums over many ranks are too inaccurate in bfloat16.
+    reduce_dtype = _DTYPES.get(
+        options.reduce_dtype, torch.float32 if is_half or param_dtype is not None else None
+    )
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=_DTYPES.get(options.output_dtype),
+        cast_forward_inputs=options.cast_forward_inputs,
+    )
+
+
+def inner_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return the policy of units inside of the model, whose outputs are not cast."""
+    return replace(policy, output_dtype=None)
+
+
+def find_batch_norms(
+    model: nn.Module, policy: MixedPrecisionPolicy, units: Units, ignored: Collection[nn.Parameter] = ()
+) -> tuple[Units, MixedPrecisionPolicy]:
+    """Return batch norms that must stay in float32, and their policy.
+
+    With half-precision inputs, torch needs parameters in the dtype of the running statistics.
+    """
+    unit_ids = {id(module) for _, module in units} | {id(model)}
+    batch_norms: Units = []
+    if policy.param_dtype in _HALF_DTYPES:
+        batch_norms = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+            and id(module) not in unit_ids
+            and any(p not in ignored and p.dtype not in _HALF_DTYPES for p in module.parameters())
+        ]
+    batch_norm_policy = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+    return batch_norms, batch_norm_policy
+
+
+def refuse_mixed_dtypes(model: nn.Module, units: Units, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raise ValueError if trainable parameters of one unit have different dtypes."""
+    for unit, module in [*units, ("", model)]:
+        names_by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in parameters_of_unit(module, units):
+            if parameter.requires_grad and parameter not in ignored:
+                names_by_dtype.setdefault(parameter.dtype, []).append(f"{unit}.{name}" if unit else name)
+        if len(names_by_dtype) > 1:
+            raise ValueError(_format_mixed_dtypes(type(model).__name__, unit, names_by_dtype))
+
+
+def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are gathered with a module, without those of inner units."""
+    others = {
+        id(parameter)
+        for _, inner in units
+        if inner is not module and any(inner is descendant for descendant in module.modules())
+        for parameter in inner.parameters()
+    }
+    return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
+
+
+def _format_mixed_dtypes(model: str, unit: str, names_by_dtype: dict[torch.dtype, list[str]]) -> str:
+    dtypes = "; ".join(
+        f"{str(dtype).removeprefix('torch.')}: {', '.join(names[:_MAX_NAMES])}"
+        + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+        for dtype, names in names_by_dtype.items()
+    )
+    location = f"{unit} of {model}" if unit else f"{model} outside of the modules in fully_shard.wrap"
+    return (
+        f"fully_shard: the parameters of {location} are gathered together, but have different dtypes ({dtypes}). Convert them to "
+        "one dtype, for example by model.float(), or name the class of the module that differs in fully_shard.wrap."
+    )
+
+
+class CheckpointedForward:
+    """A forward pass with activation checkpointing.
+
+    As an attribute of the module it keeps names, hooks and classes, runs while `fully_shard` has gathered the parameters, and
+    is supported by torch.compile. Dropout is repeated exactly.
+
+    Args:
+        forward: The original forward pass.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        """The forward pass as it was."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; without gradients there is nothing to recompute."""
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_activations(model: nn.Module, units: Units) -> None:
+    """Enable activation checkpointing for the innermost units of a model."""
+    if not units:
+        _LOG.warning(
+            "fully_shard.activation_checkpointing has no effect on %s: fully_shard.wrap selects no module to recompute. Name a "
+            "class, such as wrap: Block.",
+            type(model).__name__,
+        )
+        return
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            f"fully_shard.activation_checkpointing: {type(model).__name__} already recomputes its activations after "
+            "gradient_checkpointing_enable(). Use one of them."
+        )
+    for _, module in innermost_units(units):
+        if not is_checkpointed(module):
+            module.forward = CheckpointedForward(module.forward)
+
+
+def innermost_units(units: Units) -> Units:
+    """Return the units without inner units, since nested checkpoints would recompute twice."""
+    unit_ids = {id(module) for _, module in units}
+    return [
+        (name, module)
+        for name, module in units
+        if not any(id(inner) in unit_ids for inner in module.modules() if inner is not module)
+    ]
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether a module has activation checkpointing."""
+    return isinstance(module.forward, CheckpointedForward)
+
+
+class GradientSync:
+    """Switch gradient reduction of one model on and off.
+
+    Args:
+        gathered: The modules under `fully_shard`.
+        replicated: Averages the gradients of other parameters.
+    """
+
+    def __init__(self, gathered: Sequence[FSDPModule], replicated: GradientAveraging) -> None:
+        # Weak references, to not keep the model alive.
+        self._gathered = [ref(module) for module in gathered]
+        self._replicated = replicated
+        self.wanted = True
+        """The current state, since torch has no getter."""
+
+    @contextmanager
+    def set(self, *, wanted: bool) -> Iterator[None]:
+        """Return a context in which gradients are reduced, or not."""
+        before = self.wanted
+        self._set_sync(wanted=wanted)
+        try:
+            with self._replicated.sync() if wanted else self._replicated.no_sync():
+                yield
+        finally:
+            self._set_sync(wanted=before)
+
+    def _set_sync(self, *, wanted: bool) -> None:
+        if wanted is self.wanted:
+            return
+        self.wanted = wanted
+        for reference in self._gathered:
+            if (module := reference()) is not None:
+                module.set_requires_gradient_sync(wanted, recurse=False)

@@ -1,0 +1,437 @@
+"""Tensor parallelism: the plan, its checks, and its application."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from typing_extensions import override
+
+from accel_runtime.checkpoint.tensor_matching import format_names
+from accel_runtime.env import find_nearest
+from accel_runtime.parallel.dtensor import local_shard
+from accel_runtime.parallel.fully_shard import matches_pattern
+
+__all__ = [
+    "STYLE_NAMES",
+    "apply_tensor_parallel",
+    "check_divisibility",
+    "check_replicated_gradients",
+    "has_sharded_output",
+    "plan_tensor_parallel",
+    "sharded_dimensions",
+]
+
+
+@dataclass(frozen=True)
+class TensorParallelModule:
+    """A module under tensor parallelism."""
+
+    name: str
+    """The qualified name of the module."""
+    style: ParallelStyle
+    """The parallel style of torch."""
+    word: str
+    """The name of the style in the plan."""
+
+
+def plan_tensor_parallel(
+    model: nn.Module, tp_plan: tuple[tuple[str, str], ...] = ()
+) -> tuple[TensorParallelModule, ...]:
+    """Return the style of each module in the plan; nothing is changed yet.
+
+    Args:
+        model: The model of the script.
+        tp_plan: Patterns and styles of the profile; if empty, the model's own plan is used: its `tp_plan`, as in transformers,
+            or such an attribute of a module in it.
+
+    Raises:
+        ValueError: There is no plan, or it has an unknown module, one module twice, or an unknown style.
+    """
+    if tp_plan:
+        return _resolve_entries(model, tp_plan, "tp_plan", strict=True)
+    entries = tuple(_iterate_own_plans(model))
+    if not entries:
+        raise ValueError(
+            f"parallel.tp needs a plan: {type(model).__name__} has no tp_plan of its own. Set one in the profile, for example "
+            "parallel.tp_plan: {layers.*.up: colwise, layers.*.down: rowwise}."
+        )
+    return _resolve_entries(model, entries, f"the plan of {type(model).__name__}", strict=False)
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: tuple[TensorParallelModule, ...]) -> None:
+    """Shard the modules of a plan over `mesh` in place; other modules are replicated.
+
+    Tied parameters stay tied. All ranks of `mesh` share the random state from here on, so dropout on replicated activations
+    is equal.
+
+    Args:
+        model: A model with equal values on all ranks of `mesh`.
+        mesh: The tensor parallel ranks.
+        plan: The result of `plan_tensor_parallel`.
+    """
+    check_divisibility(model, mesh.size(), {division.name: division.style for division in plan})
+    tied_names, requires_grad = _find_tied(model), {n: p.requires_grad for n, p in model.named_parameters()}
+    for division in plan:
+        # src_data_rank=None, since all ranks have the same values.
+        parallelize_module(model.get_submodule(division.name), mesh, division.style, src_data_rank=None)
+    for first, *others in tied_names:
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            model.get_submodule(path).register_parameter(attribute, model.get_parameter(first))
+    for name, parameter in model.named_parameters():
+        # torch's SequenceParallel replaces parameters by trainable ones.
+        parameter.requires_grad_(requires_grad[name])
+        if isinstance(parameter, DTensor) and requires_grad[name]:
+            parameter.register_hook(partial(_redistribute, parameter.placements))  # type: ignore[no-untyped-call]
+    _share_rng_state(mesh)
+
+
+def _iterate_own_plans(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of the outermost plans in a model."""
+    prefixes: list[str] = []
+    for name, module in model.named_modules():
+        plan = None if any(name.startswith(prefix) for prefix in prefixes) else _plan_in(module)
+        if plan:
+            prefix = f"{name}." if name else ""
+            prefixes.append(prefix)
+            yield from ((prefix + pattern, style) for pattern, style in plan.items())
+
+
+def _plan_in(module: nn.Module) -> Mapping[str, Any] | None:
+    config = getattr(module, "config", None)
+    plans = (getattr(module, name, None) for name in ("tp_plan", "_tp_plan"))
+    candidates = (*plans, getattr(config, "base_model_tp_plan", None))
+    return next((plan for plan in candidates if plan and isinstance(plan, Mapping)), None)
+
+
+def _resolve_entries(
+    model: nn.Module, entries: tuple[tuple[str, Any], ...], source: str, *, strict: bool
+) -> tuple[TensorParallelModule, ...]:
+    """Return the entries by module; with `strict`, each must match one."""
+    modules, planned = dict(model.named_modules()), dict[str, TensorParallelModule]()
+    for pattern, style in entries:
+        names = [name for name in modules if name and matches_pattern(pattern, name)]
+        if strict and not names:
+            raise ValueError(
+                f"{source}: {pattern} matches no module of {type(model).__name__}{_suggest(pattern, modules)}"
+            )
+        for name in names:
+            if name in planned:
+                raise ValueError(f"{source}: {name} is named twice, by {planned[name].word} and by {style}")
+            planned[name] = _plan_module(name, modules, style, source)
+    if not planned:
+        raise ValueError(f"{source} names no module that {type(model).__name__} has")
+    return tuple(planned.values())
+
+
+def _plan_module(
+    name: str, modules: Mapping[str, nn.Module], style: Any, source: str
+) -> TensorParallelModule:
+    parent = modules.get(name.rpartition(".")[0])
+    if type(parent) is nn.MultiheadAttention:
+        raise ValueError(f"{source}: {name} cannot be sharded: nn.MultiheadAttention computes it itself")
+    word = type(style).__name__ if isinstance(style, ParallelStyle) else str(style)
+    try:
+        return TensorParallelModule(name, style if word != style else parse_style(word, modules[name]), word)
+    except ValueError as error:
+        raise ValueError(f"{source}: {name}: {error}") from None
+
+
+def _suggest(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    leaf = pattern.rpartition(".")[2]
+    similar = sorted(
+        {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in modules if name.rpartition(".")[2] == leaf}
+    )
+    return f"; did you mean {' or '.join(similar[:3])}?" if similar else ""
+
+
+def _find_tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of every parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _redistribute(placements: tuple[Placement, ...], gradient: torch.Tensor) -> torch.Tensor:
+    """Redistribute a gradient like its parameter, and reduce partial sums."""
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=placements)
+
+
+def _share_rng_state(mesh: DeviceMesh) -> None:
+    """Broadcast the random state of the first rank of a mesh."""
+    others = () if mesh.device_type == "cpu" else (torch.get_device_module(mesh.device_type),)
+    for generator in (torch, *others):
+        state = generator.get_rng_state().to(mesh.device_type)
+        dist.broadcast(state, group=mesh.get_group(), group_src=0)
+        generator.set_rng_state(state.cpu())
+
+
+class _Replicated(ParallelStyle):
+    """Replicate the module."""
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+class _Sequential(ParallelStyle):
+    """Apply several styles in order."""
+
+    def __init__(self, styles: Sequence[ParallelStyle]) -> None:
+        self._styles = tuple(styles)
+
+    @override
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in self._styles:
+            parallelize_module(module, device_mesh, style, src_data_rank=self.src_data_rank)
+        return module
+
+
+def _colwise_gathered() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _rowwise_replicated_input() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+def _sequence_parallel() -> ParallelStyle:
+    # Without the wrappers, torch's style expects a sharded sequence, and sums gradients that are complete.
+    sharded, replicated = Shard(1), Replicate()
+    return _Sequential(
+        [
+            PrepareModuleInput(input_layouts=(replicated,), desired_input_layouts=(sharded,)),
+            SequenceParallel(),
+            PrepareModuleOutput(output_layouts=(sharded,), desired_output_layouts=(replicated,)),
+        ]
+    )
+
+
+def _between_shards() -> ParallelStyle:
+    # The input is sharded by heads; any dimension but the last works for a norm.
+    return SequenceParallel(sequence_dim=0, use_local_output=True)
+
+
+STYLE_NAMES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "colwise_gather_output": _colwise_gathered,
+    "colwise_rep": _colwise_gathered,
+    "embedding_colwise": _colwise_gathered,
+    "embedding_rowwise": _rowwise_replicated_input,
+    "replicate": _Replicated,
+    "replicated_with_grad_allreduce": _between_shards,
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": _rowwise_replicated_input,
+    "rowwise_split_input": _rowwise_replicated_input,
+    "sequence_parallel": _sequence_parallel,
+}
+"""The styles of a plan, named as in transformers."""
+
+_CLASSES = {
+    "ColwiseParallel": "colwise",
+    "RowwiseParallel": "rowwise",
+    "SequenceParallel": "sequence_parallel",
+}
+_UNSUPPORTED = (
+    "all_reduce", "gather", "local", "local_colwise", "local_packed_rowwise", "local_params", "local_rowwise",
+    "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts", "packed_colwise", "packed_rowwise",
+)  # fmt: skip
+
+
+def parse_style(word: str, module: nn.Module) -> ParallelStyle:
+    """Return the parallel style of a name; raise ValueError if the module does not support it."""
+    word = _CLASSES.get(word, word)
+    if word not in STYLE_NAMES:
+        raise ValueError(_describe_unknown(word))
+    if word.startswith("embedding_") and not isinstance(module, nn.Embedding):
+        raise ValueError(f"{word} needs an nn.Embedding, but the module is a {type(module).__name__}")
+    if "wise" in word and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise ValueError(
+            f"{word} needs an nn.Linear or nn.Embedding, but the module is a {type(module).__name__}"
+        )
+    # Indices, the input of an embedding, are never sharded.
+    return STYLE_NAMES[
+        "embedding_rowwise" if word == "rowwise" and isinstance(module, nn.Embedding) else word
+    ]()
+
+
+def _describe_unknown(word: str) -> str:
+    if word in _UNSUPPORTED:
+        return f"{word!r} is a style of transformers for experts or fused weights. Set tp_plan in the profile without it."
+    suggestion = find_nearest(word, [*STYLE_NAMES, *_CLASSES])
+    return f"unknown style {word!r}" + (
+        f"; did you mean {suggestion}?" if suggestion else f"; styles are {', '.join(STYLE_NAMES)}"
+    )
+
+
+def sharded_dimensions(module: nn.Module, style: ParallelStyle) -> dict[str, int]:
+    """Return the parameters of a module that a style shards, with the dimension of each."""
+    if isinstance(style, ColwiseParallel):
+        dimension = 1 if isinstance(module, nn.Embedding) else 0
+        return {name: dimension for name, _ in module.named_parameters(recurse=False)}
+    if isinstance(style, RowwiseParallel):
+        return {"weight": 0 if isinstance(module, nn.Embedding) else 1}
+    return {}
+
+
+def has_sharded_output(style: ParallelStyle) -> bool:
+    """Return whether the output of the module is sharded."""
+    return isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),)
+
+
+def is_replicated(style: ParallelStyle) -> bool:
+    """Return whether the module is replicated."""
+    return isinstance(style, _Replicated)
+
+
+_HEADS = (
+    "n_head", "n_heads", "nhead", "num_attention_heads", "num_heads",
+    "n_kv_heads", "num_key_value_heads", "num_kv_heads",
+)  # fmt: skip
+"""Attributes for the number of heads in configurations and modules."""
+
+
+def check_divisibility(model: nn.Module, tp: int, styles: Mapping[str, ParallelStyle]) -> None:
+    """Raise ValueError if `tp` does not divide a dimension or a number of heads, or tied parameters differ in sharding."""
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if sharded:
+        raise ValueError(
+            f"{sharded[0]} is already sharded. Create or load the model without a plan: `prepare` shards it."
+        )
+    for name, style in styles.items():
+        _check_dimensions(name, model.get_submodule(name), tp, style)
+    for owner, attribute, heads in _heads(model, styles):
+        if heads % tp:
+            divisors = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
+            raise ValueError(
+                f"parallel.tp={tp} does not divide {attribute}={heads} of {owner}; tp may be {divisors}"
+            )
+    _check_tied(model, styles)
+
+
+def _check_dimensions(name: str, module: nn.Module, tp: int, style: ParallelStyle) -> None:
+    for parameter, dimension in sharded_dimensions(module, style).items():
+        length = module.get_parameter(parameter).shape[dimension]
+        if length % tp:
+            cure = f", or pad it to {length + tp - length % tp}" if isinstance(module, nn.Embedding) else ""
+            raise ValueError(
+                f"parallel.tp={tp} does not divide dimension {dimension} of {name}.{parameter}, which is {length}. Choose a tp "
+                f"that does{cure}, or remove {name} from the plan."
+            )
+
+
+def _heads(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str, int]]:
+    """Yield the owner, the attribute and the number of heads of sharded attention."""
+    parents = dict.fromkeys(
+        name.rpartition(".")[0] for name, style in styles.items() if has_sharded_output(style)
+    )
+    for parent in parents:
+        yield from (
+            (parent or type(model).__name__, *entry) for entry in _head_counts(model.get_submodule(parent))
+        )
+    config = getattr(model, "config", None)
+    if any("att" in parent.lower() for parent in parents):
+        yield from (
+            ("model.config", *entry) for entry in _head_counts(getattr(config, "text_config", config))
+        )
+
+
+def _head_counts(holder: Any) -> Iterator[tuple[str, int]]:
+    for name in _HEADS:
+        count = getattr(holder, name, None)
+        if isinstance(count, int):
+            yield name, count
+
+
+def _check_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    first: dict[int, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layout = _describe_sharding(model, name, styles)
+        first_name, first_layout = first.setdefault(id(parameter), (name, layout))
+        if layout != first_layout:
+            raise ValueError(
+                f"{first_name} and {name} are one parameter, and the plan has the first {first_layout} and the second {layout}: set "
+                "matching styles for both modules (embedding: embedding_rowwise and head: colwise_rep), or for none"
+            )
+
+
+def _describe_sharding(model: nn.Module, name: str, styles: Mapping[str, ParallelStyle]) -> str:
+    path, _, attribute = name.rpartition(".")
+    style = styles.get(path)
+    if style is None or is_replicated(style):
+        return "whole"
+    dimension = sharded_dimensions(model.get_submodule(path), style).get(attribute)
+    return "copied" if dimension is None else f"divided along dimension {dimension}"
+
+
+_TOLERANCE = 1e-2
+"""The largest relative difference of norms of the same gradient; rounding is far below, sharded heads far above."""
+
+
+@torch.no_grad()
+def check_replicated_gradients(models: Iterable[nn.Module], tp: DeviceMesh) -> None:
+    """Raise ValueError if gradients of replicated parameters differ between tensor parallel ranks; collective.
+
+    A module between `colwise` and `rowwise` sees a shard of the activations. If the plan does not list it, its parameters get
+    different gradients on each rank, without any other symptom.
+    """
+    replicated = {
+        name: parameter
+        for model in models
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not _is_sharded_by_tp(parameter)
+    }
+    if not replicated:
+        return
+    norms = torch.stack([_gradient_norm(parameter.grad) for parameter in replicated.values()])
+    largest, least = norms.to(tp.device_type), norms.to(tp.device_type, copy=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=tp.get_group())
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=tp.get_group())
+    differing = (largest - least > _TOLERANCE * largest).tolist()
+    if names := [name for name, differs in zip(replicated, differing, strict=True) if differs]:
+        raise ValueError(
+            f"tensor parallel: the gradients of {format_names(names)} differ between tensor parallel ranks, so the parameters "
+            "would diverge. Such a module is between colwise and rowwise, and sees a shard of the activations. Set it to "
+            "replicated_with_grad_allreduce in parallel.tp_plan."
+        )
+
+
+def _is_sharded_by_tp(parameter: nn.Parameter) -> bool:
+    """Return whether tensor parallelism shards a parameter; `fully_shard` shards equally on all ranks of a group."""
+    names: Mapping[str, object] = dict(
+        zip(
+            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
+            getattr(parameter, "placements", ()),
+            strict=False,
+        )
+    )
+    placement = names.get("tp")
+    return placement is not None and not getattr(placement, "is_replicate", bool)()
+
+
+def _gradient_norm(gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return the norm of this rank's gradient shard; 0 without a gradient, or after an overflow."""
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(local_shard(gradient).float())
+    return norm.nan_to_num(0.0, 0.0, 0.0).cpu()

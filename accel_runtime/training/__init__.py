@@ -1,0 +1,1 @@
+"""Gradient accumulation, loss weights, precision, compilation, and checks of training scripts."""

@@ -1,0 +1,155 @@
+"""`torch.compile` in place: a compiled model keeps its class, its parameter names and its state dict."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from accel_runtime.options import Configuration, KwargsHandler
+
+__all__ = ["DynamoBackend", "TorchDynamoPlugin", "compile_in_place", "uncompile", "uncompiled_module"]
+
+
+class DynamoBackend(str, Enum):
+    """Compilers named by Accelerate; any other that torch has can be passed by its own name."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+@dataclass
+class TorchDynamoPlugin(Configuration, KwargsHandler):
+    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`.
+
+    Raises:
+        ValueError: A backend that this torch does not know, or `mode` together with `options`.
+    """
+
+    backend: DynamoBackend | str = DynamoBackend.NO
+    """Name of the compiler, in any case; `no` does not compile."""
+    mode: str | None = None
+    """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
+    fullgraph: bool = False
+    """If true, a graph break is an error."""
+    dynamic: bool | None = None
+    """If true, shapes may change; None lets torch detect it."""
+    options: dict[str, Any] | None = None
+    """Options of the compiler itself."""
+    disable: bool = False
+    """If true, do everything except compile, for tests."""
+    use_regional_compilation: bool = False
+    """If true, repeated blocks are compiled separately: the first is compiled, and the others reuse it."""
+
+    @override
+    def _check(self) -> None:
+        name = self.name
+        if self.mode is not None and self.options is not None:
+            raise ValueError("torch.compile takes either mode or options. Leave out one of them.")
+        if name != "no" and name not in (known := _list_backends()):
+            raise ValueError(
+                f"Unknown dynamo backend {name!r}: this version of torch has {', '.join(known)}. Use one of them, or no."
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the backend as torch spells it."""
+        backend = self.backend.value if isinstance(self.backend, DynamoBackend) else self.backend
+        return backend.lower()
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of the fields by name, with the backend as torch spells it."""
+        return super().to_dict() | {"backend": self.name}
+
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments for `torch.compile`."""
+        return {
+            "backend": self.name,
+            "mode": self.mode,
+            "fullgraph": self.fullgraph,
+            "dynamic": self.dynamic,
+            "options": self.options,
+            "disable": self.disable,
+        }
+
+
+def _list_backends() -> list[str]:
+    # Imported here, as it takes seconds.
+    backends: list[str] = importlib.import_module("torch._dynamo").list_backends(exclude_tags=())
+    return backends
+
+
+def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile the model's calls, unless that is done already."""
+    if plugin.name == "no" or _is_compiled(model):
+        return
+    modules = list(_find_regions(model)) if plugin.use_regional_compilation else [model]
+    for module in modules:
+        if not _is_compiled(module):
+            # As nn.Module.compile, except that it also compiles modules of torch's own classes.
+            module._compiled_call_impl = torch.compile(_build_call(module), **plugin.to_kwargs())  # noqa: SLF001
+
+
+def _build_call(model: nn.Module) -> Callable[..., Any]:
+    """Return the model's call as a function that torch.compile traces for modules of any class."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+    return call
+
+
+def uncompile(model: nn.Module) -> nn.Module:
+    """Return the model without compilation, by accel or by the script, of itself and its submodules."""
+    model = uncompiled_module(model)
+    for module in model.modules():
+        module._compiled_call_impl = None  # noqa: SLF001 - set by nn.Module.compile
+    return model
+
+
+def uncompiled_module(model: nn.Module) -> nn.Module:
+    """Return the module inside the result of the script's `torch.compile(model)`, or the module itself."""
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return uncompiled_module(model) is not model or model._compiled_call_impl is not None  # noqa: SLF001
+
+
+def _find_regions(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield repeated blocks one by one, and the modules around them in pieces as large as possible."""
+    if _is_repeated(model):
+        yield from model.children()
+    elif any(_is_repeated(module) for module in model.modules()):
+        for child in model.children():
+            yield from _find_regions(child)
+    else:
+        yield model
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleList) and len(kinds) > 1 and len(set(kinds)) == 1

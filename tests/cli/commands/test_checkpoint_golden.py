@@ -1,0 +1,43 @@
+"""`accel checkpoint` prints of the kept checkpoints what the golden files have."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import golden
+import in_process
+import pytest
+
+KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
+COMMANDS = {
+    "export": "export kept/two -o two.safetensors",
+    "export-parts": "export kept/sharded -o parts.safetensors --max-shard-size 0.05KB --json",
+    "export-rank": "export kept/two -o optimizer.safetensors --item optimizer --rank 1",
+    "list": "list kept",
+    "list-project": "list runs",
+    "show-newest": "show runs",
+    "list-json": "list kept --json",
+    "prune": "prune runs --keep 2 --yes",
+    "show": "show kept/sharded",
+    "show-json": "show kept/one --json",
+    "show-tensors": "show kept/window --tensors",
+    "verify": "verify kept/stream",
+    "verify-json": "verify kept/alone --json",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_of_the_kept_checkpoints_what_its_golden_file_has(cwd, capfd, name):
+    shutil.copytree(KEPT, cwd / "kept")
+    for number, layout in enumerate(("one", "two", "window", "stream")):
+        shutil.copytree(KEPT / layout, cwd / "runs" / "checkpoints" / f"checkpoint_{number}")
+    done = in_process.run(capfd, "checkpoint", *shlex.split(COMMANDS[name]))
+    assert done.returncode == 0, done.stderr
+    text = f"{done.stdout}\nstderr:\n{done.stderr}" if done.stderr else done.stdout
+    golden.check(f"checkpoint/{name}.txt", text.replace(str(cwd), "<cwd>"))
+
+
+def test_every_golden_output_is_of_a_command():
+    assert golden.names("checkpoint") == set(COMMANDS)

@@ -1,0 +1,346 @@
+"""Batches that are copied on a stream of their own, with streams that copy as late as a busy GPU may."""
+
+from __future__ import annotations
+
+import random
+from collections import UserDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
+
+from accel_runtime import Accelerator, DataLoaderConfiguration
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.prefetch import StreamCopies, prefetch_batches
+from accel_runtime.backends.single import Single
+from accel_runtime.data.source import EpochIterator
+from accel_runtime.rng import capture_states
+from accel_runtime.topology import Topology
+
+NOT_COPIED = -77
+
+
+class Streams:
+    """A stream for copies and a current stream: copies are made when the current stream waits for them, not before.
+
+    Args:
+        monkeypatch: Puts them into the place of those of a GPU.
+    """
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self._waiting = []
+        self._inside = False
+        self.device = torch.device("cpu")
+        to, streams = torch.Tensor.to, self
+
+        def copy(tensor, *args, **kwargs):
+            if not streams._inside:
+                return to(tensor, *args, **kwargs)
+            assert args == (streams.device,)
+            assert kwargs == {"non_blocking": True}
+            there = torch.full_like(tensor, NOT_COPIED)
+            streams._waiting.append((tensor, there))
+            streams.calls.append(("copy", tensor.flatten()[0].item()))
+            return there
+
+        def record(tensor, stream):
+            assert stream is streams
+            streams.calls.append(("record", tensor.flatten()[0].item()))
+
+        monkeypatch.setattr(Backend, "copy_stream", self)
+        monkeypatch.setattr(torch.Tensor, "to", copy)
+        monkeypatch.setattr(torch.Tensor, "record_stream", record)
+        monkeypatch.setattr(torch.cpu, "stream", lambda stream: stream)
+        monkeypatch.setattr(torch.cpu, "current_stream", lambda _: self)
+
+    def __enter__(self):
+        self._inside = True
+
+    def __exit__(self, *_):
+        self._inside = False
+
+    def record_event(self):
+        """Return the copies that are done when the event is."""
+        copies, self._waiting = self._waiting, []
+        return copies
+
+    def wait_event(self, event):
+        """Make the copies before the event."""
+        for tensor, there in event:
+            there.copy_(tensor)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    return Streams(monkeypatch)
+
+
+class Numbers(IterableDataset):
+    """A stream with random numbers of the process that reads it."""
+
+    def __iter__(self):
+        return iter(torch.arange(11.0) + torch.rand(11) / 2)
+
+
+class Drawn(Sampler):
+    """A sampler that draws one sample after the other from Python's generator."""
+
+    def __iter__(self):
+        left = list(range(11))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+    def __len__(self):
+        return 11
+
+
+DATA = TensorDataset(torch.arange(11.0))
+LOADERS = {
+    "shuffled": (DATA, {"batch_size": 2, "shuffle": True}),
+    "own-sampler": (DATA, {"batch_size": 2, "sampler": Drawn()}),
+    "own-batches": (DATA, {"batch_sampler": BatchSampler(Drawn(), 2, drop_last=False)}),
+    "single": (DATA, {"batch_size": None, "shuffle": True}),
+    "stream": (Numbers(), {"batch_size": 2}),
+}
+WORKERS = [0, pytest.param(1, id="worker")]
+
+
+def prepared(name, workers, **options):
+    data, own = LOADERS[name]
+    config = DataLoaderConfiguration(non_blocking=True, **options)
+    return Accelerator(dataloader_config=config).prepare(DataLoader(data, num_workers=workers, **own))
+
+
+def numbers(batch):
+    return (batch[0] if isinstance(batch, (list, tuple)) else batch).flatten().tolist()
+
+
+def told(value):
+    """A state with tensors as lists, to be compared."""
+    if isinstance(value, dict):
+        return {key: told(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [told(item) for item in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def walked(loader, count=100):
+    """For every batch: its numbers, the loader's state, and what a script draws meanwhile; then the states at the end."""
+    found = []
+    for batch in loader:
+        found.append((numbers(batch), told(loader.state_dict()), random.random(), torch.rand(1).item()))
+        if len(found) == count:
+            break
+    return found, told(loader.state_dict()), told(capture_states())
+
+
+def seeded():
+    random.seed(3)
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("name", list(LOADERS))
+def test_batches_positions_and_random_numbers_are_those_of_a_loader_without_a_stream(
+    name, workers, monkeypatch
+):
+    seeded()
+    plain = prepared(name, workers)
+    wanted = [walked(plain), walked(plain, 2), walked(plain)]
+    streams = Streams(monkeypatch)
+    seeded()
+    loader = prepared(name, workers)
+    got = [walked(loader), walked(loader, 2), walked(loader)]
+    assert got == wanted
+    assert streams.calls
+
+
+@pytest.mark.parametrize("name", ["shuffled", "stream"])
+def test_a_state_that_is_saved_while_a_batch_is_ahead_leads_to_that_batch(name, streams):
+    loader = prepared(name, 1)
+    handed, states = [], []
+    for batch in loader:
+        handed.append(numbers(batch))
+        states.append(loader.state_dict())
+    assert streams.calls.index(("copy", handed[1][0])) < streams.calls.index(("record", handed[0][0]))
+    for number in (0, 2, len(states) - 2):
+        later = prepared(name, 1)
+        later.load_state_dict(states[number])
+        assert [numbers(batch) for batch in later] == handed[number + 1 :]
+
+
+def test_a_copy_begins_before_the_script_computes_on_the_batch_before_it(streams):
+    config = DataLoaderConfiguration(non_blocking=True)
+    loader = Accelerator(dataloader_config=config).prepare(DataLoader(DATA, batch_size=4, num_workers=1))
+    for (batch,) in loader:
+        streams.calls.append(("compute", batch[0].item()))
+    assert streams.calls == [
+        ("copy", 0), ("copy", 4), ("record", 0), ("compute", 0),
+        ("copy", 8), ("record", 4), ("compute", 4), ("record", 8), ("compute", 8),
+    ]  # fmt: skip
+
+
+def test_without_workers_a_batch_is_loaded_when_the_script_asks_for_it(streams):
+    config = DataLoaderConfiguration(non_blocking=True)
+    loader = Accelerator(dataloader_config=config).prepare(DataLoader(DATA, batch_size=8))
+    for (batch,) in loader:
+        streams.calls.append(("compute", batch[0].item()))
+    assert streams.calls == [(call, at) for at in (0, 8) for call in ("copy", "record", "compute")]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_copies_that_the_script_wants_to_wait_for_are_made_on_the_current_stream(streams, workers):
+    loader = Accelerator().prepare(DataLoader(DATA, batch_size=4, num_workers=workers))
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert streams.calls == []
+
+
+def broken(at):
+    """Return an epoch whose batch with this number cannot be read."""
+
+    def walk(loop):
+        done = 0
+        loop.state_at = lambda _: {"position": done}
+        for number in range(4):
+            if number == at:
+                raise LookupError(f"batch {number} is broken")
+            done += 1
+            yield torch.tensor([number])
+
+    return walk
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_error_is_raised_after_the_batches_before_it_and_the_position_is_theirs(streams, at):
+    loop, seen = EpochIterator(), []
+    batches = prefetch_batches(broken(at), loop, lambda: StreamCopies(streams))
+    for _ in range(at):
+        seen.append(next(batches).item())
+        assert loop.state_dict() == {"position": len(seen)}
+    with pytest.raises(LookupError, match=f"batch {at} is broken"):
+        next(batches)
+    assert seen == list(range(at))
+    assert loop.state_dict() == {"position": at}
+
+
+def test_an_error_of_a_batch_that_the_script_never_asks_for_is_not_raised(streams):
+    batches = prefetch_batches(broken(1), EpochIterator(), lambda: StreamCopies(streams))
+    assert next(batches).item() == 0
+    batches.close()
+
+
+class Movable:
+    """An object that moves itself."""
+
+    def to(self, device):
+        return ("moved to", device.type)
+
+
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    left: torch.Tensor
+    right: int
+
+
+def test_plain_tensors_anywhere_in_a_batch_are_copied_and_all_else_is_left_to_the_current_stream(streams):
+    there = torch.empty(2, device="meta")
+    grown = torch.ones(2, requires_grad=True)
+    sparse = torch.eye(2).to_sparse()
+    movable = Movable()
+    batch = {
+        "nested": [torch.tensor([1.0]), (torch.tensor([2.0]), "text", None)],
+        "pair": Pair(torch.tensor([3.0]), 4),
+        "left": (there, grown, sparse, movable, torch.nn.Parameter(torch.ones(1))),
+    }
+    copies = StreamCopies(streams)
+    copies.put(batch)
+    got = copies.take(batch)
+    assert [call for call in streams.calls if call[0] == "copy"] == [
+        ("copy", 1.0),
+        ("copy", 2.0),
+        ("copy", 3.0),
+    ]
+    assert [call for call in streams.calls if call[0] == "record"] == [
+        ("record", float(n)) for n in (1, 2, 3)
+    ]
+    assert got["nested"][0].tolist() == [1.0]
+    assert got["nested"][1][1:] == ("text", None)
+    assert (type(got["pair"]), got["pair"].left.tolist(), got["pair"].right) == (Pair, [3.0], 4)
+    assert all(one is other for one, other in zip(got["left"], batch["left"], strict=True))
+
+
+class Encoding(UserDict):
+    """A mapping with attributes that moves itself, as a BatchEncoding of transformers."""
+
+    def __init__(self, data, words):
+        super().__init__(data)
+        self.words = words
+
+    def to(self, device):
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+def test_tensors_of_a_batch_encoding_are_copied_and_it_keeps_its_attributes(streams):
+    batch = Encoding({"ids": torch.tensor([5]), "mask": torch.tensor([6])}, words=["a"])
+    copies = StreamCopies(streams)
+    copies.put(batch)
+    got = copies.take(batch)
+    assert streams.calls == [("copy", 5), ("copy", 6), ("record", 5), ("record", 6)]
+    assert (type(got), got["ids"].tolist(), got["mask"].tolist(), got.words) == (Encoding, [5], [6], ["a"])
+    assert got.to(torch.device("cpu"))["ids"].tolist() == [5]
+
+
+def test_objects_that_move_themselves_are_moved_when_the_batch_is_handed_out(streams):
+    config = DataLoaderConfiguration(non_blocking=True)
+    loader = Accelerator(dataloader_config=config).prepare(
+        DataLoader(
+            [(1.0, Movable())], batch_size=None, collate_fn=lambda item: (torch.tensor([item[0]]), item[1])
+        )
+    )
+    ((tensor, moved),) = list(loader)
+    assert (tensor.tolist(), moved) == ([1.0], ("moved to", "cpu"))
+
+
+def test_a_loop_that_ends_early_leaves_nothing_for_the_next(streams):
+    loader = prepared("shuffled", 1)
+    next(iter(loader))
+    assert sorted(number for batch in loader for number in numbers(batch)) == list(range(11))
+
+
+def with_streams(dispatch, workers):
+    """What this rank was handed and gathered, with batches copied on a stream."""
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patched:
+        streams = Streams(patched)
+        config = DataLoaderConfiguration(non_blocking=True, dispatch_batches=dispatch)
+        accelerator = Accelerator(dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(DATA, batch_size=2, num_workers=workers))
+        seen, ends = [], []
+        for (batch,) in loader:
+            seen += accelerator.gather_for_metrics(batch).tolist()
+            ends.append(accelerator.gradient_state.end_of_dataloader)
+        return seen, ends, bool(streams.calls)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_on_several_ranks_every_sample_is_gathered_once_and_the_end_is_known(pair, dispatch, workers):
+    assert pair.run(with_streams, dispatch, workers) == [(list(range(11)), [False, False, True], True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "streams_of_own"), [("cpu", False), ("mps", False), ("cuda", True), ("xpu", True)]
+)
+def test_the_stream_is_one_for_a_process_on_devices_with_streams(monkeypatch, kind, streams_of_own):
+    made = []
+    for module in (torch.cpu, torch.cuda, torch.xpu):
+        monkeypatch.setattr(module, "Stream", lambda device: made.append(device) or object())
+    device = torch.device(kind, 0) if kind != "cpu" else torch.device(kind)
+    backend = Single(Topology(), device)
+    assert (backend.copy_stream is not None) == streams_of_own
+    assert backend.copy_stream is backend.copy_stream
+    assert made == [device] * streams_of_own

@@ -1,0 +1,209 @@
+"""`describe()` tells of runs of every kind, as lines and as data, what the golden files have."""
+
+from __future__ import annotations
+
+from pprint import pformat
+
+import golden
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_runtime import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ParallelismConfig,
+)
+
+COMPRESSED = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+
+
+class Stream(IterableDataset):
+    """Five samples, without a length."""
+
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.down(self.up(x).relu()))
+
+
+class Model(nn.Module):
+    tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def train(loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=Model, **options):
+    """Prepare a model, its optimizer and scheduler, and loaders."""
+    accelerator = Accelerator(
+        **{name: value() if callable(value) else value for name, value in options.items()}
+    )
+    model = make()
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    objects = [model, optimizer, schedule(optimizer, 10), *loaders()]
+    return accelerator, accelerator.prepare(*objects)
+
+
+def train_weighted(**options):
+    """Weigh a loss, so that gradients are means over items."""
+    accelerator, objects = train(**options)
+    accelerator.backward(objects[0](torch.ones(2, 8)).sum(), weight=2)
+    return accelerator, objects
+
+
+def train_two_models(**options):
+    """Prepare a model that learns, one that is frozen, and one in another number format."""
+    accelerator = Accelerator(**options)
+    models = [
+        Model(),
+        nn.Linear(3, 2).requires_grad_(requires_grad=False),
+        nn.Linear(3, 2, dtype=torch.float64),
+    ]
+    optimizers = [SGD(models[0].parameters(), lr=0.1), AdamW(models[2].parameters())]
+    schedules = [StepLR(optimizers[0], 5), CosineAnnealingLR(optimizers[1], 5)]
+    return accelerator, accelerator.prepare(*models, *optimizers, *schedules)
+
+
+def prepare_nothing(**options):
+    return Accelerator(**options), ()
+
+
+def loaders_of_every_end():
+    """Return loaders whose epochs end in different ways."""
+    return [
+        DataLoader(range(10), 2, drop_last=True),
+        DataLoader(range(17), 4, shuffle=True),
+        DataLoader(range(9), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8]]),
+        DataLoader(Stream(), 2),
+        DataLoader(Stream(), 2, num_workers=1),
+        DataLoader(range(3), batch_size=None),
+    ]
+
+
+def describe(run, options):
+    """Return what a run tells as lines and as data."""
+    torch.manual_seed(0)
+    accelerator, kept = run(**options)
+    description = accelerator.describe()
+    del kept
+    return str(description), description.as_dict()
+
+
+RUNS = {
+    "one": (1, train, {}),
+    "one-bf16-accumulation": (1, train, {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}),
+    "one-fp16": (
+        1,
+        train,
+        {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=8.0)]},
+    ),
+    "one-loaders": (1, train, {"loaders": loaders_of_every_end}),
+    "one-nothing": (1, prepare_nothing, {}),
+    "two": (2, train, {}),
+    "two-bf16-accumulation": (
+        2,
+        train,
+        {
+            "mixed_precision": "bf16",
+            "kwargs_handlers": [COMPRESSED],
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                num_steps=4, sync_with_dataloader=False
+            ),
+        },
+    ),
+    "two-compiled": (2, train, {"dynamo_backend": "eager"}),
+    "two-dispatched": (
+        2,
+        train,
+        {
+            "loaders": loaders_of_every_end,
+            "dataloader_config": DataLoaderConfiguration(dispatch_batches=True),
+        },
+    ),
+    "two-loaders": (2, train, {"loaders": loaders_of_every_end}),
+    "two-models": (2, train_two_models, {"gradient_accumulation_steps": 2}),
+    "two-schedule-of-its-own": (
+        2,
+        train,
+        {"schedule": CosineAnnealingWarmRestarts, "step_scheduler_with_optimizer": False},
+    ),
+    "two-split-batches": (2, train, {"dataloader_config": DataLoaderConfiguration(split_batches=True)}),
+    "two-uneven": (
+        2,
+        train,
+        {"loaders": loaders_of_every_end, "dataloader_config": DataLoaderConfiguration(even_batches=False)},
+    ),
+    "two-weighted": (2, train_weighted, {}),
+    "two-fully-sharded": (
+        2,
+        train,
+        {"optimizer": AdamW, "parallelism_config": ParallelismConfig(dp_shard_size=2)},
+    ),
+    "two-fully-sharded-bf16": (
+        2,
+        train,
+        {
+            "mixed_precision": "bf16",
+            "fsdp_plugin": lambda: FullyShardedDataParallelPlugin(
+                activation_checkpointing=True, ignored_modules="layers.*.norm", reshard_after_forward=False
+            ),
+        },
+    ),
+    "two-tensor-parallel": (2, train, {"parallelism_config": ParallelismConfig(tp_size=2)}),
+    "two-context-parallel": (2, train, {"parallelism_config": ParallelismConfig(cp_size=2)}),
+    "apart": (3, train, {"gradient_accumulation_steps": 2}),
+}
+"""How many processes a run has, what it prepares, and its options."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_described_as_in_its_golden_file(clusters, name):
+    size, run, options = RUNS[name]
+    ranks = clusters["apart" if name == "apart" else size].run(describe, run, options)
+    lines = [f"rank {rank}\n\n{text}\n" for rank, (text, _) in enumerate(ranks)]
+    data = ranks[0][1]
+    data["options"] = {
+        key: option for key, option in data["options"].items() if option["origin"] != "default"
+    }
+    data = pformat(data, width=110, sort_dicts=False)
+    golden.check(f"describe/{name}.txt", "\n".join([*lines, "as_dict() of rank 0\n", data]) + "\n")
+
+
+def test_options_from_the_environment_are_described_as_in_the_golden_file(monkeypatch):
+    for variable, value in {
+        "ACCEL_LOG_LEVEL": "warning",
+        "ACCEL_PROCESS_GROUP_TIMEOUT": "60",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
+    }.items():
+        monkeypatch.setenv(variable, value)
+    text, data = describe(train, {"cpu": True})
+    options = pformat(data["options"], width=110, sort_dicts=False)
+    golden.check("describe/one-variables.txt", f"{text}\n\n{options}\n")
+
+
+def test_every_golden_description_is_of_a_run():
+    assert golden.names("describe") == {*RUNS, "one-variables"}

@@ -1,0 +1,223 @@
+"""Every public name, with its parameters, members, fields and values, is the one in the golden file.
+
+`test_surface.py` compares with what scripts written for Accelerate use, `test_differences.py` with all of Accelerate 1.15;
+this file notices any change of what accel itself offers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from unittest import mock
+
+import golden
+import pytest
+import surface
+
+import accel_runtime
+from accel_runtime import Accelerator, utils
+
+MODULES = (*surface.MODULES, "big_modeling", "memory")
+"""The modules of Accelerate, and those of accel that its documentation names."""
+OWN = {
+    "launchers": {"LaunchError"},
+    "memory": {"is_out_of_memory"},
+    "utils.imports": {"is_numpy_available", "is_torch_distributed_available", "is_tqdm_available"},
+    "utils.memory": {"should_reduce_batch_size"},
+}
+"""Names of a module that neither Accelerate has there nor `accel_runtime.utils`."""
+MADE_BY_ACCEL = {
+    *(
+        "AcceleratedOptimizer",
+        "AcceleratedScheduler",
+        "DataLoaderDispatcher",
+        "DataLoaderShard",
+        "Description",
+    ),
+    *("Checkpoints", "Found", "Manifest"),
+}
+"""Classes that scripts read and do not make: the parameters of their constructors are not public."""
+INTERNAL = {
+    *(
+        "here",
+        "instead",
+        "is_presharded",
+        "leave_out",
+        "make_run",
+        "parse",
+        "observe",
+        "of",
+        "override_even_batches",
+        "place",
+        "select_state",
+        "set_strides",
+    ),
+    *("source_batch_size", "unscale", "without_first_batches"),
+    *("FullyShardedDataParallelPlugin.fully_shard", "ParallelismConfig.parallel", "TorchDynamoPlugin.name"),
+    *(
+        f"Manifest.{name}"
+        for name in ("about", "files", "own", "parsed", "parts", "run", "tensors", "tensors_of", "text")
+    ),
+    "Manifest.values",
+}
+"""Members that other modules of accel use, and no script: they may change."""
+TRACKING_PACKAGES = (
+    *(
+        "aim",
+        "clearml",
+        "comet_ml",
+        "dvclive",
+        "dvclive.plots",
+        "mlflow",
+        "mlflow.utils",
+        "mlflow.utils.validation",
+    ),
+    *("swanlab", "trackio", "wandb"),
+)
+"""Packages that trackers import, and tests do without."""
+
+
+@pytest.fixture
+def _tracking_packages(monkeypatch):
+    """Stand-ins for the packages of trackers, and no module that has seen them afterwards."""
+    for name in TRACKING_PACKAGES:
+        package = mock.MagicMock()
+        package.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, package)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("accel_runtime.tracking."):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_tracking_packages")
+def test_the_public_names_and_signatures_are_those_of_the_golden_file():
+    accelerate = json.loads(surface.PATH.read_text(encoding="utf-8"))
+    exported = {*accel_runtime.__all__, *utils.__all__}
+    described, lines = {}, []
+    for path in MODULES:
+        module = import_or_none(path)
+        if module is None:
+            continue
+        theirs = {name for name in accelerate.get(path, ()) if has(module, name)}
+        known = exported | set(accelerate.get(path, ())) | OWN.get(path, set())
+        names = sorted(set(module.__all__) & known | theirs)
+        if not path:
+            names += ["__version__", "accelerate_version"]
+        lines += ["", f"[{module.__name__}]"]
+        for name in names:
+            value = getattr(module, name)
+            first = described.setdefault(id(value), (module.__name__, name, value))[:2]
+            if first != (module.__name__, name):
+                lines.append(f"{name} = {'.'.join(first)}")
+            else:
+                lines += describe(name, value)
+    golden.check("public_surface.txt", "\n".join(lines[1:]) + "\n")
+
+
+def test_checkpoints_have_the_members_of_the_golden_file(cwd):
+    accelerator = Accelerator()
+    accelerator.save_state("checkpoint")
+    checkpoint = accelerator.checkpoints.verify("checkpoint")
+    objects = {"Checkpoints": accelerator.checkpoints, "Found": checkpoint, "Manifest": checkpoint.manifest}
+    lines = [line for name, value in objects.items() for line in describe(name, type(value))]
+    golden.check("public_checkpoints.txt", "\n".join(lines) + "\n")
+
+
+def import_or_none(path):
+    try:
+        return importlib.import_module(f"accel_runtime.{path}".rstrip("."))
+    except ModuleNotFoundError:
+        return None
+
+
+def has(module, name):
+    try:
+        return hasattr(module, name)
+    except ImportError:  # which tells what to do instead
+        return False
+
+
+def describe(name, value):
+    """Return the lines of a name: its parameters, and of a class its fields, values and members."""
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        return [
+            f"{name} (enumeration)",
+            *(f"    {key} = {one.value!r}" for key, one in value.__members__.items()),
+        ]
+    if not inspect.isclass(value):
+        return [name + signature_of(value) if callable(value) else name]
+    if issubclass(value, Exception):
+        return [f"{name} (exception: {', '.join(base.__name__ for base in value.__mro__[1:-2])})"]
+    title = name if name in MADE_BY_ACCEL else f"{name}{signature_of(value)}"
+    fields = {}
+    if dataclasses.is_dataclass(value):
+        title += " (frozen dataclass)" if value.__dataclass_params__.frozen else " (dataclass)"
+        fields = {field.name: default_of(field) for field in dataclasses.fields(value)}
+    members = {key: describe_member(value, key) for key in surface.members_of(value, "accel_runtime")}
+    shown = {key: f"    {key}{default}" for key, default in fields.items()} | {
+        key: line for key, line in members.items() if key not in fields
+    }
+    hidden = {key for key in shown if key.startswith("_") or {key, f"{name}.{key}"} & INTERNAL}
+    return [title, *(line for key, line in shown.items() if key not in hidden)]
+
+
+def describe_member(value, name):
+    """Return the line of a member: a method with its parameters, a property, or an attribute."""
+    member = inspect.getattr_static(value, name, None)
+    if isinstance(member, property):
+        return f"    {name}: {'property' if member.fset else 'read-only property'}"
+    kind = {staticmethod: "static ", classmethod: "class "}.get(type(member), "")
+    function = (
+        surface.undecorated(name, member.__func__ if kind else member) if callable(member) or kind else None
+    )
+    return f"    {kind}{name}{signature_of(function)}" if function else f"    {name}: attribute"
+
+
+def signature_of(function):
+    """Return the parameters with their defaults, without annotations."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    parameters = [
+        parameter.replace(
+            annotation=parameter.empty,
+            default=parameter.empty if parameter.default is parameter.empty else Shown(parameter.default),
+        )
+        for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters))
+
+
+def default_of(field):
+    """Return ` = default` of a field; without one, nothing."""
+    if field.default is not dataclasses.MISSING:
+        return f" = {Shown(field.default)!r}"
+    if field.default_factory is not dataclasses.MISSING:
+        return f" = {Shown(field.default_factory())!r}"
+    return ""
+
+
+class Shown:
+    """A default whose text is the same on every machine, and in whatever module its class is defined."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        if isinstance(self.value, enum.Enum):
+            return f"{type(self.value).__name__}.{self.value.name}"
+        if isinstance(self.value, tuple):
+            return f"({', '.join(repr(Shown(one)) for one in self.value)})"
+        if isinstance(self.value, (str, int, float, list, dict, type(None))):
+            return repr(self.value)
+        return getattr(self.value, "__name__", f"<{type(self.value).__name__}>").replace(
+            "_HAS_DEFAULT_FACTORY_CLASS", "factory"
+        )
