@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).parent.parent
 CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
@@ -241,3 +242,8 @@ def test_the_source_distribution_holds_what_the_repository_does():
     always = {"pyproject.toml", "README.md", "LICENSE"}
     there = {line.partition("/")[0] for line in listed.stdout.splitlines() if not line.startswith(".")}
     assert there == {*included, *always}
+
+
+def test_every_mutation_changes_a_line_that_exists_once():
+    for mutation in MUTATIONS:
+        assert (ROOT / mutation.file).read_text().count(mutation.before) == 1, mutation.name
