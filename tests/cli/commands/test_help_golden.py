@@ -1,0 +1,38 @@
+"""The help of every command is that of the golden files."""
+
+from __future__ import annotations
+
+import golden
+import in_process
+import pytest
+import typer.main
+
+from accel_cli.main import app
+
+
+def command_paths(command, path=()):
+    """Return the names that lead to each command, the root first."""
+    children = getattr(command, "commands", {})
+    return [
+        path,
+        *(found for name, child in children.items() for found in command_paths(child, (*path, name))),
+    ]
+
+
+PATHS = command_paths(typer.main.get_command(app))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")
+def test_a_command_prints_the_help_of_its_golden_file(path, capfd, home):
+    done = in_process.run(
+        capfd, *path, "--help", env={"COLUMNS": "100", "TERM": "dumb", "PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == 0, done.stderr
+    golden.check(
+        f"help/{'-'.join(path) or 'accel'}.txt",
+        "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines()) + "\n",
+    )
+
+
+def test_every_golden_help_is_of_a_command():
+    assert golden.names("help") == {"-".join(path) or "accel" for path in PATHS}

@@ -1,0 +1,53 @@
+"""The questions of `accel config`, their choices and what Enter answers are those of the golden files."""
+
+import golden
+import pytest
+
+from accel_cli import network
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.machine import Machine
+from accel_cli.tpu import Packages, Tpu
+from accel_cli.wizard.steps import next_step
+
+MACHINES = {
+    "cpu": Machine(8),
+    "gpus": Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0"),
+    "tpu": Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21")),
+}
+CONVERSATIONS = {
+    "single": {},
+    "torchrun": {},
+    "torchrun-sharded": {"launcher.nnodes": 2, "parallel.dp_shard": "auto"},
+    "slurm": {"more": True, "parallel.dp_shard": "auto"},
+    "xla": {},
+    "sagemaker": {"more": True, "launcher.role": "arn:aws:iam::1:role/x", "launcher.bucket": "b"},
+}
+"""Answers other than Enter, by dotted key."""
+
+
+def transcribe(machine, answers):
+    """Return one block of text for each question: its key, words, choices and suggestion."""
+    given, blocks = {}, []
+    while step := next_step(given):
+        suggestion = step.suggestion(machine, given, {})
+        lines = [f"{step.key}: {step.question.text}"]
+        lines += [f"  hint: {step.question.hint}"] if step.question.hint else []
+        lines += [f"  [{choice.value!r}] {choice.title}" for choice in step.choices(machine, given)]
+        given[step.key] = answers.get(step.key, suggestion)
+        blocks.append("\n".join([*lines, f"  Enter: {suggestion!r}; answered: {given[step.key]!r}"]))
+    return "\n\n".join(blocks) + "\n"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_questions_are_those_of_their_golden_file(name, machine, monkeypatch, home):
+    monkeypatch.setattr(network, "own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    kind = name.partition("-")[0]
+    text = transcribe(MACHINES[machine], {"launcher.kind": kind, **CONVERSATIONS[name]})
+    golden.check(f"wizard/{name}-{machine}.txt", text)
+
+
+def test_every_launcher_has_golden_questions():
+    assert {name.partition("-")[0] for name in CONVERSATIONS} == set(LAUNCHERS)
+    assert golden.names("wizard") == {f"{name}-{machine}" for name in CONVERSATIONS for machine in MACHINES}
