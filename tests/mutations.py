@@ -161,7 +161,7 @@ MUTATIONS = (
         "accel_runtime/accelerator/prepare.py",
         "    if all(digest == gathered[0] for digest in gathered):",
         "    if gathered:",
-        ("tests/runtime/facade/test_consistency.py",),
+        ("tests/runtime/accelerator/test_consistency.py",),
     ),
     Mutation(
         "manifest checksum",

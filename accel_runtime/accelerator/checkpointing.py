@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_runtime.accelerator.base import AcceleratorBase
+from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.checkpoint.accelerate_format import is_accelerate_checkpoint, restore_accelerate_checkpoint
 from accel_runtime.checkpoint.async_save import BackgroundWriter, StagingBuffers
 from accel_runtime.checkpoint.directory import Checkpoint
@@ -40,7 +40,7 @@ SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 
-class CheckpointMethods(AcceleratorBase):
+class CheckpointMethods(AcceleratorProperties):
     """Methods of `Accelerator` for checkpoints."""
 
     def _init_checkpointing(self, resume_policy: ResumePolicy) -> None:

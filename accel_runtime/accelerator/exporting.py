@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_runtime.accelerator.base import AcceleratorBase
+from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.checkpoint.errors import errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import parse_size
 from accel_runtime.collectives.objects import all_gather_objects
@@ -36,7 +36,7 @@ from accel_runtime.training.unwrapping import unwrap
 __all__ = ["ExportMethods"]
 
 
-class ExportMethods(AcceleratorBase):
+class ExportMethods(AcceleratorProperties):
     """Methods of `Accelerator` that export and load models and objects."""
 
     def unwrap_model(

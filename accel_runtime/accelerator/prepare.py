@@ -22,7 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel_runtime import nested
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
-from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.collectives.objects import all_gather_objects
@@ -261,7 +260,7 @@ def _group_by_value(values: Sequence[str]) -> str:
     )
 
 
-class PrepareMethods(CheckpointMethods, AcceleratorProperties):
+class PrepareMethods(CheckpointMethods):
     """Methods of `Accelerator` that prepare models, optimizers, loaders and schedulers."""
 
     _checked: WeakSet[Any]

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from accel_runtime.accelerator.base import AcceleratorBase
 from accel_runtime.call_site import call_site
-from accel_runtime.data.loader import LoaderOptions
+from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
 from accel_runtime.description import (
     Description,
@@ -25,6 +26,7 @@ from accel_runtime.description import (
 )
 from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
 from accel_runtime.logging import MultiProcessAdapter
+from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
     AutocastKwargs,
     Configuration,
@@ -33,11 +35,18 @@ from accel_runtime.options import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
     changed_fields,
 )
+from accel_runtime.parallel.meta_init import MetaModels
 from accel_runtime.profiling import ProfileKwargs
-from accel_runtime.state import AcceleratorState, GradientState
+from accel_runtime.scheduler import PreparedScheduler
+from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
+from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.checks import AveragingCheck
 from accel_runtime.training.compilation import TorchDynamoPlugin
+from accel_runtime.training.gradients import Gradients
+from accel_runtime.training.precision import Precision
 
 if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -55,22 +64,38 @@ HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
 """The types that `kwargs_handlers` accepts."""
 
 
-class AcceleratorProperties(AcceleratorBase):
-    """Properties of `Accelerator`, and the effects of assignments to its configuration objects.
+class AcceleratorProperties(ProcessMethods):
+    """Attributes and properties of `Accelerator`, and the effects of assignments to its configuration objects.
 
-    An assignment has an effect wherever the value is read after it; see docs/design/configuration.md.
+    The constructor of `Accelerator` assigns the attributes. An assignment has an effect wherever the value is read after
+    it; see docs/design/configuration.md.
     """
 
     deepspeed_plugin = None
     """None: DeepSpeed is not supported."""
 
+    settings: Settings
+    """The settings of the launcher, with those of the arguments."""
+    project_configuration: ProjectConfiguration
+    """The directories of the project."""
+    _accumulation: Accumulation
+    _averaging_check: AveragingCheck
     _device_placement: bool
     _dynamo: TorchDynamoPlugin
-    _initial_settings: Settings
+    _gradients: Gradients
     _handlers: dict[type[KwargsHandler], Any]
+    _initial_settings: Settings
+    _loader_config: DataLoaderConfiguration
+    _loaders: WeakValueDictionary[int, PreparedLoader]
+    _loaders_prepared: int
+    _loops: ActiveLoops
+    _models: list[nn.Module]
     _number: int
+    _optimizers: list[PreparedOptimizer]
     _origins: Mapping[str, OptionFacts]
+    _precision: Precision
     _rng_types: tuple[str, ...]
+    _schedulers: list[PreparedScheduler]
     _state: AcceleratorState
     _step_with_optimizer: bool
 
@@ -233,6 +258,12 @@ class AcceleratorProperties(AcceleratorBase):
             handler.observe(changed)
 
     # Models ----------------------------------------------------------------------------
+
+    @property
+    def _meta_models(self) -> MetaModels:
+        """Return the object that allocates the parameters of models on the meta device."""
+        offloaded = self.settings.fully_shard.cpu_offload
+        return MetaModels(self.device, torch.device("cpu") if offloaded else self.device)
 
     def _dynamo_changed(self, plugin: TorchDynamoPlugin, name: str) -> None:
         self._warn_if_prepared(plugin, name, self._models, "model(s)")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from accel_runtime.accelerator.base import AcceleratorBase
+from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.collectives.handshake import Handshake, call_at_site
 from accel_runtime.heartbeat import Progress, heartbeat
 from accel_runtime.options import AutocastKwargs
@@ -106,7 +106,7 @@ def _bit(number: int) -> int:
     return 1 << (number - 1)
 
 
-class TrainingMethods(AcceleratorBase):
+class TrainingMethods(AcceleratorProperties):
     """Methods of `Accelerator` for losses, gradients, uneven inputs, the trigger and preemption."""
 
     _preemption: Preemption

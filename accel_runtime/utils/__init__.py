@@ -10,7 +10,6 @@ import accel_runtime
 _MODULES = {
     "accel_runtime.memory": ("clear_device_cache",),
     "accel_runtime.options": ("KwargsHandler",),
-    "accel_runtime.utils.deepspeed": ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler"),
     "accel_runtime.utils.environment": ("patch_environment",),
     "accel_runtime.utils.fsdp_utils": (
         "load_fsdp_model",
@@ -20,7 +19,7 @@ _MODULES = {
         "save_fsdp_optimizer",
     ),
     "accel_runtime.utils.launch": ("PrepareForLaunch", "write_basic_config"),
-    "accel_runtime.utils.other": ("load", "save"),
+    "accel_runtime.utils.other": ("DummyOptim", "DummyScheduler", "MegatronLMDummyScheduler", "load", "save"),
     "accel_runtime.utils.operations": (
         "concatenate",
         "convert_outputs_to_fp32",

@@ -1,4 +1,4 @@
-"""Functions under the name of Accelerate's `utils.other`."""
+"""Functions under the name of Accelerate's `utils.other`, and placeholders for DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from accel_runtime.export.objects import load, write_object
 from accel_runtime.utils.launch import write_basic_config
 from accel_runtime.utils.operations import extract_model_from_parallel, wait_for_everyone
 
-__all__ = ["extract_model_from_parallel", "load", "save", "wait_for_everyone", "write_basic_config"]
+__all__ = [
+    "DummyOptim",
+    "DummyScheduler",
+    "MegatronLMDummyScheduler",
+    "extract_model_from_parallel",
+    "load",
+    "save",
+    "wait_for_everyone",
+    "write_basic_config",
+]
 
 
 def save(
@@ -30,3 +39,36 @@ def save(
     topology = current_backend().topology
     if (topology.local_rank if save_on_each_node else topology.rank) == 0:
         write_object(obj, f, safe_serialization=safe_serialization)
+
+
+_OPTIMIZER = "Create the optimizer in the script, such as torch.optim.AdamW(model.parameters(), lr=...), and pass it to prepare()"
+_SCHEDULER = "Create the scheduler in the script, such as torch.optim.lr_scheduler.LambdaLR(optimizer, ...), and pass it to prepare()"
+
+
+class _Dummy:
+    """Base of the placeholders."""
+
+    instead: str
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            f"{type(self).__name__}(...) is not supported: accel does not use DeepSpeed or Megatron-LM. {self.instead}."
+        )
+
+
+class DummyOptim(_Dummy):
+    """Not supported: an optimizer of the DeepSpeed configuration."""
+
+    instead = _OPTIMIZER
+
+
+class DummyScheduler(_Dummy):
+    """Not supported: a scheduler of the DeepSpeed configuration."""
+
+    instead = _SCHEDULER
+
+
+class MegatronLMDummyScheduler(_Dummy):
+    """Not supported: a scheduler of Megatron-LM."""
+
+    instead = _SCHEDULER

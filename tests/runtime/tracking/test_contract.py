@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from accel_runtime.topology import Topology
-from accel_runtime.tracking import TRACKERS
-from accel_runtime.tracking.trackers import Trackers
+from accel_runtime.tracking import TRACKERS, Trackers
 
 PACKAGED = sorted(set(TRACKERS) - {"jsonl", "tensorboard"})
 

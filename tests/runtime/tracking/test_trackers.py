@@ -11,9 +11,8 @@ import pytest
 
 from accel_runtime import Accelerator, GeneralTracker, LoggerType, tracking
 from accel_runtime.topology import Topology
-from accel_runtime.tracking import TRACKERS, get_available_trackers, register_tracker_class
+from accel_runtime.tracking import TRACKERS, Trackers, get_available_trackers, register_tracker_class
 from accel_runtime.tracking.base import BlankTracker
-from accel_runtime.tracking.trackers import Trackers
 
 
 class Mine(GeneralTracker):
@@ -155,7 +154,7 @@ def test_a_missing_package_is_one_error_that_says_how_to_get_it(monkeypatch, tmp
 def test_choosing_imports_no_package_of_a_tracker(tmp_path):
     code = (
         "import sys, accel_runtime.tracking as t\n"
-        "from accel_runtime.tracking.trackers import Trackers\n"
+        "from accel_runtime.tracking import Trackers\n"
         "from accel_runtime.topology import Topology\n"
         f"Trackers('all', {str(tmp_path)!r}, Topology(rank=1, world_size=2)).begin('x')\n"
         "print({*t.TRACKERS, 'torch'} & set(sys.modules))"
