@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.data.dataloader_utils import len_or_none
 from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.source import len_or_none
 from accel_runtime.env import Settings, accelerate_variables, flatten_settings, variable_name
 from accel_runtime.parallel.mesh import GroupFacts, class_of
 from accel_runtime.scheduler import PreparedScheduler

@@ -1,7 +1,9 @@
-"""Heartbeat: progress of a process in a mapped file, which its launcher reads without a call or a thread."""
+"""Progress of a process and its line in the user's code, in a mapped file that its launcher reads without a call."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import mmap
 import os
 import sys
@@ -9,14 +11,72 @@ import threading
 import time
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
+import torch
 from typing_extensions import override
 
-from accel_runtime.call_site import CallSite
 from accel_runtime.env import BEAT, BEAT_NUMBERS, BEAT_SIZE, RANK_FOLDER
 
-__all__ = ["Heartbeat", "Progress", "ProgressCounts", "heartbeat", "keep_still"]
+__all__ = [
+    "TORCH",
+    "CallSite",
+    "Heartbeat",
+    "Progress",
+    "ProgressCounts",
+    "call_site",
+    "call_site_of_frame",
+    "heartbeat",
+    "keep_still",
+    "user_call_sites",
+]
+
+_IGNORED = (f"{Path(__file__).parent}/", contextlib.__file__)
+"""accel, and the module between a context manager of accel and the script."""
+TORCH = f"{Path(torch.__file__).parent}/"
+"""Directory of torch, for `call_site` to leave out."""
+
+
+class CallSite(NamedTuple):
+    """Line of code, without its directory, so that nodes with other paths have equal ones."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+def call_site(*libraries: str) -> CallSite:
+    """Return the innermost line outside of accel, and of the directories of other libraries."""
+    return call_site_of_frame(inspect.currentframe(), *libraries)
+
+
+def call_site_of_frame(frame: FrameType | None, *libraries: str) -> CallSite:
+    """Return the innermost line of a stack outside of accel, and of the directories of other libraries."""
+    while frame is not None and frame.f_code.co_filename.startswith((*_IGNORED, *libraries)):
+        frame = frame.f_back
+    if frame is None:
+        return CallSite("?", 0, "?")
+    return _build_site(frame)
+
+
+def user_call_sites() -> tuple[CallSite, ...]:
+    """Return all lines outside of accel that led to this call, innermost first."""
+    frame, sites = inspect.currentframe(), []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_IGNORED):
+            sites.append(_build_site(frame))
+        frame = frame.f_back
+    return tuple(sites)
+
+
+def _build_site(frame: FrameType) -> CallSite:
+    path = frame.f_code.co_filename
+    return CallSite(path[path.rfind("/") + 1 :], frame.f_lineno, frame.f_code.co_name)
+
 
 _LOCAL = threading.local()
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.collectives.main_process_first import reported_result
 from accel_runtime.default_backend import current_backend
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
@@ -140,7 +139,7 @@ class _Search:
         local = "" if error_text is None else f"; this rank is out of memory: {error_text}"
         operation = f"find_executable_batch_size, batch size {self._size}{local}"
         outcomes = {
-            rank: reported_result(backend, rank, f"{key}/{rank}", operation)
+            rank: backend.wait_for_store_key(rank, f"{key}/{rank}", operation)
             for rank in range(topology.world_size)
         }
         broken = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith(_BROKEN)}

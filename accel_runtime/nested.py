@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
+    "ContainerSpec",
+    "FlattenedData",
+    "TensorSpec",
     "build_device_check",
+    "describe_structure",
+    "flatten_data",
     "has_dtensor",
     "leaf_paths",
     "leaves",
+    "list_locations",
     "map_leaves",
     "map_movable",
     "map_tensors",
@@ -119,3 +125,112 @@ def has_dtensor(tensors: Iterable[torch.Tensor]) -> bool:
     # Not imported here: it takes seconds, and there is no DTensor before it is loaded.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+class TensorSpec(NamedTuple):
+    """Dtype, shape and device type of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+
+    def with_free_dimensions(self, free: str) -> TensorSpec:
+        """Return the spec with -1 for dimensions that may differ: the `first`, or all `sizes`."""
+        count = len(self.shape) if free == "sizes" else 1
+        return self._replace(shape=(-1,) * min(count, len(self.shape)) + tuple(self.shape[count:]))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+
+
+class ContainerSpec(NamedTuple):
+    """Type and keys of a container."""
+
+    kind: str
+    keys_: int | tuple[Any, ...]
+    """The keys of a mapping, or the length of a sequence."""
+
+    def __repr__(self) -> str:
+        keys = self.keys_ if isinstance(self.keys_, int) else ", ".join(map(_format_key, self.keys_))
+        return f"{self.kind}({keys})"
+
+
+class FlattenedData(NamedTuple):
+    """Nested data, flattened."""
+
+    structure: tuple[Any, ...]
+    """Containers, each followed by its items; specs of tensors; type names of other leaves."""
+    tensors: list[torch.Tensor]
+    """The tensors in the order of `nested.map_leaves`."""
+    specs: tuple[TensorSpec, ...]
+    """The specs of the tensors."""
+    unsupported: str | None
+    """The type of the first leaf that is not a dense tensor."""
+
+
+def flatten_data(data: Any) -> FlattenedData:
+    """Flatten nested data."""
+    structure: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    unsupported: list[str] = []
+    _flatten_into(data, structure, tensors, unsupported)
+    specs = tuple(item for item in structure if type(item) is TensorSpec)
+    return FlattenedData(tuple(structure), tensors, specs, unsupported[0] if unsupported else None)
+
+
+def _flatten_into(
+    data: Any, structure: list[Any], tensors: list[torch.Tensor], unsupported: list[str]
+) -> None:
+    if (
+        isinstance(data, torch.Tensor)
+        and data.layout is torch.strided
+        and not (data.is_quantized or data.is_nested)
+    ):
+        structure.append(TensorSpec(data.dtype, data.shape, data.device.type))
+        tensors.append(data)
+    elif isinstance(data, (list, tuple)):
+        structure.append(ContainerSpec(type(data).__name__, len(data)))
+        for item in data:
+            _flatten_into(item, structure, tensors, unsupported)
+    elif isinstance(data, Mapping):
+        # `keys()`, since a mapping may iterate over something else: a TensorDict iterates over rows.
+        structure.append(ContainerSpec(type(data).__name__, tuple(data.keys())))
+        for value in data.values():
+            _flatten_into(value, structure, tensors, unsupported)
+    else:
+        # Other layouts, such as sparse, cannot be packed.
+        if not isinstance(data, torch.Tensor):
+            structure.append(type(data).__name__)
+        elif data.is_nested and data.layout is torch.strided:
+            structure.append("nested tensor")
+        else:
+            structure.append(f"{str(data.layout).removeprefix('torch.')} tensor")
+        unsupported.append(structure[-1])
+
+
+def describe_structure(structure: tuple[Any, ...]) -> str:
+    """Return a structure as text, such as `['x'][0]: float32[3] on cpu`."""
+    return ", ".join(
+        f"{location}: {leaf}" if location else str(leaf) for location, leaf in list_locations(structure)
+    )
+
+
+def list_locations(structure: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Return every leaf with its location in Python syntax."""
+    return list(_iterate_locations(iter(structure), "")) if structure else []
+
+
+def _iterate_locations(items: Iterator[Any], location: str) -> Iterator[tuple[str, Any]]:
+    item = next(items)
+    if not isinstance(item, ContainerSpec):
+        yield location, item
+        return
+    if not item.keys_:
+        yield location, f"empty {item.kind}"
+    for key in range(item.keys_) if isinstance(item.keys_, int) else item.keys_:
+        yield from _iterate_locations(items, f"{location}[{_format_key(key)}]")
+
+
+def _format_key(key: Any) -> str:
+    """Return the repr of a key if it is the same in every process, else its type."""
+    return repr(key) if isinstance(key, (str, int, float, tuple, bytes)) else type(key).__name__

@@ -14,7 +14,6 @@ from typing_extensions import Self, override
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
-from accel_runtime.collectives.main_process_first import run_first
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.source import StepInfo
 from accel_runtime.default_backend import (
@@ -231,7 +230,7 @@ class ProcessMethods:
         Raises:
             RuntimeError: On the others, if the block of the main process raised.
         """
-        return run_first(self._backend, 0, "main_process_first()")
+        return self._backend.run_first(0, "main_process_first()")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on the first process of each node first; see `main_process_first`.
@@ -240,7 +239,7 @@ class ProcessMethods:
             RuntimeError: On the others, if the block of the first process raised.
         """
         first = self.process_index - self.local_process_index
-        return run_first(self._backend, first, "local_main_process_first()")
+        return self._backend.run_first(first, "local_main_process_first()")
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

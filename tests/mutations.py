@@ -44,7 +44,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "keys of a mapping",
-        "accel_runtime/collectives/packing.py",
+        "accel_runtime/nested.py",
         "        structure.append(ContainerSpec(type(data).__name__, tuple(data.keys())))",
         "        structure.append(ContainerSpec(type(data).__name__, tuple(data)))",
         ("tests/runtime/utils/test_between.py",),

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dataloader_utils import sharding_of_loader
 from accel_runtime.data.dispatch import DispatchSource
 from accel_runtime.data.iterable import IterableSource as EachReads
+from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.topology import Topology
 

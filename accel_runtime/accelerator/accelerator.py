@@ -25,8 +25,7 @@ from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
 from accel_runtime.collectives import metrics, tensors
 from accel_runtime.data.active_loops import ActiveLoops
-from accel_runtime.data.consistency import check_model_parallel_ranks
-from accel_runtime.data.loader import PreparedLoader
+from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
 from accel_runtime.default_backend import find_accelerator, register_accelerator
 from accel_runtime.description import origins

@@ -26,9 +26,9 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.data.active_loops import ModelInputHook
-from accel_runtime.data.dataloader_utils import batch_size_of, len_or_none, sampler_of_loader
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
+from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
 from accel_runtime.env import flatten_settings
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import shard_like

@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accel_runtime.call_site import call_site
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
@@ -25,6 +24,7 @@ from accel_runtime.description import (
     scheduler_facts,
 )
 from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
+from accel_runtime.heartbeat import call_site
 from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
 
-from accel_runtime.call_site import call_site
 from accel_runtime.collectives.handshake import Handshake, call_at_site
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
+from accel_runtime.heartbeat import call_site
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import DataRank, Topology
 
@@ -31,6 +33,10 @@ __all__ = ["Backend", "Reduction"]
 Reduction = Literal["sum", "mean", "max", "min"]
 
 _LOG = logging.getLogger("accel_runtime.backends")
+REPORT_S = 10.0
+"""Seconds before a rank that waits for a store key reports it on stderr."""
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.005, 0.5
+_DONE, _FAILED, _FOLLOWS = "done", "failed", "follows"
 
 
 class Backend(ABC):
@@ -144,6 +150,50 @@ class Backend(ABC):
     @abstractmethod
     def increment_store_key(self, key: str) -> int:
         """Increment this rank's counter for a key and return it, from 1; ranks in step get the same number."""
+
+    @contextmanager
+    def run_first(self, leader: int, operation: str) -> Iterator[None]:
+        """Run the block on rank `leader` first, then on all ranks that wait for it at once.
+
+        No collective is pending meanwhile, so the block may take longer than the timeout of the process group.
+
+        Raises:
+            RuntimeError: The block failed on the leader, or the leader itself waits for another rank.
+        """
+        rank = self.topology.rank
+        key = f"accel/{operation}/{self.increment_store_key(f'accel/{operation}')}"
+        if rank == leader:
+            try:
+                yield
+            except BaseException as error:
+                self.set_store_key(f"{key}/{rank}", f"{_FAILED}:{type(error).__name__}: {error}")
+                raise
+            self.set_store_key(f"{key}/{rank}", _DONE)
+            return
+        self.set_store_key(f"{key}/{rank}", _FOLLOWS)
+        # Only one of the waiting ranks reports it.
+        result = self.wait_for_store_key(leader, f"{key}/{leader}", operation if rank == leader + 1 else None)
+        if result == _FOLLOWS:
+            raise RuntimeError(
+                f"{operation} failed: rank {rank} waits for rank {leader}, which is not the first rank of its machine. Number the ranks "
+                "of a machine consecutively, as `accel launch` and `torchrun` do."
+            )
+        if result != _DONE:
+            raise RuntimeError(f"{operation} failed on rank {leader}: {result.removeprefix(f'{_FAILED}:')}")
+        yield
+
+    def wait_for_store_key(self, rank: int, key: str, operation: str | None) -> str:
+        """Wait for the value that `rank` sets for `key`, without a timeout; report the wait on stderr if `operation` is given."""
+        started, pause = time.monotonic(), _MIN_INTERVAL_S
+        while (value := self.get_store_key(key)) is None:
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_INTERVAL_S)
+            waited = time.monotonic() - started
+            if operation is not None and waited > REPORT_S:
+                line = f"rank {self.topology.rank}: waiting for rank {rank} ({waited:.0f} s) in {operation}"
+                print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
+                operation = None
+        return value
 
     @property
     def num_batch_shards(self) -> int:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from accel_runtime.call_site import CallSite
 from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
+from accel_runtime.heartbeat import CallSite
 from accel_runtime.options import DDPCommunicationHookType
 
 __all__ = [

@@ -167,7 +167,7 @@ def write_safetensors(
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU."""
-    from accel_runtime.collectives.packing import memory_of  # noqa: PLC0415 - it imports torch
+    from accel_runtime.collectives.transport import memory_of  # noqa: PLC0415 - it imports torch
 
     return memory_of(tensor) if tensor.nbytes else memoryview(b"")
 

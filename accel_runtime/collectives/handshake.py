@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accel_runtime.call_site import CallSite, call_site
-from accel_runtime.collectives.packing import TensorSpec, describe_structure, memory_of
-from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport
-from accel_runtime.heartbeat import heartbeat
+from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
+from accel_runtime.heartbeat import CallSite, call_site, heartbeat
+from accel_runtime.nested import TensorSpec, describe_structure
 
 __all__ = [
     "PAYLOAD",

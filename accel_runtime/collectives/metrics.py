@@ -12,9 +12,9 @@ from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError, call_at_site
 from accel_runtime.collectives.objects import all_gather_objects, scatter_objects
-from accel_runtime.collectives.packing import FlattenedData, flatten_data
 from accel_runtime.collectives.tensors import check_rank, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
+from accel_runtime.nested import FlattenedData, flatten_data
 from accel_runtime.topology import DataRank
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from accel_runtime.collectives.handshake import PAYLOAD, CollectiveCall, Handshake, call_at_site
-from accel_runtime.collectives.packing import memory_of
+from accel_runtime.collectives.transport import memory_of
 
 __all__ = [
     "all_gather_objects",

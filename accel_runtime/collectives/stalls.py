@@ -21,9 +21,17 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from accel_runtime.call_site import TORCH, CallSite, call_site, call_site_of_frame, user_call_sites
 from accel_runtime.collectives.handshake import RankLostError, StallError
-from accel_runtime.heartbeat import Progress, ProgressCounts, heartbeat
+from accel_runtime.heartbeat import (
+    TORCH,
+    CallSite,
+    Progress,
+    ProgressCounts,
+    call_site,
+    call_site_of_frame,
+    heartbeat,
+    user_call_sites,
+)
 
 __all__ = [
     "MissingRanks",

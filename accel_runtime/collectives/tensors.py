@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,19 +13,7 @@ import torch
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.collectives.handshake import PAYLOAD, CollectiveCall, build_writer, call_at_site
-from accel_runtime.collectives.packing import (
-    FlattenedData,
-    PackedLayout,
-    TensorSpec,
-    build_layout,
-    build_packer,
-    flatten_data,
-    list_locations,
-    pack_into,
-    unpack_combined,
-    unpack_row,
-    unpack_rows,
-)
+from accel_runtime.nested import FlattenedData, TensorSpec, flatten_data, list_locations
 
 __all__ = [
     "broadcast",
@@ -465,3 +454,123 @@ def _gather_padded(data: torch.Tensor, sizes: Sequence[int], backend: Backend) -
     padded = data.new_zeros(max(sizes))
     padded[: len(data)] = data
     return [row[:size] for row, size in zip(backend.all_gather(padded), sizes, strict=True)]
+
+
+class _DtypeGroup(NamedTuple):
+    """Tensors of one dtype, stored contiguously."""
+
+    dtype: torch.dtype
+    indices: tuple[int, ...]
+    counts: tuple[int, ...]
+    start: int
+    stop: int
+    flat: bool
+    equal_shapes: bool
+
+
+class PackedLayout(NamedTuple):
+    """The offset of each tensor in a row of bytes."""
+
+    groups: tuple[_DtypeGroup, ...]
+    size: int
+    """The number of bytes of a row."""
+
+
+@lru_cache(maxsize=1024)
+def build_layout(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]) -> PackedLayout:
+    """Return the layout for tensors of these dtypes and shapes, each dtype aligned."""
+    indices: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        indices.setdefault(dtype, []).append(index)
+    groups, start = [], 0
+    for dtype in sorted(indices, key=lambda dtype: (-dtype.itemsize, str(dtype))):
+        members = indices[dtype]
+        counts = tuple(math.prod(shapes[index]) for index in members)
+        stop = start + sum(counts) * dtype.itemsize
+        equal_shapes = all(shapes[index] == shapes[members[0]] for index in members)
+        flat = all(len(shapes[index]) == 1 for index in members)
+        groups.append(_DtypeGroup(dtype, tuple(members), counts, start, stop, flat, equal_shapes))
+        start = stop
+    # Rows follow each other, aligned for the widest dtype.
+    wide = max((dtype.itemsize for dtype in indices), default=1)
+    return PackedLayout(tuple(groups), -(-start // wide) * wide)
+
+
+@torch.no_grad()
+def pack_into(tensors: Sequence[torch.Tensor], layout: PackedLayout, row: torch.Tensor) -> None:
+    """Write tensors into a row of `layout.size` bytes."""
+    for group in layout.groups:
+        out = _group_values(row, group)
+        members = [tensors[index] for index in group.indices]
+        if len(members) == 1:
+            out.view(members[0].shape).copy_(members[0])
+        else:
+            torch.cat(members if group.flat else [tensor.reshape(-1) for tensor in members], out=out)
+
+
+def build_packer(tensors: Sequence[torch.Tensor], layout: PackedLayout) -> Callable[[memoryview], None]:
+    """Return a function that packs tensors into a buffer of `layout.size` bytes."""
+
+    def write(buffer: memoryview) -> None:
+        if layout.size:
+            pack_into(tensors, layout, torch.frombuffer(buffer, dtype=torch.uint8))
+
+    return write
+
+
+def unpack_rows(
+    rows: torch.Tensor, layout: PackedLayout, shapes: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Unpack `[world_size, layout.size]` bytes and concatenate each tensor over the ranks, in new memory.
+
+    `[n, ...]` becomes `[world_size * n, ...]` and a scalar `[world_size]`.
+    """
+    world = len(rows)
+    unpacked: dict[int, torch.Tensor] = {}
+    for group in layout.groups:
+        numbers = _group_values(rows, group)
+        group_shapes = [shapes[index] for index in group.indices]
+        gathered_shapes = [(world * shape[0], *shape[1:]) if shape else (world,) for shape in group_shapes]
+        parts: Sequence[torch.Tensor]
+        if len(group_shapes) > 1 and group.equal_shapes:
+            # A single copy of all tensors: the overhead of a copy per tensor exceeds the time for the values.
+            by_tensor = numbers.view(world, len(group_shapes), group.counts[0]).transpose(0, 1)
+            parts = torch.unbind_copy(by_tensor.reshape(len(group_shapes), *gathered_shapes[0]))  # type: ignore[func-returns-value,assignment]
+        else:
+            columns = torch.split(numbers, list(group.counts), 1)
+            parts = [column.reshape(shape) for column, shape in zip(columns, gathered_shapes, strict=True)]
+        unpacked |= zip(group.indices, parts, strict=True)
+    return [unpacked[index] for index in range(len(unpacked))]
+
+
+def unpack_combined(
+    rows: torch.Tensor,
+    layout: PackedLayout,
+    shapes: Sequence[tuple[int, ...]],
+    combine: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Unpack the rows of all ranks, reduced by `combine` from `[world_size, n]` to `[n]`."""
+    unpacked: dict[int, torch.Tensor] = {}
+    for group in layout.groups:
+        total = combine(_group_values(rows, group))
+        parts: Sequence[torch.Tensor] = torch.split_with_sizes_copy(total, list(group.counts))  # type: ignore[func-returns-value,assignment]
+        unpacked |= zip(group.indices, parts, strict=True)
+    return [unpacked[index].view(shape) for index, shape in enumerate(shapes)]
+
+
+def unpack_row(
+    row: torch.Tensor, layout: PackedLayout, shapes: Sequence[tuple[int, ...]]
+) -> list[torch.Tensor]:
+    """Unpack the row of one rank into views of it."""
+    unpacked: dict[int, torch.Tensor] = {}
+    for group in layout.groups:
+        parts = torch.split(_group_values(row, group), list(group.counts))
+        unpacked |= zip(group.indices, parts, strict=True)
+    return [unpacked[index].view(shape) for index, shape in enumerate(shapes)]
+
+
+def _group_values(rows: torch.Tensor, group: _DtypeGroup) -> torch.Tensor:
+    """Return the values of a dtype group, `[..., n]`, as a view."""
+    if group.start == group.stop:
+        return rows.new_empty((*rows.shape[:-1], 0), dtype=group.dtype)
+    return rows[..., group.start : group.stop].view(group.dtype)

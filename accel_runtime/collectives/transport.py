@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import selectors
@@ -17,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from accel_runtime.collectives.packing import memory_of
 from accel_runtime.env import TRUST_NETWORK, read_switch
 from accel_runtime.topology import build_refusal
 
@@ -39,13 +39,22 @@ __all__ = [
     "connect_sockets",
     "connect_transport",
     "control_group",
+    "memory_of",
 ]
 
 
+T = TypeVar("T")
 SUMMARY_VALUES = 8
 """Integers in the summary of a handshake: four values of a rank and their negatives."""
 SLOT = 4096
 """Bytes that every rank sends in a handshake; docs/design/agreement.md has the measurements."""
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor; the view keeps the tensor alive."""
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 class Transport(Protocol):
@@ -137,7 +146,8 @@ class StallReport:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._report_loss: RuntimeError | None = None
-        _refuse_after_fork(self)
+        # The connections and the store belong to the rank.
+        _call_after_fork(self, StallReport._refuse)
 
     def check(self) -> None:
         """Raise the previous error again, and always raise in a forked process."""
@@ -171,16 +181,19 @@ class StallReport:
                 time.sleep(0.05)
         return texts
 
+    def _refuse(self) -> None:
+        self._report_loss = build_refusal(f"this process was forked from rank {self._rank}")
 
-def _refuse_after_fork(report: StallReport) -> None:
-    """Make forked processes refuse the transport, since its connections and its store belong to the rank."""
-    reference = weakref.ref(report)
 
-    def refuse() -> None:
+def _call_after_fork(owner: T, function: Callable[[T], None]) -> None:
+    """Call a function of an object in forked processes, which must not keep the object alive."""
+    reference = weakref.ref(owner)
+
+    def call() -> None:
         if (inherited := reference()) is not None:
-            inherited._report_loss = build_refusal(f"this process was forked from rank {inherited._rank}")  # noqa: SLF001 - of this module
+            function(inherited)
 
-    os.register_at_fork(after_in_child=refuse)
+    os.register_at_fork(after_in_child=call)
 
 
 _RANK = struct.Struct("<q")
@@ -226,7 +239,8 @@ class SocketTransport(Transport):
             )
             for to, source, have, count in allgather_schedule(rank, self._size)
         ]
-        _close_after_fork(self)
+        # A data loader worker must not keep the connections of a dead rank open.
+        _call_after_fork(self, SocketTransport._close)
 
     @override
     def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
@@ -467,17 +481,6 @@ def _ready_events(
     peer: socket.socket, out: Mapping[socket.socket, memoryview], in_: Mapping[socket.socket, memoryview]
 ) -> int:
     return (selectors.EVENT_WRITE if peer in out else 0) | (selectors.EVENT_READ if peer in in_ else 0)
-
-
-def _close_after_fork(transport: SocketTransport) -> None:
-    """Close the connections in forked processes: a data loader worker must not keep those of a dead rank open."""
-    reference = weakref.ref(transport)
-
-    def forget() -> None:
-        if (inherited := reference()) is not None:
-            inherited._close()  # noqa: SLF001 - of this module
-
-    os.register_at_fork(after_in_child=forget)
 
 
 _SLOTS, _LARGE, _SUMMARIES = 1, 2, 3

@@ -15,11 +15,15 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
-from accel_runtime.data.consistency import combine_fingerprints
-from accel_runtime.data.dataloader_utils import copy_loader
-from accel_runtime.data.iterable_worker import WorkerBatch, WorkerReader, WorkerTask, build_worker_count_error
+from accel_runtime.data.iterable_worker import (
+    WorkerBatch,
+    WorkerReader,
+    WorkerTask,
+    build_worker_count_error,
+    combine_fingerprints,
+)
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.data.source import EpochIterator, Source, is_inside_epoch, mark_skipped
+from accel_runtime.data.source import EpochIterator, Source, copy_loader, is_inside_epoch, mark_skipped
 from accel_runtime.rng import (
     IsolatedRNG,
     broadcast_from_first,

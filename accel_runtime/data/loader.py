@@ -9,27 +9,29 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
 from accel_runtime import nested, rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.prefetch import StreamCopies, copy_each, prefetch_batches
+from accel_runtime.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from accel_runtime.data.active_loops import ActiveLoops
-from accel_runtime.data.consistency import check_model_parallel_ranks
-from accel_runtime.data.dataloader_utils import (
+from accel_runtime.data.presharded import are_consistent, build_world_size_error
+from accel_runtime.data.source import (
+    EpochIterator,
+    Source,
     batch_size_of,
     copy_loader,
     len_or_none,
     sampler_attribute,
     sampler_of_loader,
 )
-from accel_runtime.data.presharded import build_world_size_error
-from accel_runtime.data.source import EpochIterator, Source
 from accel_runtime.heartbeat import heartbeat
-from accel_runtime.rng import IsolatedRNG, capture_states
+from accel_runtime.rng import IsolatedRNG, capture_states, fingerprint_states
 
-__all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "skip_first_batches"]
+__all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 
 
 _LOADER_KEYS = {"epoch", "kind", "restored", "batches", "upcoming"}
@@ -397,6 +399,23 @@ def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) ->
             return
         yield batch
     yield from batches
+
+
+def check_model_parallel_ranks(backend: Backend) -> None:
+    """Set the random states of model-parallel ranks to those of the first of them, if they differ. Collective."""
+    data_rank = backend.data
+    if data_rank.model_parallel_size == 1:
+        return
+    module = None if backend.device.type == "cpu" else backend.device_rng
+    states = capture_rng_state(backend.device, module)
+    fingerprint = torch.tensor(fingerprint_states(states), device=backend.device)
+    if are_consistent(backend.all_gather(fingerprint).tolist(), data_rank.model_parallel_size):
+        return
+    first = data_rank.rank * data_rank.model_parallel_size
+    is_first = backend.topology.rank == first
+    gathered = backend.all_gather_objects(states if is_first else None, "random states")
+    if not is_first:
+        restore_rng_state(gathered[first], backend.device, module)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

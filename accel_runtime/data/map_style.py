@@ -28,15 +28,19 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dataloader_utils import (
+from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
+from accel_runtime.data.source import (
+    EpochIterator,
+    Source,
+    StepInfo,
     copy_loader,
+    is_inside_epoch,
     len_or_none,
+    mark_skipped,
     sampler_attribute,
     sampler_of_loader,
     yields_single_samples,
 )
-from accel_runtime.data.sharding import BatchSharding, Index, Step, batch_slices
-from accel_runtime.data.source import EpochIterator, Source, StepInfo, is_inside_epoch, mark_skipped
 from accel_runtime.data.worker_rng import BatchSeed, draw_epoch_seed, seed_batches
 from accel_runtime.rng import KINDS, IsolatedRNG, broadcast_from_first, capture_states, restore_states
 from accel_runtime.topology import Topology

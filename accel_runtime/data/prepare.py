@@ -11,18 +11,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
-from accel_runtime.data.dataloader_utils import (
-    batch_size_of,
-    sampler_of_loader,
-    sharding_of_loader,
-    yields_single_samples,
-)
 from accel_runtime.data.dispatch import DispatchSource
 from accel_runtime.data.iterable import IterableSource, is_split_by_node
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
-from accel_runtime.data.source import Source
+from accel_runtime.data.sharding import sharding_of_loader
+from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.topology import DataRank, Topology
 

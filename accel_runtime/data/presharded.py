@@ -12,13 +12,18 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.data.consistency import ReadFingerprints, reduce_to_data_ranks
-from accel_runtime.data.dataloader_utils import batch_size_of
+from accel_runtime.data.iterable_worker import fingerprint_samples
 from accel_runtime.data.sharding import loss_scale
-from accel_runtime.data.source import EpochIterator, Source, StepInfo
+from accel_runtime.data.source import EpochIterator, Source, StepInfo, batch_size_of
 from accel_runtime.rng import IsolatedRNG, capture_states, current_states, to_serializable
+from accel_runtime.topology import DataRank
 
-__all__ = ["PreshardedSource", "build_world_size_error"]
+__all__ = [
+    "ModelParallelRanksDifferError",
+    "PreshardedSource",
+    "are_consistent",
+    "build_world_size_error",
+]
 
 _UNKNOWN = -1
 
@@ -259,3 +264,42 @@ def _epoch_length(loader: DataLoader[Any]) -> tuple[int, int]:
         return _UNKNOWN, full_size
     count, size = len(sampler), batches.batch_size
     return count - count % size if batches.drop_last else count, size
+
+
+class ModelParallelRanksDifferError(RuntimeError):
+    """Different samples on model-parallel ranks, which must read the same. Raised on every rank."""
+
+
+def reduce_to_data_ranks(gathered: list[Any], data_rank: DataRank) -> list[Any]:
+    """Return one value per data rank; raise ModelParallelRanksDifferError if its model-parallel ranks differ."""
+    if not are_consistent(gathered, data_rank.model_parallel_size):
+        raise ModelParallelRanksDifferError(
+            f"Model-parallel ranks ({data_rank.model_parallel_size} for each part of the batch) have read different samples (by rank: "
+            f'{gathered}). With data="sharded", split the data into {data_rank.world_size} parts, by '
+            "accelerator.data_parallel_rank of accelerator.data_parallel_size, not by process. If each process shuffles on "
+            "its own, seed it by that rank."
+        )
+    return gathered[:: data_rank.model_parallel_size]
+
+
+class ReadFingerprints:
+    """Fingerprints of the batches that model-parallel ranks read, compared after batches 1, 2, 4, 8, ... and the last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._fingerprint = self._num_batches = 0
+
+    def add(self, batch: Any, *, is_last: bool) -> None:
+        """Add a batch (collective); raise ModelParallelRanksDifferError if model-parallel ranks have read others."""
+        if self._backend.data.model_parallel_size == 1:
+            return
+        self._fingerprint = 0 if batch is None else fingerprint_samples([batch], self._fingerprint)
+        self._num_batches += 1
+        if is_last or self._num_batches & (self._num_batches - 1) == 0:
+            fingerprint = torch.tensor(self._fingerprint, device=self._backend.device)
+            reduce_to_data_ranks(self._backend.all_gather(fingerprint).tolist(), self._backend.data)
+
+
+def are_consistent(gathered: list[Any], model_parallel_size: int) -> bool:
+    """Return whether each group of model-parallel ranks gave equal values."""
+    return all(value == gathered[rank - rank % model_parallel_size] for rank, value in enumerate(gathered))

@@ -2,7 +2,7 @@
 
 One process with the global batch size would iterate over global batches of one order. Here each step takes the next
 global batch and each rank a contiguous slice of it, so the slices in rank order are that batch. Nothing in this module
-communicates or imports torch.
+communicates.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from functools import cached_property
 from itertools import accumulate, chain, cycle, islice, pairwise
 from typing import Any, TypeVar
 
-from accel_runtime.data.source import StepInfo
+from torch.utils.data import DataLoader
 
-__all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale"]
+from accel_runtime.data.source import StepInfo, batch_size_of, sampler_of_loader
+from accel_runtime.topology import DataRank
+
+__all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale", "sharding_of_loader"]
 
 Index = Hashable
 Step = tuple[list[Index], StepInfo]
@@ -173,6 +176,16 @@ class BatchSharding:
             batch_sizes = tuple(max(1, count) for count in num_valid)
         scale = 1.0 if self.pad_last else loss_scale(num_valid, self.rank)
         return StepInfo(num_valid, batch_sizes, is_last, not self.pad_last, scale)
+
+
+def sharding_of_loader(
+    loader: DataLoader[Any], data_rank: DataRank, *, split: bool, pad_last: bool, static_shapes: bool = False
+) -> BatchSharding:
+    """Return the sharding of a loader's batches."""
+    drop_last = bool(getattr(sampler_of_loader(loader), "drop_last", False))
+    return BatchSharding(
+        data_rank.rank, data_rank.world_size, batch_size_of(loader), split, drop_last, pad_last, static_shapes
+    )
 
 
 def batch_slices(info: StepInfo) -> list[slice]:

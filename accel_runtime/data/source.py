@@ -1,16 +1,28 @@
-"""Interface of the sources that prepared loaders read batches from, and the padding of each step."""
+"""Interface of the sources that prepared loaders read batches from, and the parts of a script's loader."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
-__all__ = ["EpochIterator", "Source", "StepInfo", "is_inside_epoch", "mark_skipped"]
+__all__ = [
+    "EpochIterator",
+    "Source",
+    "StepInfo",
+    "batch_size_of",
+    "copy_loader",
+    "is_inside_epoch",
+    "len_or_none",
+    "mark_skipped",
+    "sampler_attribute",
+    "sampler_of_loader",
+    "yields_single_samples",
+]
 
 _EPOCH_KEYS = ("random", "seed", "persisted", "walks", "base", "live")
 """Keys of a state that hold for its whole epoch."""
@@ -136,3 +148,39 @@ class Source(ABC):
     @abstractmethod
     def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
         """Return the state `steps` steps after `start`."""
+
+
+def sampler_attribute(loader: DataLoader[Any]) -> str:
+    """Return the name of the attribute with the sampler that defines the batches."""
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+def sampler_of_loader(loader: DataLoader[Any]) -> Any:
+    """Return the sampler that defines the batches: the batch sampler or, with `batch_size=None`, the sampler."""
+    return getattr(loader, sampler_attribute(loader))
+
+
+def yields_single_samples(loader: DataLoader[Any]) -> bool:
+    """Return whether a batch is one sample: `batch_size=None`, with a sampler that does not yield lists of indices."""
+    return loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler)
+
+
+def batch_size_of(loader: DataLoader[Any]) -> int | None:
+    """Return the samples in a full batch of the script's loader; None if its batches have no fixed size."""
+    return 1 if yields_single_samples(loader) else getattr(sampler_of_loader(loader), "batch_size", None)
+
+
+def len_or_none(sized: Any) -> int | None:
+    """Return the length of a sampler, dataset or loader; None if it is unknown."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # a BatchSampler has a length only if its sampler has
+        return None
+
+
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy with other attributes; a copy, not a new loader, keeps subclasses and all options."""
+    copied = copy.copy(loader)
+    # DataLoader guards some attributes against assignment.
+    vars(copied).update(attributes, _iterator=None)
+    return copied

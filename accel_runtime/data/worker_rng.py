@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from typing_extensions import override
 
-from accel_runtime.data.dataloader_utils import copy_loader, sampler_attribute, sampler_of_loader
+from accel_runtime.data.source import copy_loader, sampler_attribute, sampler_of_loader
 from accel_runtime.rng import fingerprint_states, hash_text
 
 __all__ = ["BatchSeed", "draw_epoch_seed", "hash_seed", "seed_batches", "seed_worker"]

@@ -26,7 +26,6 @@ from accel_runtime.checkpoint.safetensors_file import (
     shard_file_name,
     write_safetensors,
 )
-from accel_runtime.collectives.main_process_first import reported_result
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.topology import Topology
@@ -342,7 +341,7 @@ def write_on_main_process(
     key = f"accel/{operation}/{backend.increment_store_key(f'accel/{operation}')}"
     if writes:
         _report_outcome(write, lambda outcome: backend.set_store_key(f"{key}/{topology.rank}", outcome))
-    outcomes = {rank: reported_result(backend, rank, f"{key}/{rank}", None) for rank in writers}
+    outcomes = {rank: backend.wait_for_store_key(rank, f"{key}/{rank}", None) for rank in writers}
     _raise_failures(operation, outcomes, topology.world_size)
 
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.call_site import TORCH, call_site
+from accel_runtime.heartbeat import TORCH, call_site
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["AveragingCheck", "FirstInput"]

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from accel_runtime import nested
-from accel_runtime.call_site import TORCH, CallSite, call_site
 from accel_runtime.env import ROUNDING, MixedPrecision, Settings
+from accel_runtime.heartbeat import TORCH, CallSite, call_site
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from accel_runtime import Accelerator, PartialState, debug_launcher
-from accel_runtime.collectives import main_process_first
+from accel_runtime.backends import base
 
 
 @pytest.mark.parametrize("kind", [Accelerator, PartialState])
@@ -98,7 +98,7 @@ def test_ranks_of_a_machine_that_are_not_consecutive_are_an_error_and_no_hang(se
         # As if every rank above 0 took rank 1 for the first of its machine, and rank 1 took rank 0.
         leader = min(backend.topology.rank, 1) if backend.topology.rank != 1 else 0
         try:
-            with main_process_first.run_first(backend, leader, "strange"):
+            with backend.run_first(leader, "strange"):
                 pass
         except RuntimeError as error:
             return str(error)
@@ -114,7 +114,7 @@ def test_one_rank_says_for_whom_it_waits(several):
         accelerator.wait_for_everyone()
         with (
             contextlib.redirect_stderr(io.StringIO()) as said,
-            patch.object(main_process_first, "REPORT_S", 0.1),
+            patch.object(base, "REPORT_S", 0.1),
             accelerator.main_process_first(),
         ):
             accelerator.on_main_process(time.sleep)(3)

@@ -18,9 +18,9 @@ from walks import checked, chunks, walked
 import accel_runtime.accelerator.accelerator as facade
 from accel_runtime import Accelerator, DataLoaderConfiguration, set_seed
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dataloader_utils import sharding_of_loader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
+from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.topology import DataRank, Topology
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,6 @@ from forked import ForkServer
 from log_messages import collect_messages
 
 from accel_runtime.backends import connect
-from accel_runtime.call_site import call_site
 from accel_runtime.collectives.handshake import (
     SUMMARY_WORLD_SIZE,
     CollectiveCall,
@@ -25,6 +24,7 @@ from accel_runtime.collectives.tensors import broadcast, gather, reduce
 from accel_runtime.collectives.transport import SLOT
 from accel_runtime.data.source import StepInfo
 from accel_runtime.env import Settings
+from accel_runtime.heartbeat import call_site
 from accel_runtime.topology import Topology
 
 

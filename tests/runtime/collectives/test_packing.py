@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.collectives.packing import (
+from accel_runtime.collectives.tensors import (
     build_layout,
     pack_into,
     unpack_combined,
