@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator.accelerator import Accelerator
+    from accel_runtime.big_modeling import init_empty_weights, init_on_device
     from accel_runtime.checkpoint.errors import CheckpointError
     from accel_runtime.collectives.handshake import MismatchError, RankLostError, StallError
     from accel_runtime.data.loader import skip_first_batches
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         PrecisionType,
         ProjectConfiguration,
     )
-    from accel_runtime.parallel.meta_init import init_empty_weights, init_on_device
     from accel_runtime.parallel.plugins import (
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
@@ -153,8 +153,8 @@ _MODULES = {
     "find_executable_batch_size": "accel_runtime.memory",
     "gather": "accel_runtime.utils.operations",
     "gather_object": "accel_runtime.utils.operations",
-    "init_empty_weights": "accel_runtime.parallel.meta_init",
-    "init_on_device": "accel_runtime.parallel.meta_init",
+    "init_empty_weights": "accel_runtime.big_modeling",
+    "init_on_device": "accel_runtime.big_modeling",
     "notebook_launcher": "accel_runtime.launchers",
     "pad_across_processes": "accel_runtime.utils.operations",
     "reduce": "accel_runtime.utils.operations",

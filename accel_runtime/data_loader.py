@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Backend
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import loader_options, prepare_loader
-from accel_runtime.default_backend import current_backend
 from accel_runtime.options import DataLoaderConfiguration
 from accel_runtime.rng import RNG_TYPES
 

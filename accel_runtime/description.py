@@ -13,7 +13,7 @@ from typing_extensions import override
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
 from accel_runtime.env import Settings, accelerate_variables, flatten_settings, variable_name
-from accel_runtime.parallel.mesh import GroupFacts, class_of
+from accel_runtime.parallel.dtensor import GroupFacts, class_of
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import DataRank
 

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from accel_runtime.default_backend import set_current_backend
+from accel_runtime.backends import set_current_backend
 from accel_runtime.env import MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.utils.environment import patch_environment
 

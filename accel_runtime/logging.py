@@ -99,13 +99,13 @@ def find_topology() -> Topology:
     """Return the topology of this process or replica; torch_xla gives replicas their ranks by device."""
     if not is_placed_by_device(os.environ):
         return Topology.here()
-    from accel_runtime.default_backend import current_topology  # noqa: PLC0415 - it imports torch, and logging does without
+    from accel_runtime.backends import current_topology  # noqa: PLC0415 - it imports torch, and logging does without
 
     return current_topology()
 
 
 def _wait_for_everyone() -> None:
-    from accel_runtime.default_backend import wait_for_everyone  # noqa: PLC0415 - logging costs no torch until processes wait for each other
+    from accel_runtime.backends import wait_for_everyone  # noqa: PLC0415 - logging costs no torch until processes wait for each other
 
     wait_for_everyone()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Backend
-from accel_runtime.default_backend import current_backend
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from accel_runtime.backends import current_data_rank, seed_device
 from accel_runtime.backends.base import Backend
-from accel_runtime.default_backend import current_data_rank, seed_device
 
 __all__ = [
     "KINDS",

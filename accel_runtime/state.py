@@ -12,17 +12,17 @@ import torch.distributed as dist
 from typing_extensions import Self, override
 
 from accel_runtime import nested
-from accel_runtime.backends.base import Backend
-from accel_runtime.backends.single import DetachedBackend
-from accel_runtime.data.active_loops import ActiveLoops
-from accel_runtime.data.source import StepInfo
-from accel_runtime.default_backend import (
+from accel_runtime.backends import (
     connect_default_backend,
     current_state,
     find_accelerator,
     known_backend,
     set_current_backend,
 )
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.single import DetachedBackend
+from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.source import StepInfo
 from accel_runtime.env import MixedPrecision
 from accel_runtime.options import DistributedType, InitProcessGroupKwargs
 from accel_runtime.training.accumulation import Accumulation

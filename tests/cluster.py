@@ -284,7 +284,7 @@ def serve(connection):
     """Call the functions that arrive, until the other end is closed."""
     calls = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, calls), daemon=True).start()
-    from accel_runtime.default_backend import set_current_backend
+    from accel_runtime.backends import set_current_backend
 
     warnings.simplefilter(os.environ.get("RANK_WARNINGS", "error"))
     while (call := calls.get()) is not None:

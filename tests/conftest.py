@@ -71,8 +71,8 @@ def _process_group():
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
+        from accel_runtime.backends import set_current_backend
         from accel_runtime.backends.distributed import _leave
-        from accel_runtime.default_backend import set_current_backend
 
         set_current_backend(None)
         _leave()

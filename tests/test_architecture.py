@@ -43,7 +43,7 @@ READ_THE_ENVIRONMENT = (
     # They change the environment, as the functions of Accelerate do whose names they have.
     "accel_runtime/utils/environment.py",
     "accel_runtime/utils/launch.py",
-    "accel_runtime/default_backend.py",
+    "accel_runtime/backends/__init__.py",
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",
 )

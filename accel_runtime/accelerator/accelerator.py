@@ -19,7 +19,7 @@ from accel_runtime.accelerator.exporting import ExportMethods
 from accel_runtime.accelerator.prepare import ParameterMap, PrepareMethods
 from accel_runtime.accelerator.properties import HANDLER_TYPES
 from accel_runtime.accelerator.training import Preemption, TrainingMethods
-from accel_runtime.backends import connect
+from accel_runtime.backends import connect, find_accelerator, register_accelerator
 from accel_runtime.backends.base import Reduction
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import ResumePolicy, RunOrigin
@@ -27,7 +27,6 @@ from accel_runtime.collectives import metrics, tensors
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
 from accel_runtime.data.prepare import check_loader_configuration
-from accel_runtime.default_backend import find_accelerator, register_accelerator
 from accel_runtime.description import origins
 from accel_runtime.env import MixedPrecision, Settings, accelerate_variables
 from accel_runtime.heartbeat import heartbeat

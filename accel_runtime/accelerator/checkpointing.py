@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
+from accel_runtime.big_modeling import compute_buffers
 from accel_runtime.checkpoint.accelerate_format import is_accelerate_checkpoint, restore_accelerate_checkpoint
 from accel_runtime.checkpoint.async_save import BackgroundWriter, StagingBuffers
 from accel_runtime.checkpoint.directory import Checkpoint
@@ -27,7 +28,6 @@ from accel_runtime.data.loader import NextBatch
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import ProjectConfiguration
 from accel_runtime.parallel.dtensor import reshard_models
-from accel_runtime.parallel.meta_init import compute_buffers
 
 if TYPE_CHECKING:
     from accel_runtime.checkpoint.save import SaveOperation

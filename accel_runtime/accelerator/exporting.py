@@ -31,7 +31,7 @@ from accel_runtime.parallel.dtensor import (
     is_sharded_model,
     reshard_models,
 )
-from accel_runtime.training.unwrapping import unwrap
+from accel_runtime.training.compilation import unwrap
 
 __all__ = ["ExportMethods"]
 

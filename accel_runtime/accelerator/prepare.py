@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accel_runtime import nested
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.backends.base import Backend
+from accel_runtime.big_modeling import refuse_forward_on_meta, refuse_meta_model
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.data.active_loops import ModelInputHook
@@ -32,7 +33,6 @@ from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loa
 from accel_runtime.env import flatten_settings
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import shard_like
-from accel_runtime.parallel.meta_init import refuse_forward_on_meta, refuse_meta_model
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.checks import FirstInput
 from accel_runtime.training.compilation import compile_in_place

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from accel_runtime.big_modeling import MetaModels
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
@@ -38,7 +39,6 @@ from accel_runtime.options import (
     ProjectConfiguration,
     changed_fields,
 )
-from accel_runtime.parallel.meta_init import MetaModels
 from accel_runtime.profiling import ProfileKwargs
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods

@@ -1,10 +1,17 @@
-"""Choose the backend: the device, and how this process connects to the others."""
+"""Choose the backend of this process, and keep it for functions that are called without one: `gather(x)`, `PartialState()`."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.distributed import DistributedBackend
@@ -12,7 +19,21 @@ from accel_runtime.backends.single import Single
 from accel_runtime.env import Settings, check_layout
 from accel_runtime.topology import Topology
 
-__all__ = ["Backend", "connect", "read_topology", "seed_device"]
+__all__ = [
+    "Backend",
+    "connect",
+    "connect_default_backend",
+    "current_backend",
+    "current_data_rank",
+    "current_state",
+    "current_topology",
+    "find_accelerator",
+    "known_backend",
+    "register_accelerator",
+    "seed_device",
+    "set_current_backend",
+    "wait_for_everyone",
+]
 
 
 def connect(settings: Settings, topology: Topology, options: dict[str, Any] | None = None) -> Backend:
@@ -53,23 +74,6 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     return Single(topology, device)
 
 
-def read_topology(settings: Settings, topology: Topology) -> Topology:
-    """Return rank and world size of this process; torch_xla replicas read them from their device."""
-    if settings.device != "xla" or settings.spmd:
-        return topology
-    from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
-
-    return xla.read_topology(topology)
-
-
-def seed_device(settings: Settings, seed: int) -> None:
-    """Seed the generator of a device that `torch.manual_seed` does not seed."""
-    if settings.device == "xla":
-        from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
-
-        xla.seed_device(settings, seed)
-
-
 def _select_device(requested: str, topology: Topology, backend: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = (accelerator.type if accelerator else "cpu") if requested == "auto" else requested
@@ -94,3 +98,130 @@ def _select_device(requested: str, topology: Topology, backend: str) -> torch.de
     index = topology.local_rank % count
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
+
+
+@dataclass
+class _Current:
+    """The newest objects of one thread."""
+
+    backend: Backend | None = None
+    state: Any = None
+    accelerators: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    numbers: count[int] = field(default_factory=count)
+
+
+class _ThreadState(threading.local):
+    """The only global state; methods of an `Accelerator` use its own backend.
+
+    It is per thread, as XLA runs replicas as threads of one process; a context variable would be lost between cells of a
+    notebook.
+    """
+
+    def __init__(self) -> None:
+        # By process id, as a forked process has another rank than its parent.
+        self.by_process: defaultdict[int, _Current] = defaultdict(_Current)
+
+    @property
+    def current(self) -> _Current:
+        return self.by_process[os.getpid()]
+
+
+_THREAD = _ThreadState()
+
+
+def known_backend() -> Backend | None:
+    """Return the current backend of this thread, if there is one."""
+    return _THREAD.current.backend
+
+
+def current_backend() -> Backend:
+    """Return the backend of the newest `Accelerator` or `PartialState` of this thread, or connect one."""
+    return _THREAD.current.backend or connect_default_backend()
+
+
+def set_current_backend(backend: Backend | None) -> None:
+    """Set the current backend of this thread; None removes it."""
+    _THREAD.current.backend = backend
+
+
+def connect_default_backend(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:
+    """Return the current backend, or connect one if it is missing, or not on the CPU although `cpu` is set.
+
+    `options` are arguments for `init_process_group`.
+    """
+    current = _THREAD.current.backend
+    if current is not None and not (cpu and current.device.type != "cpu"):
+        return current
+    settings = Settings.from_env(os.environ)
+    backend = connect(replace(settings, device="cpu" if cpu else settings.device), Topology.here(), options)
+    set_current_backend(backend)
+    return backend
+
+
+def register_accelerator(accelerator: Any, state: Any) -> int:
+    """Register an `Accelerator` as the newest of this thread, with its state, and return its number, from 0."""
+    current = _THREAD.current
+    number = next(current.numbers)
+    current.accelerators[number] = accelerator
+    current.state = state
+    return number
+
+
+def find_accelerator(number: int = -1) -> Any:
+    """Return the `Accelerator` with this number, or the newest of this thread; None if it does not exist."""
+    accelerators = _THREAD.current.accelerators
+    return accelerators.get(number) or accelerators.get(max(accelerators, default=-1))
+
+
+def current_state() -> Any:
+    """Return the state of the newest `Accelerator` of this thread, or None."""
+    return _THREAD.current.state
+
+
+def current_topology() -> Topology:
+    """Return the topology of this process or replica, from its backend or, without one, environment and device."""
+    backend = known_backend()
+    if backend is not None:
+        return backend.topology
+    settings, topology = Settings.from_env(os.environ), Topology.here()
+    if settings.device != "xla" or settings.spmd:
+        return topology
+    from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
+
+    return xla.read_topology(topology)
+
+
+def current_data_rank() -> int:
+    """Return the data-parallel rank of this process, from its backend or, without one, its settings."""
+    backend = known_backend()
+    if backend is not None:
+        return backend.data.rank
+    topology = current_topology()
+    _, _, cp, tp = Settings.from_env(os.environ).parallel.sizes(topology.world_size)
+    return topology.rank // (cp * tp)
+
+
+def seed_device(seed: int) -> None:
+    """Seed the generator of this process's device if `torch.manual_seed` does not reach it."""
+    backend = known_backend()
+    if backend is None:
+        settings = Settings.from_env(os.environ)
+        if settings.device == "xla":
+            from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
+
+            xla.seed_device(settings, seed)
+    elif backend.device.type != "cpu":
+        backend.device_rng.manual_seed(seed)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes have made this call; raise RuntimeError if they are not connected."""
+    backend = known_backend()
+    if backend is not None and backend.topology.world_size > 1:
+        backend.barrier()
+    elif dist.is_initialized():
+        dist.barrier()
+    else:
+        raise RuntimeError(
+            "in_order=True needs connected processes. Create the Accelerator before this call."
+        )

@@ -26,7 +26,7 @@ from accel_runtime.topology import DataRank, Topology
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks
     from accel_runtime.data.active_loops import ActiveLoops
-    from accel_runtime.parallel.mesh import GroupFacts, ProcessMesh
+    from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh
 
 __all__ = ["Backend", "Reduction"]
 

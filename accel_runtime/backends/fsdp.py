@@ -27,12 +27,14 @@ from accel_runtime.parallel.apply import (
     shard_loaded_state,
 )
 from accel_runtime.parallel.dtensor import (
+    GroupFacts,
+    MeshSizes,
+    ProcessMesh,
     local_shard,
     refuse_sharded_saves,
     reshard_models,
 )
 from accel_runtime.parallel.fully_shard import GradientSync
-from accel_runtime.parallel.mesh import GroupFacts, MeshSizes, ProcessMesh
 from accel_runtime.parallel.tensor_parallel import check_replicated_gradients
 from accel_runtime.topology import Topology
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.big_modeling import MetaModels, list_meta_tensors
 from accel_runtime.checkpoint.manifest import TensorEntry
 from accel_runtime.checkpoint.tensor_matching import (
     copy_into,
@@ -25,7 +26,6 @@ from accel_runtime.checkpoint.tensor_matching import (
 )
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.parallel.meta_init import MetaModels, list_meta_tensors
 
 __all__ = ["LoaderItem", "ModelItem", "OptimizerItem", "StateItem", "StatefulItem"]
 

@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.big_modeling import MetaModels
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import TensorEntry
 from accel_runtime.checkpoint.rng_state import capture_rng_state, derive_rng_state, restore_rng_state
@@ -19,11 +20,9 @@ from accel_runtime.checkpoint.tensor_matching import is_sharded, tensor_name_of
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients, shard_like
-from accel_runtime.parallel.meta_init import MetaModels
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.gradients import Gradients, name_parameters
-from accel_runtime.training.loss_weighting import ParameterGroup
+from accel_runtime.training.gradients import Gradients, ParameterGroup, name_parameters
 from accel_runtime.training.precision import Precision
 
 __all__ = [

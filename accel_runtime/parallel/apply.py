@@ -15,7 +15,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.ddp import BufferAveraging, split_by_size
 from accel_runtime.checkpoint.tensor_matching import hash_tensor
 from accel_runtime.env import Settings
-from accel_runtime.parallel.dtensor import local_shard, shard_like
+from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh, class_of, local_shard, shard_like
 from accel_runtime.parallel.fully_shard import (
     FullyShardPlan,
     Units,
@@ -26,7 +26,6 @@ from accel_runtime.parallel.fully_shard import (
     is_checkpointed,
     parameters_of_unit,
 )
-from accel_runtime.parallel.mesh import GroupFacts, ProcessMesh, class_of
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
     plan_tensor_parallel,

@@ -1,4 +1,4 @@
-"""`torch.compile` in place: a compiled model keeps its class, its parameter names and its state dict."""
+"""`torch.compile` in place, so that a model keeps its class, names and state dict; and unwrapping of prepared models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
+from accel_runtime.backends.base import Backend
 from accel_runtime.options import Configuration, KwargsHandler
+from accel_runtime.training.precision import AutocastForward
 
-__all__ = ["DynamoBackend", "TorchDynamoPlugin", "compile_in_place", "uncompile", "uncompiled_module"]
+__all__ = [
+    "DynamoBackend",
+    "TorchDynamoPlugin",
+    "compile_in_place",
+    "uncompile",
+    "uncompiled_module",
+    "unwrap",
+    "unwrap_submodules",
+]
 
 
 class DynamoBackend(str, Enum):
@@ -153,3 +164,38 @@ def _find_regions(model: nn.Module) -> Iterator[nn.Module]:
 def _is_repeated(module: nn.Module) -> bool:
     kinds = [type(child) for child in module.children()]
     return isinstance(module, nn.ModuleList) and len(kinds) > 1 and len(set(kinds)) == 1
+
+
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+"""Wrappers of torch that replicate a module, and have it as `module`."""
+
+
+def unwrap(model: nn.Module, backend: Backend, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
+    """Return the module that was prepared, without the wrappers of accel and of the script that replicate it.
+
+    A wrapper that was compiled is removed with its compilation. Without `keep_autocast`, autocast of the forward pass
+    is removed too, without `keep_compiled` also `torch.compile`. Raises TypeError if `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwrap_model() failed: {model!r} is not a torch.nn.Module. Pass a model.")
+    original = _strip_wrappers(backend.unwrap_model(model))
+    if not keep_compiled:
+        original = uncompile(original)
+    forward = original.__dict__.get("forward")
+    if not keep_autocast and isinstance(forward, AutocastForward):
+        original.forward = forward.forward
+    return original
+
+
+def unwrap_submodules(model: nn.Module) -> nn.Module:
+    """Replace wrapped modules inside a model by the modules in them, and return the model."""
+    for name, child in list(model.named_children()):
+        if (inner := unwrap_submodules(_strip_wrappers(child))) is not child:
+            setattr(model, name, inner)
+    return model
+
+
+def _strip_wrappers(model: nn.Module) -> nn.Module:
+    while isinstance(wrapper := uncompiled_module(model), _WRAPPERS):
+        model = wrapper.module
+    return model

@@ -1,8 +1,11 @@
-"""Gradients of a run: backward passes, clipping, unscaling, and the names of parameters in a checkpoint."""
+"""Gradients of a run: backward passes, weights of losses, clipping, unscaling, and the names of parameters in a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +16,245 @@ from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.compilation import uncompiled_module
-from accel_runtime.training.loss_weighting import (
-    LossWeight,
-    LossWeights,
-    ParameterGroup,
-    group_parameters,
-    zero_loss,
-)
 from accel_runtime.training.precision import Precision
 
-__all__ = ["Gradients", "name_parameters"]
+__all__ = [
+    "Gradients",
+    "LossWeight",
+    "LossWeights",
+    "ParameterGroup",
+    "group_parameters",
+    "name_parameters",
+    "zero_loss",
+]
+
+
+_Versions = list[tuple[int, int] | None]
+"""Identity and version of each gradient; they change whenever a gradient is written or replaced."""
+
+
+class ParameterGroup:
+    """Parameters of the same model and optimizer, and the weights in their gradients."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.pending: torch.Tensor | None = None
+        """Weights of this rank in gradients that are not divided yet; `[]`."""
+        self.total: torch.Tensor | None = None
+        """Weights of all ranks that the gradients have been divided by; `[]`."""
+        self._recorded: _Versions = []
+        self._is_sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+
+    def begin_backward(self, unit: torch.Tensor) -> None:
+        """Forget weights of gradients that were cleared, and undo the division of the others.
+
+        `unit` is the common divisor of all weights inside a backward pass; `[]`.
+        """
+        if self._versions() != self._recorded:
+            self.pending = self.total = None
+        if self.total is not None:
+            self._multiply(self.total / unit)
+        self._recorded = self._versions()
+
+    def end_backward(self, weight: torch.Tensor, *, synchronized: bool) -> None:
+        """Add the weight of a backward pass (`[]`) if it changed the gradients of this group.
+
+        Fully sharded parameters show their gradients only after a pass that synchronizes them.
+        """
+        versions = self._versions()
+        if versions != self._recorded or (self._is_sharded and not synchronized):
+            self.pending = weight if self.pending is None else self.pending + weight
+        self._recorded = versions
+
+    def divide(self, reduced: torch.Tensor, unit: torch.Tensor) -> None:
+        """Divide the gradients by all weights in them: those of earlier divisions and those now reduced."""
+        self.total = reduced if self.total is None else self.total + reduced
+        self.pending = None
+        # Without an item on any rank, the gradients are zeros and remain zeros.
+        self._multiply(torch.where(self.total > 0, unit / self.total, 0.0))
+        self._recorded = self._versions()
+
+    def set_weights(self, pending: torch.Tensor | None, total: torch.Tensor | None) -> None:
+        """Set the weights in the gradients as they are now."""
+        self.pending, self.total = pending, total
+        self._recorded = self._versions()
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether there are weights, and they belong to the gradients as they are now."""
+        return self.has_weights and self._versions() == self._recorded
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether there are weights in the gradients."""
+        return self.pending is not None or self.total is not None
+
+    @property
+    def has_no_gradients(self) -> bool:
+        """Return whether no parameter has a gradient."""
+        return all(parameter.grad is None for parameter in self.parameters)
+
+    def _versions(self) -> _Versions:
+        grads = [parameter.grad for parameter in self.parameters]
+        # The version of a DTensor does not change; that of its local tensor does.
+        return [
+            None if grad is None else (id(grad), getattr(grad, "_local_tensor", grad)._version)  # noqa: SLF001
+            for grad in grads
+        ]
+
+    def _multiply(self, scale: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if (grad := parameter.grad) is not None:
+                    # Local tensors, as torch cannot combine sharded and replicated ones in one call.
+                    local: Any = grad.to_local() if hasattr(grad, "to_local") else grad
+                    by_device.setdefault(grad.device, []).append(local)
+            for device, grads in by_device.items():
+                torch._foreach_mul_(grads, scale.to(device))
+
+
+class LossWeights:
+    """Backward passes of losses that are means over a number of items.
+
+    Inside a cycle every loss is multiplied by its weight over a unit that is the same on all ranks, so gradients keep their
+    magnitude (fp16 would overflow). At its end, the gradients are divided by the weights of all ranks.
+
+    Args:
+        backend: Sums the weights of the ranks.
+        accumulation: Counts accumulation cycles.
+    """
+
+    def __init__(self, backend: Backend, accumulation: Accumulation) -> None:
+        self._backend = backend
+        self._accumulation = accumulation
+        self.unit: torch.Tensor | None = None
+        """Common divisor of all weights inside backward passes, set by the first; `[]`."""
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: LossWeight,
+        run: Callable[[torch.Tensor], None],
+        groups: list[ParameterGroup],
+    ) -> None:
+        """Run the backward pass of a scalar loss that is a mean over `weight` items.
+
+        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks.
+        """
+        unit = self.unit = self._choose_unit(weight) if self.unit is None else self.unit
+        for group in groups:
+            group.begin_backward(unit)
+        pending_before = [group.pending for group in groups]
+        # The sums are reduced during the backward pass; which groups its weight belongs to is known after it.
+        zero = torch.zeros_like(weight.amount)
+        local = [zero if pending is None else pending for pending in pending_before]
+        finish_sum = (
+            self._backend.all_reduce_async(torch.stack([*local, weight.amount]))
+            if self._accumulation.syncs_gradients
+            else None
+        )
+        run(loss * (weight.amount * self._backend.topology.world_size / unit))
+        for group in groups:
+            group.end_backward(weight.amount, synchronized=finish_sum is not None)
+        if finish_sum is None:
+            return
+        *sums, weight_sum = finish_sum().unbind()
+        for group, pending, reduced in zip(groups, pending_before, sums, strict=True):
+            if group.has_weights:
+                group.divide(reduced if group.pending is pending else reduced + weight_sum, unit)
+
+    def _choose_unit(self, weight: LossWeight) -> torch.Tensor:
+        """Return the expected sum of the weights of the first cycle: `[]`."""
+        total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
+        return torch.where(total > 0, total, 1.0)
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """Number of items that the loss of one backward pass is the mean of."""
+
+    amount: torch.Tensor
+    """Number, on the device: `[]`, float32, or float64 if the loss is float64."""
+    is_zero: bool | None
+    """True if it is 0; None if that is unknown without waiting for the device."""
+
+    @classmethod
+    def build(
+        cls,
+        weight: float | torch.Tensor,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        as_data: bool = False,
+    ) -> LossWeight:
+        """Return the weight that a script has passed, for a loss of `dtype`.
+
+        With `as_data` it must not change the program: neither its operations nor its constants. Raises ValueError if it is
+        not one number, or if a number or CPU tensor is negative or not finite.
+        """
+        # All ranks have losses of the same dtype, but some may have weights that are numbers and others tensors.
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1:
+                raise ValueError(
+                    f"Invalid weight: it is a tensor of shape {list(weight.shape)}. Pass one number of items."
+                )
+            weight = weight.detach()
+            if weight.device.type != "cpu":
+                return cls(weight.reshape(()).to(device, dtype), is_zero=None)
+        number = float(weight)
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"Invalid weight {number}: expected a finite number of items, at least 0.")
+        if as_data:
+            # A scalar of 0 or 1 would become a constant.
+            return cls(torch.tensor([number], dtype=dtype, device="cpu").to(device).view(()), is_zero=None)
+        # Filled on the device: a copy to it would synchronize.
+        return cls(torch.full((), number, dtype=dtype, device=device), is_zero=number == 0)
+
+
+@contextmanager
+def zero_loss(reachable: Callable[[], Iterable[nn.Parameter]], weight: LossWeight) -> Iterator[None]:
+    """Make backward passes of weight 0 add exact zeros, whatever the loss is, and run all hooks.
+
+    `reachable` returns the parameters that the pass may reach. If the value of `weight` is unknown, every gradient is
+    selected by it on the device.
+    """
+    if weight.is_zero is False:
+        yield
+        return
+
+    def set_zero(grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
+
+    def select(grad: torch.Tensor) -> torch.Tensor:
+        return grad if grad.is_sparse else torch.where(weight.amount.to(grad.device) == 0, 0.0, grad)
+
+    hook = set_zero if weight.is_zero else select
+    parameters = [parameter for parameter in reachable() if parameter.requires_grad]
+    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def group_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer]
+) -> list[ParameterGroup]:
+    """Return the parameters of models and optimizers, grouped by model and optimizer, each once."""
+    owners: dict[nn.Parameter, list[int | None]] = {}
+    for index, model in enumerate(models):
+        for parameter in model.parameters():
+            owners.setdefault(parameter, [index, None])
+    for index, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            owners.setdefault(parameter, [None, None])[1] = index
+    members: dict[tuple[int | None, ...], list[nn.Parameter]] = {}
+    for parameter, owner in owners.items():
+        members.setdefault(tuple(owner), []).append(parameter)
+    return [ParameterGroup(parameters) for parameters in members.values()]
 
 
 def name_parameters(

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from accel_runtime import nested, rng
+from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives import metrics, tensors
-from accel_runtime.default_backend import current_backend
 from accel_runtime.state import split_items
-from accel_runtime.training.unwrapping import unwrap, unwrap_submodules
+from accel_runtime.training.compilation import unwrap, unwrap_submodules
 
 __all__ = [
     "broadcast",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, BinaryIO
 
-from accel_runtime.default_backend import current_backend
+from accel_runtime.backends import current_backend
 from accel_runtime.export.objects import load, write_object
 from accel_runtime.utils.launch import write_basic_config
 from accel_runtime.utils.operations import extract_model_from_parallel, wait_for_everyone

@@ -17,8 +17,7 @@ from cluster import Cluster
 from gpu_rehearsal import REHEARSAL
 
 import accel_runtime
-from accel_runtime.backends import distributed
-from accel_runtime.default_backend import set_current_backend
+from accel_runtime.backends import distributed, set_current_backend
 
 COUNT = torch.cuda.device_count()
 DEVICE = torch.device("cpu") if REHEARSAL else torch.device("cuda", 0)

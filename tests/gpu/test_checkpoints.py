@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.default_backend import set_current_backend
+from accel_runtime.backends import set_current_backend
 
 pytestmark = pytest.mark.gpu
 

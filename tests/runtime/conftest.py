@@ -8,8 +8,7 @@ import divided
 import pytest
 import torch
 
-from accel_runtime.backends import distributed
-from accel_runtime.default_backend import set_current_backend
+from accel_runtime.backends import distributed, set_current_backend
 
 # The model of the tests of sharding travels with their functions.
 cloudpickle.register_pickle_by_value(divided)

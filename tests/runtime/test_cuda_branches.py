@@ -25,7 +25,7 @@ from accel_runtime.parallel.dtensor import gather_tensor
 from accel_runtime.rng import broadcast_rng_types
 from accel_runtime.topology import Topology
 from accel_runtime.training import precision
-from accel_runtime.training.loss_weighting import LossWeight
+from accel_runtime.training.gradients import LossWeight
 from accel_runtime.training.precision import LossScaler
 from accel_runtime.utils import is_bf16_available, is_cuda_available
 
@@ -324,7 +324,7 @@ def test_a_barrier_waits_for_what_the_gpu_computes(pair):
 
 def taken_over():
     """The state of the GPU's generator after the ranks took over the first one's."""
-    from accel_runtime.default_backend import current_backend
+    from accel_runtime.backends import current_backend
 
     accelerator = Accelerator()
     own = torch.full((16,), accelerator.process_index + 5, dtype=torch.uint8)

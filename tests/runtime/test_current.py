@@ -6,8 +6,8 @@ import os
 import threading
 
 from accel_runtime import Accelerator, PartialState
+from accel_runtime.backends import connect_default_backend, current_backend, set_current_backend
 from accel_runtime.backends.single import Single
-from accel_runtime.default_backend import connect_default_backend, current_backend, set_current_backend
 
 
 def test_it_is_that_of_the_newest_accelerator_or_state(ranks):

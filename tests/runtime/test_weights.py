@@ -21,7 +21,7 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.data.source import EpochIterator, StepInfo
-from accel_runtime.training.loss_weighting import LossWeight, zero_loss
+from accel_runtime.training.gradients import LossWeight, zero_loss
 
 BAR = 1e-6  # relative error of the gradient
 EXACT = 1e-14  # the same in float64
@@ -325,7 +325,7 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
     from accel_runtime.env import Settings
     from accel_runtime.topology import Topology
     from accel_runtime.training.accumulation import Accumulation
-    from accel_runtime.training.loss_weighting import LossWeights, group_parameters
+    from accel_runtime.training.gradients import LossWeights, group_parameters
 
     model, accumulation = Bigram(), Accumulation(3)
     weights = LossWeights(connect(Settings(device="cpu"), Topology.here()), accumulation)

@@ -28,7 +28,7 @@ def on_device(function, *args):
     """Call a function whose tensors are on the device of the replica, unless it says otherwise."""
     import torch_xla
 
-    from accel_runtime.default_backend import current_backend
+    from accel_runtime.backends import current_backend
 
     device = current_backend().device
     torch.set_default_device(device)
@@ -77,7 +77,7 @@ globals().update(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_a_broadcast_takes_nothing_from_ranks_that_hold_no_numbers(several, dtype):
     def broadcast(dtype):
-        from accel_runtime.default_backend import current_backend
+        from accel_runtime.backends import current_backend
 
         b = current_backend()
         bad = float("nan") if dtype.is_floating_point else 1
@@ -90,8 +90,8 @@ def test_a_broadcast_takes_nothing_from_ranks_that_hold_no_numbers(several, dtyp
 
 def test_scalars_that_are_another_constant_on_every_rank_are_combined(several):
     def combined():
+        from accel_runtime.backends import current_backend
         from accel_runtime.collectives.tensors import gather, reduce
-        from accel_runtime.default_backend import current_backend
 
         b = current_backend()
         mine = torch.tensor(b.topology.rank, device=b.device)
@@ -106,8 +106,8 @@ def test_scalars_that_are_another_constant_on_every_rank_are_combined(several):
 
 def test_replicas_that_call_different_collectives_are_told_so(several):
     def called():
+        from accel_runtime.backends import current_backend
         from accel_runtime.collectives.tensors import gather, reduce
-        from accel_runtime.default_backend import current_backend
 
         b = current_backend()
         own = torch.ones(2, device=b.device)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accel_runtime import Accelerator, PartialState
+from accel_runtime.backends import current_backend, set_current_backend
 from accel_runtime.collectives.metrics import gather_object
-from accel_runtime.default_backend import current_backend, set_current_backend
 from accel_runtime.logging import find_topology, get_logger
 from accel_runtime.rng import set_seed
 from accel_runtime.topology import Topology

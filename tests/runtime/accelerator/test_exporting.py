@@ -175,7 +175,7 @@ def test_an_object_comes_back_with_numbers_and_arrays_of_numpy_as_numbers_and_te
 
 def test_save_without_an_accelerator_writes_once(pair, tmp_path):
     def run(folder, each):
-        from accel_runtime.default_backend import current_backend
+        from accel_runtime.backends import current_backend
 
         utils.save(
             {"x": torch.ones(1)}, folder / f"{current_backend().topology.rank}.safetensors", each, True

@@ -384,7 +384,7 @@ def test_a_seed_before_there_is_an_accelerator_is_that_of_the_part_as_settings_s
     def drawn():
         import os
 
-        from accel_runtime.default_backend import set_current_backend
+        from accel_runtime.backends import set_current_backend
 
         set_current_backend(None)
         os.environ |= {"ACCEL_PARALLEL_TP": "2", "ACCEL_PARALLEL_DP_REPLICATE": "2"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_runtime import Accelerator
 from accel_runtime.env import Parallel, SettingsError
-from accel_runtime.parallel.mesh import DIMENSIONS, MeshSizes, ProcessMesh
+from accel_runtime.parallel.dtensor import DIMENSIONS, MeshSizes, ProcessMesh
 from accel_runtime.topology import Topology
 
 few = st.integers(min_value=1, max_value=4)
