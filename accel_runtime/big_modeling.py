@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel_runtime.checkpoint.tensor_matching import format_names
+from accel_runtime.checkpoint.errors import format_names
 
 __all__ = [
     "MetaModels",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 from accel_runtime.checkpoint import safetensors_file
-from accel_runtime.checkpoint.directory import Checkpoint
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import NAME, Chunk, Manifest, TensorEntry
+from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Chunk, Manifest, TensorEntry
 from accel_runtime.checkpoint.serialization import serialize
 
 

@@ -123,7 +123,7 @@ MUTATIONS = (
     ),
     Mutation(
         "number of another run",
-        "accel_runtime/checkpoint/atomic_directory.py",
+        "accel_runtime/checkpoint/directory.py",
         "    others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]",
         "    others: list[Path] = []",
         ("tests/runtime/checkpoint/test_concurrency.py",),

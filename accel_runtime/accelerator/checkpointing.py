@@ -17,11 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.big_modeling import compute_buffers
 from accel_runtime.checkpoint.accelerate_format import is_accelerate_checkpoint, restore_accelerate_checkpoint
-from accel_runtime.checkpoint.async_save import BackgroundWriter, StagingBuffers
-from accel_runtime.checkpoint.directory import Checkpoint
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manager import Checkpoints, ResumePolicy, RetentionPolicy
+from accel_runtime.checkpoint.manager import (
+    BackgroundWriter,
+    Checkpoints,
+    ResumePolicy,
+    RetentionPolicy,
+    StagingBuffers,
+)
+from accel_runtime.checkpoint.manifest import Checkpoint
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.data.loader import NextBatch

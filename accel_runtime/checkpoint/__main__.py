@@ -15,20 +15,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.checkpoint.atomic_directory import remove_checkpoint, remove_leftovers
 from accel_runtime.checkpoint.directory import (
-    Checkpoint,
     DirectoryEntry,
     find_complete_checkpoint,
     find_newest_checkpoint,
     list_untracked_files,
+    remove_checkpoint,
+    remove_leftovers,
     scan_directory,
 )
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import Manifest, TensorEntry
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry, verify_all_files
 from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors
-from accel_runtime.checkpoint.verify import verify_all_files
 
 __all__ = ["main"]
 

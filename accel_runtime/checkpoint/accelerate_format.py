@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from accel_runtime.checkpoint.directory import Checkpoint
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
-from accel_runtime.checkpoint.manifest import NAME, Manifest, TensorEntry
-from accel_runtime.checkpoint.rng_state import derive_rng_state
+from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Manifest, TensorEntry
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
 from accel_runtime.checkpoint.training_state import TrainingState, number_name
 from accel_runtime.export.load_model import find_sharded_weights, list_shards, read_weights
-from accel_runtime.export.safe_unpickler import read_pickle
+from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
+from accel_runtime.rng import derive_rng_state
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = [

@@ -1,100 +1,57 @@
-"""Find checkpoints: under their final names, or beside them after a crash. Imports no torch."""
+"""Find, publish and remove checkpoint directories so that a complete one exists at every moment. Imports no torch.
+
+As in an atomic file replacement, everything is written and synced under another name in the same directory, the
+manifest last, and one rename publishes it. A crash may leave complete checkpoints beside their final names.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
-import stat
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.manifest import NAME, UNFINISHED, Manifest
+from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error
+from accel_runtime.checkpoint.manifest import (
+    NAME,
+    SIBLING,
+    UNFINISHED,
+    Checkpoint,
+    checkpoint_name,
+    parse_number,
+    read_checkpoint,
+    read_manifest,
+)
 
 __all__ = [
-    "Checkpoint",
     "DirectoryEntry",
-    "checkpoint_name",
+    "TargetExistsError",
+    "commit_directory",
+    "create_scratch",
+    "discard_scratch",
     "find_checkpoint",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
     "find_previous_checkpoint",
-    "is_replaced",
-    "list_complete_siblings",
     "list_numbered",
-    "list_siblings",
     "list_untracked_files",
     "next_number",
     "numbered_directory",
-    "parse_number",
-    "read_checkpoint",
-    "read_manifest",
+    "remove_checkpoint",
+    "remove_leftovers",
     "scan_directory",
 ]
-
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
-_SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
-"""Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
-
-
-@dataclass(frozen=True, repr=False)
-class Checkpoint:
-    """A checkpoint on disk."""
-
-    path: Path
-    manifest: Manifest
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
-
-    @property
-    def number(self) -> int | None:
-        """N of `checkpoint_N`; None for other names."""
-        return parse_number(checkpoint_name(self.path))
-
-
-def checkpoint_name(path: Path) -> str:
-    """Return the name of a checkpoint, also for a scratch directory of it."""
-    match = _SIBLING.fullmatch(path.name)
-    return match[1] if match else path.name
 
 
 def numbered_directory(number: int) -> str:
     """Return `checkpoint_N`."""
     return f"checkpoint_{number}"
-
-
-def parse_number(name: str) -> int | None:
-    """Return N of `checkpoint_N`; None for other names."""
-    match = _NUMBERED.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
-    manifest = read_manifest(folder)
-    for name, file in manifest.files.items():
-        try:
-            status = (folder / name).stat()
-        except OSError as error:
-            raise CheckpointError(
-                f"{folder / name} is missing from the checkpoint: {error.strerror}"
-            ) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{folder / name} is damaged: it is not a regular file")
-        if status.st_size != file.bytes:
-            raise CheckpointError(
-                f"{folder / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
-            )
-    return Checkpoint(folder, manifest)
-
-
-def _describe_missing_manifest(folder: Path) -> str:
-    if not folder.exists():
-        return "it does not exist"
-    return f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
 
 
 def find_checkpoint(target: Path) -> Checkpoint:
@@ -142,42 +99,21 @@ def list_untracked_files(checkpoint: Checkpoint) -> list[Path]:
     )
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest in a directory; other files are not checked."""
-    path = folder / NAME
-    try:
-        return Manifest.parse(_read_text(path), path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a checkpoint: {_describe_missing_manifest(folder)}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: it is not text") from error
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of an ordinary file, without blocking on a named pipe."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise CheckpointError(f"{path} is damaged: it is not a regular file")
-        return opened.read().decode()
-
-
 def _iterate_numbered(folder: Path) -> Iterator[Path]:
     """Yield the paths `checkpoint_N`, also of checkpoints that exist only beside the name."""
     if not folder.is_dir():
         return
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    others = (match for name in names if (match := _SIBLING.fullmatch(name)) and match[2] != "removing")
+    others = (match for name in names if (match := SIBLING.fullmatch(name)) and match[2] != "removing")
     names |= {match[1] for match in others}
-    yield from (folder / name for name in names if _NUMBERED.fullmatch(name))
+    yield from (folder / name for name in names if parse_number(name) is not None)
 
 
 def list_siblings(target: Path) -> list[Path]:
     """Return the scratch directories that crashes may have left beside a checkpoint."""
     if not target.parent.is_dir():
         return []
-    paths = ((path, _SIBLING.fullmatch(path.name)) for path in target.parent.iterdir())
+    paths = ((path, SIBLING.fullmatch(path.name)) for path in target.parent.iterdir())
     return [path for path, match in paths if match and match[1] == target.name]
 
 
@@ -194,7 +130,7 @@ def list_complete_siblings(paths: list[Path]) -> list[Checkpoint]:
 
 def is_replaced(path: Path) -> bool:
     """Return whether a sibling is a replaced checkpoint rather than an unfinished one."""
-    match = _SIBLING.fullmatch(path.name)
+    match = SIBLING.fullmatch(path.name)
     if match is None or match[2] != "saving":
         return True
     try:
@@ -229,8 +165,7 @@ class DirectoryEntry:
     @property
     def number(self) -> int | None:
         """N of `checkpoint_N`."""
-        match = _NUMBERED.fullmatch(self.path.name)
-        return int(match[1]) if match else None
+        return parse_number(self.path.name)
 
 
 @dataclass(frozen=True)
@@ -314,8 +249,294 @@ def _age_key(entry: DirectoryEntry) -> tuple[int, str, str]:
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
-    return (path / NAME).is_file() or _NUMBERED.fullmatch(path.name) is not None or _is_from_accelerate(path)
+    return (path / NAME).is_file() or parse_number(path.name) is not None or _is_from_accelerate(path)
 
 
 def _is_from_accelerate(path: Path) -> bool:
     return not (path / NAME).exists() and any(next(path.glob(name), None) for name in _ACCELERATE)
+
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+# Containers that forbid unknown system calls may return EPERM.
+_CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
+_CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
+_ATTEMPTS, _RETRY_S = 20, 0.002
+
+
+class TargetExistsError(CheckpointError):
+    """Another process has taken a name that was free."""
+
+
+def create_scratch(
+    target: Path, save: str, disk: FileSystem, *, new: bool = False
+) -> tuple[Path, int | None]:
+    """Return the directory to write into, and its lock; leftovers of crashes under this name are recovered first.
+
+    With `new`, raise `TargetExistsError` if the name is or was in use.
+    """
+    _check_target(target)
+    _create_directory(target.parent, disk)
+    siblings = list_siblings(target)
+    with ExitStack() as stack:
+        for path in siblings:
+            if not stack.enter_context(_try_lock(path, disk)):
+                error_type = TargetExistsError if new else CheckpointError
+                raise error_type(
+                    f"{target} is being written by another process (into {path}). Wait for it or choose another name."
+                )
+        if not new:
+            _recover_siblings(siblings, target, disk)
+    scratch = target.with_name(f".{target.name}.saving-{save}")
+    lock = _create_locked(scratch, disk)
+    if new:
+        try:
+            _check_alone(scratch, target)
+        except TargetExistsError:
+            discard_scratch(scratch, disk)
+            if lock is not None:
+                disk.unlock(lock)
+            raise
+    return scratch, lock
+
+
+def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
+    """Create a directory and return the lock on it.
+
+    Until it is locked, another process may remove it as a leftover of a crash; then it is created again.
+    """
+    for attempt in range(_ATTEMPTS):
+        lock = None
+        try:
+            disk.make(scratch)
+            lock = disk.lock(scratch)
+            if lock is not None:
+                with add_path_to_error(scratch / UNFINISHED):
+                    disk.close(disk.create(scratch / UNFINISHED))
+                if os.path.samestat(os.fstat(lock), scratch.stat()):
+                    return lock
+        except OSError as error:
+            removed = isinstance(error, FileNotFoundError)
+            if not removed or attempt == _ATTEMPTS - 1:
+                discard_scratch(scratch, disk)
+                if lock is not None:
+                    disk.unlock(lock)
+                raise
+        if lock is not None:
+            disk.unlock(lock)
+        time.sleep(_RETRY_S)
+    raise TargetExistsError(f"{scratch} cannot be locked: another process has locked it. Save again.")
+
+
+def _check_alone(scratch: Path, target: Path) -> None:
+    """Raise `TargetExistsError` if another process uses the name, after `scratch` has announced this one.
+
+    Of two processes that both check after announcing, at least one sees the other. Siblings are checked before the
+    name: a
+    save that ends in between moves from the one to the other.
+    """
+    others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]
+    if others or os.path.lexists(target):
+        raise TargetExistsError(f"{target} was just created by another process. Save again.")
+
+
+def commit_directory(scratch: Path, target: Path, disk: FileSystem) -> None:
+    """Publish `scratch` as the checkpoint `target`; untracked files of a replaced checkpoint are kept."""
+    for path in sorted((path for path in scratch.rglob("*") if path.is_dir()), reverse=True):
+        disk.sync_directory(path)
+    disk.remove(scratch / UNFINISHED)
+    disk.sync_directory(scratch)
+    _publish(scratch, target, disk)
+
+
+def discard_scratch(scratch: Path, disk: FileSystem) -> None:
+    """Remove an unfinished checkpoint as far as possible."""
+    with suppress(OSError):
+        # If a failed publication could not be undone, this may be the previous checkpoint.
+        if not is_replaced(scratch):
+            _remove_directory(scratch, disk)
+
+
+def remove_checkpoint(path: Path, disk: FileSystem) -> bool:
+    """Remove a checkpoint; return False if another process is reading it."""
+    with _try_lock(path, disk) as locked:
+        if not locked:
+            return False
+        try:
+            _remove_directory(path, disk)
+        except OSError:
+            # Another process may have removed it.
+            if os.path.lexists(path):
+                raise
+    return True
+
+
+def remove_leftovers(directory: Path, below: int, disk: FileSystem) -> None:
+    """Recover or remove leftovers of crashed saves with lower numbers."""
+    leftovers: dict[str, list[Path]] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number = parse_number(checkpoint_name(path))
+        if number is not None and number < below and path.name.startswith("."):
+            leftovers.setdefault(checkpoint_name(path), []).append(path)
+    for name, paths in leftovers.items():
+        with ExitStack() as stack:
+            locked = [path for path in paths if stack.enter_context(_try_lock(path, disk))]
+            _recover_siblings(locked, directory / name, disk)
+
+
+def _check_target(target: Path) -> None:
+    """Raise `CheckpointError` if a checkpoint cannot have this path."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file: a checkpoint is a directory. Choose another name.")
+    if target.is_mount():
+        raise _mounted_error(target)
+    if target.exists() and target.samefile(Path.cwd()):
+        raise CheckpointError(
+            f"Cannot save to {target}: it is the current directory, and saving replaces the whole directory. "
+            f"Use a subdirectory such as {target / 'checkpoint'}."
+        )
+
+
+def _mounted_error(target: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot save to {target}: it is a mount point, and saving replaces the whole directory. "
+        f"Use a subdirectory such as {target / 'checkpoint'}."
+    )
+
+
+def _create_directory(directory: Path, disk: FileSystem) -> None:
+    """Create a directory that survives a loss of power."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    disk.make(directory)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
+
+
+@contextmanager
+def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
+    """Lock a directory; yield False if another process has locked it."""
+    try:
+        lock = disk.lock(path)
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):
+            disk.unlock(lock)
+
+
+def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> None:
+    """Recover or remove the leftovers of a checkpoint: a complete one is published."""
+    try:
+        if not (target / NAME).exists() and (path := _find_successor(siblings, target)):
+            _publish(path, target, disk)
+        for path in siblings:
+            if path.exists():
+                _remove_replaced(path, target, disk)
+    except OSError as error:
+        _LOG.warning("leftovers of %s could not be removed: %s", target, error)
+
+
+def _find_successor(siblings: list[Path], target: Path) -> Path | None:
+    """Return the sibling to publish: the newest complete one, else the replaced one."""
+    if complete := list_complete_siblings(siblings):
+        return complete[-1].path
+    replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
+    return None if target.exists() or not replaced else replaced[-1]
+
+
+def _publish(new: Path, target: Path, disk: FileSystem) -> None:
+    """Publish a complete checkpoint and remove the one it replaces, except for untracked files."""
+    try:
+        old, undo = _replace(new, target, disk)
+    except OSError as error:
+        if error.errno in _CANNOT_MOVE:
+            raise _mounted_error(target) from error
+        raise
+    try:
+        disk.sync_directory(target.parent)
+    except OSError:
+        with suppress(OSError):
+            undo()
+        raise
+    try:
+        if old is not None:
+            _remove_replaced(old, target, disk)
+    except OSError as error:
+        _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
+
+
+def _replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Callable[[], None]]:
+    """Rename a directory over another one; return the new path of the other, and a function that undoes it."""
+    try:
+        disk.rename(new, target)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+    else:
+        return None, lambda: disk.rename(target, new)
+    try:
+        disk.exchange(new, target)
+    except OSError as error:
+        if error.errno not in _CANNOT_EXCHANGE:
+            raise
+    else:
+        return new, lambda: disk.exchange(new, target)
+    # For a moment neither has the name: `find_checkpoint` searches siblings too.
+    old = target.with_name(new.name.replace(".saving-", ".replaced-"))
+    disk.rename(target, old)
+    try:
+        disk.rename(new, target)
+    except OSError:
+        with suppress(OSError):
+            disk.rename(old, target)
+        raise
+
+    def undo() -> None:
+        disk.rename(target, new)
+        disk.rename(old, target)
+
+    return old, undo
+
+
+def _remove_replaced(leftover: Path, target: Path, disk: FileSystem) -> None:
+    """Move the untracked files of a replaced checkpoint to the new one, and remove the rest."""
+    if leftover != _removal_path(leftover) and is_replaced(leftover):
+        _move_untracked_files(leftover, target, disk)
+    _remove_directory(leftover, disk)
+
+
+def _remove_directory(path: Path, disk: FileSystem) -> None:
+    """Remove a directory, renamed first, so that readers never see a partial checkpoint."""
+    removing = _removal_path(path)
+    if path != removing:
+        disk.remove_tree(removing)
+        disk.rename(path, removing)
+    disk.remove_tree(removing)
+
+
+def _removal_path(path: Path) -> Path:
+    return path.with_name(f".{checkpoint_name(path)}.removing")
+
+
+def _move_untracked_files(leftover: Path, target: Path, disk: FileSystem) -> None:
+    tracked = {NAME, UNFINISHED}
+    with suppress(CheckpointError):
+        tracked |= read_manifest(leftover).files.keys()
+    tracked_directories = {os.fspath(parent) for name in tracked for parent in Path(name).parents}
+
+    def move(directory: Path) -> None:
+        for path in sorted(directory.iterdir()):
+            name, destination = path.relative_to(leftover), target / path.relative_to(leftover)
+            is_folder = path.is_dir() and not path.is_symlink()
+            if is_folder and (os.fspath(name) in tracked_directories or destination.exists()):
+                move(path)
+            elif os.fspath(name) not in tracked and not os.path.lexists(destination):
+                disk.make(destination.parent)
+                disk.rename(path, destination)
+
+    move(leftover)

@@ -13,6 +13,7 @@ __all__ = [
     "RequestError",
     "check_same_directory",
     "errors_on_all_ranks",
+    "format_names",
 ]
 
 AllGatherObjects = Callable[[Any], list[Any]]
@@ -68,3 +69,9 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def format_names(names: Sequence[str], limit: int = 3) -> str:
+    """Format the first names of a list, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

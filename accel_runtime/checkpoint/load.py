@@ -13,13 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from accel_runtime.checkpoint.directory import (
-    Checkpoint,
-    find_checkpoint,
-    find_previous_checkpoint,
-    list_untracked_files,
-    read_checkpoint,
-)
+from accel_runtime.checkpoint.directory import find_checkpoint, find_previous_checkpoint, list_untracked_files
 from accel_runtime.checkpoint.errors import (
     AllGatherObjects,
     CheckpointError,
@@ -27,12 +21,18 @@ from accel_runtime.checkpoint.errors import (
     errors_on_all_ranks,
 )
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import TensorEntry, rank_tensor_name
+from accel_runtime.checkpoint.manifest import (
+    Checkpoint,
+    TensorEntry,
+    find_damage,
+    rank_tensor_name,
+    read_checkpoint,
+    select_rank_files,
+)
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
 from accel_runtime.checkpoint.storage import ShardReader, dtype_from_name
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
-from accel_runtime.checkpoint.verify import find_damage, select_rank_files
 
 __all__ = ["LoadOperation"]
 

@@ -1,11 +1,13 @@
-"""The manifest of a checkpoint: items, tensors, files and checksums. Imports no torch."""
+"""Checkpoints on disk: manifests of items, tensors, files and checksums, and their verification. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -13,18 +15,30 @@ from typing import IO, Any
 import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.filesystem import parallel_map
 
 __all__ = [
+    "BLOCK",
     "NAME",
+    "SIBLING",
     "UNFINISHED",
+    "Checkpoint",
     "Chunk",
     "FileEntry",
     "Manifest",
     "TensorEntry",
+    "checkpoint_name",
+    "find_damage",
     "hash_bytes",
     "hash_file",
     "item_of_tensor",
+    "parse_number",
     "rank_tensor_name",
+    "read_blocks",
+    "read_checkpoint",
+    "read_manifest",
+    "select_rank_files",
+    "verify_all_files",
 ]
 
 NAME = "checkpoint.json"
@@ -52,6 +66,9 @@ SECTIONS = {
 A version is increased if an older reader would misread the section; fields that it may ignore need no new version. This
 version of accel reads all versions up to these.
 """
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
+"""Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
 _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
 
 
@@ -310,3 +327,222 @@ def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
             ):
                 return False
     return True
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}, step={self.manifest.step})"
+
+    @property
+    def number(self) -> int | None:
+        """N of `checkpoint_N`; None for other names."""
+        return parse_number(checkpoint_name(self.path))
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a directory; raise `CheckpointError` if its manifest or the size of a file is wrong."""
+    manifest = read_manifest(folder)
+    for name, file in manifest.files.items():
+        try:
+            status = (folder / name).stat()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder / name} is missing from the checkpoint: {error.strerror}"
+            ) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{folder / name} is damaged: it is not a regular file")
+        if status.st_size != file.bytes:
+            raise CheckpointError(
+                f"{folder / name} is damaged: it has {status.st_size} bytes and should have {file.bytes}"
+            )
+    return Checkpoint(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest in a directory; other files are not checked."""
+    path = folder / NAME
+    try:
+        return Manifest.parse(_read_text(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder} is not a checkpoint: {_describe_missing_manifest(folder)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: it is not text") from error
+
+
+def _describe_missing_manifest(folder: Path) -> str:
+    if not folder.exists():
+        return "it does not exist"
+    return f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of an ordinary file, without blocking on a named pipe."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise CheckpointError(f"{path} is damaged: it is not a regular file")
+        return opened.read().decode()
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint, also for a scratch directory of it."""
+    match = SIBLING.fullmatch(path.name)
+    return match[1] if match else path.name
+
+
+def parse_number(name: str) -> int | None:
+    """Return N of `checkpoint_N`; None for other names."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+BLOCK = 1 << 22
+"""Bytes that are read and hashed at a time."""
+_Chunks = Sequence[tuple[str, Chunk]]
+
+
+def find_damage(checkpoint: Checkpoint, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
+    """Return a sentence for each damaged chunk, with file and tensor."""
+    problems = parallel_map(lambda file: _find_file_damage(checkpoint, *file), _group_by_file(chunks).items())
+    return [sentence for sentences in problems for sentence in sentences]
+
+
+def select_rank_files(
+    checkpoint: Checkpoint, items: Iterable[str], rank: int, world_size: int
+) -> list[tuple[str, Chunk]]:
+    """Return the named chunks of items that this rank verifies; all ranks get about the same number of bytes."""
+    chunks = checkpoint.manifest.parts(items)
+    loads = [0] * world_size
+    selected = []
+    for name, chunk in sorted(
+        chunks, key=lambda part: (-part[1].bytes, part[0], part[1].file, part[1].start)
+    ):
+        least = loads.index(min(loads))
+        loads[least] += chunk.bytes
+        if least == rank:
+            selected.append((name, chunk))
+    return selected
+
+
+def verify_all_files(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Return a sentence for each damaged tensor and file; `progress` receives byte counts, from several threads."""
+    tensors = checkpoint.manifest.tensors
+    parts = _group_by_file((name, chunk) for name, stored in tensors.items() for chunk in stored.chunks)
+    files = checkpoint.manifest.files
+    other_chunks = [
+        (name, chunk) for name, sentences in parts.items() if name not in files for name, chunk in sentences
+    ]
+    problems = parallel_map(lambda name: _verify_file(checkpoint, name, parts.get(name, []), progress), files)
+    return [
+        *find_damage(checkpoint, other_chunks),
+        *(sentence for sentences in problems for sentence in sentences),
+    ]
+
+
+def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of a range of a file in the given buffer; fewer if the file ends before."""
+    while length:
+        filled = 0
+        # A network file system may return less than requested, and elements must not be cut.
+        while filled < min(length, len(buffer)):
+            count = os.preadv(file, [buffer[filled:length]], start + filled)
+            if not count:
+                break
+            filled += count
+        if not filled:
+            return
+        yield buffer[:filled]
+        start, length = start + filled, length - filled
+
+
+def _find_file_damage(checkpoint: Checkpoint, name: str, chunks: _Chunks) -> list[str]:
+    path, buffer = checkpoint.path / name, memoryview(bytearray(BLOCK))
+    try:
+        with path.open("rb", buffering=0) as opened:
+            return [
+                _describe_damage(checkpoint, path, tensor)
+                for tensor, chunk in sorted(chunks, key=lambda part: part[1].start)
+                if _hash_range(opened.fileno(), chunk.start, chunk.bytes, buffer) != chunk.checksum
+            ]
+    except OSError as error:
+        return [f"{path} cannot be read: {error.strerror}"]
+
+
+def _verify_file(
+    checkpoint: Checkpoint, name: str, chunks: _Chunks, progress: Callable[[int], None]
+) -> list[str]:
+    """Return the problems of a file and of the chunks in it, which is read once."""
+    path, entry = checkpoint.path / name, checkpoint.manifest.files[name]
+    try:
+        with path.open("rb", buffering=0) as opened:
+            checksum, tensors = _hash_file_and_chunks(opened.fileno(), entry, chunks, progress)
+    except OSError as error:
+        return [f"{path} cannot be read: {error.strerror}"]
+    problems = [_describe_damage(checkpoint, path, tensor) for tensor in tensors]
+    if checksum != entry.checksum and not problems:
+        problems.append(f"{path} is damaged: its checksum is {checksum} and should be {entry.checksum}")
+    return problems
+
+
+def _hash_file_and_chunks(
+    file: int, entry: FileEntry, chunks: _Chunks, progress: Callable[[int], None]
+) -> tuple[str, list[str]]:
+    """Return the checksum of a file, and the tensors in it whose checksum is wrong."""
+    file_checksum, buffer, offset, damaged = xxhash.xxh3_64(), memoryview(bytearray(BLOCK)), 0, []
+    for name, chunk in sorted(chunks, key=lambda part: (part[1].start, part[1].bytes)):
+        if chunk.start < offset:
+            # accel writes no overlapping chunks, but a manifest with such chunks must not hide a byte.
+            damaged += [name] if _hash_range(file, chunk.start, chunk.bytes, buffer) != chunk.checksum else []
+            continue
+        checksum = xxhash.xxh3_64()
+        for start, length, chunk_checksum in (
+            (offset, chunk.start - offset, None),
+            (chunk.start, chunk.bytes, checksum),
+        ):
+            for block in read_blocks(file, start, length, buffer):
+                file_checksum.update(block)
+                if chunk_checksum:
+                    chunk_checksum.update(block)
+                progress(len(block))
+        offset = chunk.start + chunk.bytes
+        damaged += [name] if checksum.hexdigest() != chunk.checksum else []
+    for block in read_blocks(file, offset, max(0, entry.bytes - offset), buffer):
+        file_checksum.update(block)
+        progress(len(block))
+    return file_checksum.hexdigest(), damaged
+
+
+def _hash_range(file: int, start: int, length: int, buffer: memoryview) -> str:
+    checksum = xxhash.xxh3_64()
+    for block in read_blocks(file, start, length, buffer):
+        checksum.update(block)
+    return checksum.hexdigest()
+
+
+def _group_by_file(chunks: Iterable[tuple[str, Chunk]]) -> dict[str, list[tuple[str, Chunk]]]:
+    files: dict[str, list[tuple[str, Chunk]]] = {}
+    for name, chunk in chunks:
+        files.setdefault(chunk.file, []).append((name, chunk))
+    return files
+
+
+def _describe_damage(checkpoint: Checkpoint, path: Path, tensor: str) -> str:
+    return f"{path} is damaged: {tensor} does not have its checksum{_hint_other_save(path, checkpoint)}"
+
+
+def _hint_other_save(path: Path, checkpoint: Checkpoint) -> str:
+    """Return a hint if the file belongs to another save."""
+    try:
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            save = json.loads(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return "" if save == checkpoint.manifest.save else "; the file is of another save"

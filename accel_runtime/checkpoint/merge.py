@@ -16,10 +16,17 @@ from typing import Any
 
 import xxhash
 
-from accel_runtime.checkpoint.directory import Checkpoint
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.filesystem import FileSystem, format_size, open_atomically
-from accel_runtime.checkpoint.manifest import NAME, Chunk, TensorEntry, rank_tensor_name
+from accel_runtime.checkpoint.manifest import (
+    BLOCK,
+    NAME,
+    Checkpoint,
+    Chunk,
+    TensorEntry,
+    rank_tensor_name,
+    read_blocks,
+)
 from accel_runtime.checkpoint.safetensors_file import (
     NUMBER_FORMATS,
     HeaderEntry,
@@ -28,7 +35,6 @@ from accel_runtime.checkpoint.safetensors_file import (
     shard_file_name,
     tensor_bytes,
 )
-from accel_runtime.checkpoint.verify import BLOCK, read_blocks
 
 __all__ = ["MergeRequest", "list_item_contents", "merge_tensors"]
 

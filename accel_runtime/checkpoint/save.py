@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import accel_runtime
 from accel_runtime.backends.base import Backend
-from accel_runtime.checkpoint.async_save import StagingBuffers
-from accel_runtime.checkpoint.atomic_directory import (
+from accel_runtime.checkpoint.directory import (
     TargetExistsError,
     commit_directory,
     create_scratch,
@@ -34,6 +33,7 @@ from accel_runtime.checkpoint.errors import (
     errors_on_all_ranks,
 )
 from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error, format_size, write_text
+from accel_runtime.checkpoint.manager import StagingBuffers
 from accel_runtime.checkpoint.manifest import (
     NAME,
     UNFINISHED,
@@ -43,10 +43,9 @@ from accel_runtime.checkpoint.manifest import (
     hash_file,
     rank_tensor_name,
 )
-from accel_runtime.checkpoint.serialization import serialize
-from accel_runtime.checkpoint.state_items import StateItem
+from accel_runtime.checkpoint.serialization import hash_tensor, serialize
+from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.storage import ShardSavePlanner, ShardWriter, tensor_entries
-from accel_runtime.checkpoint.tensor_matching import hash_tensor, is_sharded
 from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.env import variable_name
 

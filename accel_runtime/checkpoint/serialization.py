@@ -1,4 +1,4 @@
-"""Serialize state trees to JSON and tensors: types are restored exactly, and loading runs no code."""
+"""Serialize state trees to JSON and tensors, and hash tensors: types are restored exactly, and loading runs no code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
+from accel_runtime.checkpoint.safetensors_file import tensor_bytes
 
-__all__ = ["deserialize", "serialize"]
+__all__ = ["deserialize", "hash_tensor", "hash_words", "serialize"]
 
 _KEY = "$"
 """Key of a JSON object that represents a type unknown to JSON."""
@@ -242,3 +244,38 @@ _CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "deque": lambda items, text: deque(items, text["maxlen"]),
     "defaultdict": lambda items, text: defaultdict(text["factory"] and _FACTORIES[text["factory"]], items),
 }
+
+
+_BLOCK = 1 << 22
+"""Elements that are hashed at a time on a device."""
+
+
+def hash_tensor(tensor: torch.Tensor) -> int:
+    """Return a 64-bit hash of dtype, shape and values.
+
+    On the CPU it is XXH3. Elsewhere only the number leaves the device: a sum of 32-bit words times odd numbers that
+    depend on
+    their index, equal on equal devices only.
+    """
+    checksum = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.device.type == "cpu":
+        checksum.update(tensor_bytes(tensor.detach().contiguous()))
+    else:
+        checksum.update(hash_words(tensor.detach()).to_bytes(8, "little"))
+    return checksum.intdigest()
+
+
+def hash_words(tensor: torch.Tensor) -> int:
+    """Return the sum of all 32-bit words, each times an odd number that depends on its index, modulo 2**64."""
+    # A dimension of one element may have any stride, and `view` needs 1 for the last.
+    data = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(words), _BLOCK):
+        block = words[start : start + _BLOCK].to(torch.int64)
+        index = torch.arange(start, start + len(block), dtype=torch.int64, device=tensor.device)
+        # Odd factors with shifted bits keep neighbouring words from cancelling.
+        factor = (index * 2 + 1) * -7046029254386353131
+        factor ^= factor >> 29
+        total += ((block + 0x5BD1E995) * (factor | 1)).sum()
+    return int(total.item()) & (2**64 - 1)

@@ -11,23 +11,21 @@ from torch import nn
 from typing_extensions import override
 
 from accel_runtime.big_modeling import MetaModels, list_meta_tensors
+from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.checkpoint.manifest import TensorEntry
-from accel_runtime.checkpoint.tensor_matching import (
-    copy_into,
-    describe_mismatch,
-    format_names,
-    has_host_memory,
-    is_sharded,
-    is_tensor,
-    match_tensors,
-    select_matching,
-    storage_key,
-    tensor_name_of,
-)
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.dtensor import shard_like
 
-__all__ = ["LoaderItem", "ModelItem", "OptimizerItem", "StateItem", "StatefulItem"]
+__all__ = [
+    "LoaderItem",
+    "ModelItem",
+    "OptimizerItem",
+    "StateItem",
+    "StatefulItem",
+    "is_sharded",
+    "tensor_name_of",
+]
 
 
 class StateItem(ABC):
@@ -349,3 +347,73 @@ def _choose_target(entry: TensorEntry, live: Any, parameter: torch.Tensor) -> to
     if entry.shape and tuple(parameter.shape) == entry.shape:
         return torch.empty_like(parameter.detach(), dtype=dtype, requires_grad=False)
     return torch.empty(entry.shape, dtype=dtype)
+
+
+def match_tensors(text: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return live tensors by the names of the saved ones at the same keys."""
+    matches: dict[str, torch.Tensor] = {}
+    for key, value in text.items():
+        if tensor_name_of(value) and is_tensor(state.get(key)):
+            matches.setdefault(tensor_name_of(value), state[key])
+    return matches
+
+
+def tensor_name_of(text: Any) -> str:
+    """Return the name of the tensor that JSON represents, or an empty string."""
+    return str(text["name"]) if isinstance(text, dict) and text.get("$") == "tensor" else ""
+
+
+def select_matching(
+    live: Mapping[str, torch.Tensor], tensors: Mapping[str, TensorEntry]
+) -> dict[str, torch.Tensor]:
+    """Return the live tensors that saved ones can be read into, by name."""
+    return {
+        name: tensor.detach()
+        for name, tensor in live.items()
+        if name in tensors and tuple(tensor.shape) == tensors[name].shape and has_host_memory(tensor)
+    }
+
+
+def has_host_memory(tensor: torch.Tensor) -> bool:
+    """Return whether threads can fill a tensor; on a lazy device it only represents a computation."""
+    return is_sharded(tensor) or not tensor.numel() or tensor.data_ptr() != 0
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a key that is equal for tensors that start at the same memory."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata  # noqa: SLF001 - without an address, the storage itself
+
+
+def describe_mismatch(entry: TensorEntry, live: torch.Tensor) -> str:
+    """Describe how shape or dtype of a saved and a live tensor differ; empty if they are equal."""
+    if entry.shape != tuple(live.shape):
+        return f"{list(entry.shape)} in the checkpoint and {list(live.shape)} here"
+    dtype = str(live.dtype).removeprefix("torch.")
+    if dtype == entry.dtype:
+        return ""
+    return f"{entry.dtype} in the checkpoint and {dtype} here (strict=False converts it)"
+
+
+def copy_into(value: Any, live: Any) -> None:
+    """Copy a tensor into a live one of the same shape."""
+    if not is_tensor(live) or not is_tensor(value) or live.shape != value.shape:
+        return
+    if is_sharded(live) and not is_sharded(value):
+        value = shard_like(value, live, "the tensor")
+    if not _same_memory(live, value):
+        live.detach().copy_(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, sharded or not."""
+    return isinstance(value, torch.Tensor)
+
+
+def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    first, second = getattr(first, "_local_tensor", first), getattr(second, "_local_tensor", second)
+    return storage_key(first) == storage_key(second) and first.stride() == second.stride()
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether this rank has only a shard of a tensor."""
+    return hasattr(tensor, "device_mesh")

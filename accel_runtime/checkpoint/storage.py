@@ -32,10 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 from typing_extensions import override
 
-from accel_runtime.checkpoint.directory import Checkpoint
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map, read_exactly
-from accel_runtime.checkpoint.manifest import Chunk, FileEntry, TensorEntry, item_of_tensor
+from accel_runtime.checkpoint.manifest import Checkpoint, Chunk, FileEntry, TensorEntry, item_of_tensor
 from accel_runtime.checkpoint.safetensors_file import (
     TensorPart,
     shard_file_name,

@@ -14,12 +14,19 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.big_modeling import MetaModels
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import TensorEntry
-from accel_runtime.checkpoint.rng_state import capture_rng_state, derive_rng_state, restore_rng_state
-from accel_runtime.checkpoint.state_items import LoaderItem, ModelItem, OptimizerItem, StatefulItem, StateItem
-from accel_runtime.checkpoint.tensor_matching import is_sharded, tensor_name_of
+from accel_runtime.checkpoint.state_items import (
+    LoaderItem,
+    ModelItem,
+    OptimizerItem,
+    StatefulItem,
+    StateItem,
+    is_sharded,
+    tensor_name_of,
+)
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients, shard_like
+from accel_runtime.rng import capture_rng_state, derive_rng_state, restore_rng_state
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import Gradients, ParameterGroup, name_parameters

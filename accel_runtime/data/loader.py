@@ -16,7 +16,6 @@ from typing_extensions import override
 from accel_runtime import nested, rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.prefetch import StreamCopies, copy_each, prefetch_batches
-from accel_runtime.checkpoint.rng_state import capture_rng_state, restore_rng_state
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
@@ -29,7 +28,13 @@ from accel_runtime.data.source import (
     sampler_of_loader,
 )
 from accel_runtime.heartbeat import heartbeat
-from accel_runtime.rng import IsolatedRNG, capture_states, fingerprint_states
+from accel_runtime.rng import (
+    IsolatedRNG,
+    capture_rng_state,
+    capture_states,
+    fingerprint_states,
+    restore_rng_state,
+)
 
 __all__ = ["LoaderOptions", "NextBatch", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 

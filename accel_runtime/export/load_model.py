@@ -18,11 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accel_runtime.big_modeling import MetaModels, compute_buffers, list_meta_tensors
-from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
+from accel_runtime.checkpoint.errors import (
+    AllGatherObjects,
+    CheckpointError,
+    errors_on_all_ranks,
+    format_names,
+)
 from accel_runtime.checkpoint.filesystem import read_exactly
 from accel_runtime.checkpoint.manifest import hash_file
 from accel_runtime.checkpoint.safetensors_file import NUMBER_FORMATS, iterate_runs, tensor_bytes
-from accel_runtime.checkpoint.tensor_matching import format_names
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
 

@@ -1,10 +1,21 @@
-"""Save and load single files, for `accelerator.save` and `accelerator.load`."""
+"""Save and load single files, for `accelerator.save` and `accelerator.load`, without running code in them.
+
+torch reads tensors and plain containers with `weights_only=True`. Numbers and arrays of NumPy are read by the stand-ins
+below, which accept numbers only. NumPy's own functions are not safe: a dtype with fields, rebuilt from a file, makes
+pointers of its bytes.
+"""
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
+import pickle
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -16,9 +27,8 @@ from safetensors.torch import load_file, save_file
 from accel_runtime import nested
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import open_atomically
-from accel_runtime.export.safe_unpickler import read_pickle
 
-__all__ = ["load", "refuse_sharded", "rewrite_file", "write_object"]
+__all__ = ["NeedsCodeError", "load", "read_pickle", "refuse_sharded", "rewrite_file", "write_object"]
 
 
 def refuse_sharded(obj: Any) -> None:
@@ -168,3 +178,176 @@ def _convert_numpy(item: Any, path: str) -> Any:
         f"{path} is a {type(item).__module__}.{type(item).__qualname__}: change the saved state to numbers, text and "
         "tensors, or remove this value before the file is rewritten."
     )
+
+
+CONVERT = (
+    "{} -c 'import sys, torch; from accel_runtime.export.objects import rewrite_file; "
+    'rewrite_file(sys.argv[1], torch.load(sys.argv[1], map_location="cpu", weights_only=False))\' {}'
+)
+"""Command for users who trust a file; only this command runs code in it."""
+_DTYPES = {
+    "b1": torch.bool,
+    "i1": torch.int8,
+    "i2": torch.int16,
+    "i4": torch.int32,
+    "i8": torch.int64,
+    "u1": torch.uint8,
+    "u2": torch.uint16,
+    "u4": torch.uint32,
+    "u8": torch.uint64,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+    "c8": torch.complex64,
+    "c16": torch.complex128,
+}
+
+
+class NeedsCodeError(CheckpointError):
+    """A file contains objects that only code named in it can build."""
+
+
+def read_pickle(
+    file: str | os.PathLike[str] | BinaryIO, map_location: Any = "cpu", *, mmap: bool = False
+) -> Any:
+    """Return the content of a file of `torch.save`, with numbers and tensors for those of NumPy."""
+    name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "the open file")
+    if isinstance(file, (str, os.PathLike)) and Path(file).exists() and not Path(file).is_file():
+        raise CheckpointError(f"{name} is not a regular file")
+    try:
+        with _stand_ins():
+            return _replace_stand_ins(
+                torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None)
+            )
+    except FileNotFoundError:
+        raise CheckpointError(f"File not found: {name}") from None
+    except pickle.UnpicklingError as error:
+        raise _build_error(file, str(name), str(error)) from error
+    except _UnsupportedArrayError as error:
+        raise _build_code_error(file, str(name), str(error)) from error
+    except Exception as error:
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _build_error(file: object, name: str, message: str) -> CheckpointError:
+    match = re.search(r"GLOBAL ([\w.<>]+)", message) or re.search(r"<(?:class|function) '?([\w.]+)", message)
+    if match is None:
+        return CheckpointError(f"{name} cannot be read: it was not written by torch.save, or is damaged")
+    return _build_code_error(file, name, match[1])
+
+
+def _build_code_error(file: object, name: str, objects: str) -> NeedsCodeError:
+    command = CONVERT.format(shlex.quote(sys.executable), shlex.quote(name))
+    cure = (
+        f"rewrite it as numbers, text and tensors:\n  {command}"
+        if isinstance(file, (str, os.PathLike))
+        else "use torch.load(file, weights_only=False)"
+    )
+    return NeedsCodeError(
+        f"{name} was not read: it contains {objects}, which only code named in the file can build. If you trust the "
+        f"file, {cure}"
+    )
+
+
+# Stand-ins -----------------------------------------------------------------------------
+
+
+class _UnsupportedArrayError(Exception):
+    """An array that does not contain numbers."""
+
+
+class _Dtype:
+    """Stand-in for `numpy.dtype`, for numbers only."""
+
+    def __init__(self, code: str, *_: object) -> None:
+        if code not in _DTYPES:
+            raise _UnsupportedArrayError(f"an array of NumPy's dtype {code!r}")
+        self.dtype = _DTYPES[code]
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        _version, order, *structure = state
+        # Structured arrays have names and fields here; `>` is big endian.
+        if order not in {"<", "|"} or any(structure[:3]):
+            raise _UnsupportedArrayError("a structured or big-endian array")
+
+    def tensor(self, data: bytes, shape: Sequence[int]) -> torch.Tensor:
+        """Build a tensor from bytes."""
+        if len(data) != prod(shape) * self.dtype.itemsize:
+            raise ValueError(f"{len(data)} bytes for an array of shape {tuple(shape)}")
+        flat = (
+            torch.frombuffer(bytearray(data), dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        )
+        return flat.reshape(tuple(shape))
+
+
+class _Array:
+    """Stand-in for `numpy.ndarray`, for numbers only."""
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        _version, shape, dtype, by_column, data = state
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+            raise TypeError(f"an array of {type(dtype).__name__}; numbers only")
+        self.tensor = dtype.tensor(data, shape[::-1]).permute(*range(len(shape))[::-1]) if by_column else None
+        self.tensor = dtype.tensor(data, shape) if self.tensor is None else self.tensor.contiguous()
+
+
+def _reconstruct(kind: object, *_: object) -> _Array:
+    if kind is not _Array:
+        raise TypeError(f"an array of type {kind!r}; numpy.ndarray only")
+    return _Array()
+
+
+def _scalar(dtype: object, data: object) -> bool | float | complex:
+    if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+        raise TypeError(f"a number of {type(dtype).__name__}")
+    number: bool | float | complex = dtype.tensor(data, ()).item()
+    return number
+
+
+def _empty_bytes() -> bytes:
+    """Stand-in for `bytes`, which pickle calls for arrays without elements."""
+    return b""
+
+
+_STAND_INS_BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "builtins.bytes": _empty_bytes,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+    # NumPy 2, and before.
+    **dict.fromkeys(
+        ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"), _reconstruct
+    ),
+    **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), _scalar),
+}
+_STAND_INS: tuple[Any, ...] = tuple((stand_in, name) for name, stand_in in _STAND_INS_BY_NAME.items())
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Let torch use the stand-ins instead of trusted names of NumPy."""
+    trusted = torch.serialization.get_safe_globals()
+    numpy = [entry for entry in trusted if _qualified_name(entry) in _STAND_INS_BY_NAME]
+    if numpy:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([entry for entry in trusted if entry not in numpy])
+    try:
+        with torch.serialization.safe_globals(list(_STAND_INS)):
+            yield
+    finally:
+        torch.serialization.add_safe_globals(numpy)
+
+
+def _qualified_name(entry: Any) -> str:
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
+
+
+def _replace_stand_ins(item: Any) -> Any:
+    """Replace stand-ins by their tensors."""
+    if isinstance(item, _Array):
+        return item.tensor
+    if type(item) in {list, tuple}:
+        return type(item)(map(_replace_stand_ins, item))
+    if isinstance(item, dict):
+        for key, value in item.items():
+            item[key] = _replace_stand_ins(value)
+    return item

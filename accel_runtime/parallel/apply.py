@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.ddp import BufferAveraging, split_by_size
-from accel_runtime.checkpoint.tensor_matching import hash_tensor
+from accel_runtime.checkpoint.serialization import hash_tensor
 from accel_runtime.env import Settings
 from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh, class_of, local_shard, shard_like
 from accel_runtime.parallel.fully_shard import (

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from typing_extensions import override
 
-from accel_runtime.checkpoint.tensor_matching import format_names
+from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.env import find_nearest
 from accel_runtime.parallel.dtensor import local_shard
 from accel_runtime.parallel.fully_shard import matches_pattern

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accel_runtime import Accelerator, ProfileKwargs, memory, nested, profiling
 from accel_runtime.backends import _select_device, connect
 from accel_runtime.backends.distributed import check_gpus_differ
-from accel_runtime.checkpoint.async_save import StagingBuffers
-from accel_runtime.checkpoint.tensor_matching import hash_words
+from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint.serialization import hash_words
 from accel_runtime.env import Settings
 from accel_runtime.parallel import grad_norm
 from accel_runtime.parallel.dtensor import gather_tensor

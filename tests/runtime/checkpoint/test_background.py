@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint.async_save import StagingBuffers
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manager import StagingBuffers
 
 
 class Held(FileSystem):

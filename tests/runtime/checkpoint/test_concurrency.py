@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults import Run
 
-from accel_runtime.checkpoint import atomic_directory, load
+from accel_runtime.checkpoint import directory, load
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manifest import UNFINISHED
@@ -81,7 +81,7 @@ def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memor
 
         def make(self, folder):
             if folder.name.startswith(".checkpoint_0.") and self.other is None:
-                self.other = atomic_directory.create_scratch(project / "checkpoint_0", "abc", FileSystem())[0]
+                self.other = directory.create_scratch(project / "checkpoint_0", "abc", FileSystem())[0]
             super().make(folder)
 
     disk = Raced()
@@ -89,8 +89,8 @@ def test_a_number_that_another_run_takes_in_the_same_moment_is_passed_over(memor
     run.put(1)
     assert Path(run.acc.save_state()).name == "checkpoint_1"
     assert sorted(path.name for path in project.iterdir()) == [disk.other.name, "checkpoint_1"]
-    with pytest.raises(atomic_directory.TargetExistsError):
-        atomic_directory.create_scratch(project / "checkpoint_1", "def", FileSystem(), new=True)
+    with pytest.raises(directory.TargetExistsError):
+        directory.create_scratch(project / "checkpoint_1", "def", FileSystem(), new=True)
 
 
 def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(memory):
@@ -102,12 +102,12 @@ def test_a_directory_that_another_run_removes_before_it_is_locked_is_made_again(
         def lock(self, folder, **how):
             if not self.swept:
                 self.swept = True
-                atomic_directory.remove_leftovers(folder.parent, 9, FileSystem())
+                directory.remove_leftovers(folder.parent, 9, FileSystem())
                 assert not folder.exists()
             return super().lock(folder, **how)
 
     disk = Watched()
-    scratch, _ = atomic_directory.create_scratch(memory / "checkpoint_0", "abc", disk, new=True)
+    scratch, _ = directory.create_scratch(memory / "checkpoint_0", "abc", disk, new=True)
     assert (scratch / UNFINISHED).exists()
 
 

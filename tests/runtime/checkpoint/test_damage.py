@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from faults import Run, same
 
-from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.manifest import NAME, Manifest, hash_bytes
-from accel_runtime.export.safe_unpickler import read_pickle
+from accel_runtime.checkpoint.manifest import NAME, Manifest, hash_bytes, read_checkpoint
+from accel_runtime.export.objects import read_pickle
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_any_bit_of_the_smallest_files_and_of_every_header_is_noticed(run, newes
 
 
 def test_a_bit_in_a_tensor_names_the_tensor(run, newest):
-    manifest = directory.read_checkpoint(newest).manifest
+    manifest = read_checkpoint(newest).manifest
     for name in ("model/0.weight", "optimizer/state.model.0.bias.exp_avg", "random/torch"):
         if name not in manifest.tensors:
             continue

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from faults import Probe
 
-from accel_runtime.checkpoint import atomic_directory, directory
+from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import NAME, FileEntry, Manifest, hash_bytes
+from accel_runtime.checkpoint.manifest import NAME, FileEntry, Manifest, hash_bytes, read_checkpoint
 
 
 def put(path, save, *, text="bytes", saved_at="2026-11-21T15:00:00Z", step=1):
@@ -27,9 +27,9 @@ def put(path, save, *, text="bytes", saved_at="2026-11-21T15:00:00Z", step=1):
 def saved(target, save, disk=None, **about):
     """Save one in the steps of the real thing."""
     disk = disk or FileSystem()
-    scratch, lock = atomic_directory.create_scratch(target, save, disk)
+    scratch, lock = directory.create_scratch(target, save, disk)
     put(scratch, save, **about)
-    atomic_directory.commit_directory(scratch, target, disk)
+    directory.commit_directory(scratch, target, disk)
     disk.unlock(lock)
 
 
@@ -73,7 +73,7 @@ def test_one_that_a_crash_left_on_its_way_is_found_and_gets_its_name_with_the_ne
     assert directory.find_checkpoint(tmp_path / "checkpoint_4").manifest.save == "a1"
     assert [found.number for found in directory.list_numbered(tmp_path)[0]] == [4]
     assert directory.next_number(tmp_path) == 5
-    atomic_directory.remove_leftovers(tmp_path, 6, FileSystem())
+    directory.remove_leftovers(tmp_path, 6, FileSystem())
     assert names(tmp_path) == ["checkpoint_4"]
 
 
@@ -81,7 +81,7 @@ def test_one_that_is_marked_unfinished_is_none(tmp_path):
     left = put(tmp_path / ".checkpoint_4.saving-a1", "a1")
     (left / ".unfinished").touch()
     assert directory.list_numbered(tmp_path)[0] == []
-    atomic_directory.remove_leftovers(tmp_path, 6, FileSystem())
+    directory.remove_leftovers(tmp_path, 6, FileSystem())
     assert names(tmp_path) == []
 
 
@@ -102,20 +102,20 @@ def test_what_a_crash_left_of_a_removal_is_nobodys(tmp_path):
     (going / NAME).unlink()
     (going / "model-00002-of-00002").write_text("old")
     assert [found.manifest.save for found in directory.list_numbered(tmp_path)[0]] == ["a1"]
-    atomic_directory.remove_leftovers(tmp_path, 9, FileSystem())
+    directory.remove_leftovers(tmp_path, 9, FileSystem())
     assert names(tmp_path) == ["checkpoint_7"]
     assert names(tmp_path / "checkpoint_7") == [NAME, "data"]
 
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path):
     disk = FileSystem()
-    scratch, lock = atomic_directory.create_scratch(tmp_path / "checkpoint_1", "a1", disk)
-    atomic_directory.remove_leftovers(tmp_path, 9, FileSystem())
+    scratch, lock = directory.create_scratch(tmp_path / "checkpoint_1", "a1", disk)
+    directory.remove_leftovers(tmp_path, 9, FileSystem())
     assert scratch.is_dir()
     with pytest.raises(CheckpointError, match="is being written by another process"):
-        atomic_directory.create_scratch(tmp_path / "checkpoint_1", "b2", FileSystem())
+        directory.create_scratch(tmp_path / "checkpoint_1", "b2", FileSystem())
     disk.unlock(lock)
-    atomic_directory.remove_leftovers(tmp_path, 9, FileSystem())
+    directory.remove_leftovers(tmp_path, 9, FileSystem())
     assert not scratch.exists()
 
 
@@ -123,11 +123,11 @@ def test_one_that_is_read_is_not_removed(tmp_path):
     saved(tmp_path / "mine", "a1")
     disk = FileSystem()
     readers = [disk.lock(tmp_path / "mine", shared=True) for _ in range(2)]
-    assert not atomic_directory.remove_checkpoint(tmp_path / "mine", disk)
+    assert not directory.remove_checkpoint(tmp_path / "mine", disk)
     for reader in readers:
         assert reader is not None
         disk.unlock(reader)
-    assert atomic_directory.remove_checkpoint(tmp_path / "mine", disk)
+    assert directory.remove_checkpoint(tmp_path / "mine", disk)
     assert names(tmp_path) == []
 
 
@@ -151,14 +151,14 @@ class Stuck(FileSystem):
 def test_where_a_replacement_cannot_be_undone_the_old_one_is_not_thrown_away(tmp_path):
     target, disk = tmp_path / "mine", Stuck()
     saved(target, "a1")
-    scratch, lock = atomic_directory.create_scratch(target, "b2", disk)
+    scratch, lock = directory.create_scratch(target, "b2", disk)
     put(scratch, "b2")
     with pytest.raises(OSError, match="Input/output error"):
-        atomic_directory.commit_directory(scratch, target, disk)
-    atomic_directory.discard_scratch(scratch, disk)
+        directory.commit_directory(scratch, target, disk)
+    directory.discard_scratch(scratch, disk)
     disk.unlock(lock)
-    assert directory.read_checkpoint(target).manifest.save == "b2"
-    assert directory.read_checkpoint(scratch).manifest.save == "a1"
+    assert read_checkpoint(target).manifest.save == "b2"
+    assert read_checkpoint(scratch).manifest.save == "a1"
 
 
 def test_where_directories_cannot_be_synced_checkpoints_are_saved_all_the_same(tmp_path, monkeypatch):

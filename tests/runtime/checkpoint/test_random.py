@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_runtime.checkpoint import rng_state as item
+from accel_runtime import rng as item
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from accel_runtime.checkpoint import atomic_directory
+from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import Checkpoints, ResumePolicy, RunOrigin
@@ -70,7 +70,7 @@ def test_under_torchrun_which_names_no_run_a_restart_takes_the_newest(project):
 
 def test_a_run_that_was_killed_in_its_first_save_begins_anew(project, tmp_path, capsys):
     checkpoints = project()
-    atomic_directory.create_scratch(tmp_path / "checkpoints" / "checkpoint_0", "abc", FileSystem())
+    directory.create_scratch(tmp_path / "checkpoints" / "checkpoint_0", "abc", FileSystem())
     assert not checkpoints.any()
     assert steps(ResumePolicy(True, LAUNCHED), checkpoints) is None
     assert capsys.readouterr().err.endswith("yet: starting from the beginning\n")

@@ -25,8 +25,7 @@ from accel_runtime.checkpoint.accelerate_format import (
     read_rng_states,
 )
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.export.objects import rewrite_file
-from accel_runtime.export.safe_unpickler import NeedsCodeError, read_pickle
+from accel_runtime.export.objects import NeedsCodeError, read_pickle, rewrite_file
 from accel_runtime.export.save_model import add_aliases
 
 DATA = Path(__file__).parents[3] / "data" / "accelerate-1.15.0"
