@@ -1,68 +1,242 @@
-"""Checkpoints, asked of a child process: neither the runtime nor torch is ever imported here."""
+"""Data of `accel checkpoint`: list, verify, describe, export and prune checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.checkpoint.directory import (
+    DirectoryEntry,
+    find_complete_checkpoint,
+    find_newest_checkpoint,
+    list_untracked_files,
+    remove_checkpoint,
+    remove_leftovers,
+    scan_directory,
+)
+from accel_runtime.checkpoint.errors import CheckpointError, RequestError
+from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry, verify_all_files
+from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors
 
-__all__ = ["Progress", "ask"]
+__all__ = [
+    "export_checkpoint",
+    "list_checkpoints",
+    "prune_checkpoints",
+    "show_checkpoint",
+    "verify_checkpoint",
+]
 
 Progress = Callable[[str, int, int], None]
-"""Told which checkpoint is read, how many bytes of it were, and how many there are (0: not known)."""
-_USAGE = 2
+"""Receives the path of a checkpoint, the number of bytes read of it, and its size (0 if unknown)."""
+_PROGRESS_S = 0.1
 
 
-def ask(command: str, directory: str, progress: Progress = lambda *_: None, **more: Any) -> dict[str, Any]:
-    """Have something done to checkpoints.
+@contextmanager
+def _command_errors() -> Iterator[None]:
+    """Raise errors of checkpoints as `UsageError` for a wrong request, and as `AccelError` for damage."""
+    try:
+        yield
+    except RequestError as error:
+        raise UsageError(str(error)) from error
+    except CheckpointError as error:
+        raise AccelError(str(error)) from error
 
-    Args:
-        command: What: `list`, `verify`, `show`, `export` or `prune`.
-        directory: A project's, one that holds checkpoints, or a checkpoint.
-        progress: Told now and then how far it is.
-        **more: What the command takes.
 
-    Raises:
-        UsageError: The directory or a file is not what the command needs; nothing was changed.
-        AccelError: A checkpoint is damaged, or a file cannot be written.
+@_command_errors()
+def list_checkpoints(directory: str) -> dict[str, Any]:
+    """List all checkpoints, the oldest first."""
+    scan = scan_directory(Path(directory))
+    return {
+        "directory": str(scan.directory),
+        "checkpoints": [_describe_entry(entry) for entry in scan.entries],
+        "leftovers": [str(path) for path in scan.leftovers],
+    }
+
+
+@_command_errors()
+def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
+    """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is complete."""
+    entry = find_newest_checkpoint(Path(directory))
+    problems = _find_problems(entry, progress)
+    return {
+        **_describe_entry(entry),
+        "whole": not problems,
+        "problems": problems,
+        "strangers": _list_untracked(entry.checkpoint) if entry.checkpoint else [],
+        "before": _find_earlier(entry, progress) if problems else None,
+    }
+
+
+@_command_errors()
+def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
+    """Describe the contents of a checkpoint from its manifest."""
+    checkpoint = find_complete_checkpoint(Path(directory))
+    manifest = checkpoint.manifest
+    description: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "passed_over": _list_newer_problems(directory, checkpoint),
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "world_size": manifest.world_size,
+        "versions": dict(manifest.versions),
+        "bytes": manifest.bytes,
+        "items": [_describe_item(manifest, item) for item in manifest.items],
+        "files": {name: file.bytes for name, file in manifest.files.items()},
+        "strangers": _list_untracked(checkpoint),
+    }
+    if tensors:
+        description["tensors"] = {name: _describe_tensor(stored) for name, stored in manifest.tensors.items()}
+    return description
+
+
+@_command_errors()
+def export_checkpoint(
+    directory: str, output: str, request: MergeRequest, progress: Progress
+) -> dict[str, Any]:
+    """Merge the tensors of an item into safetensors files."""
+    checkpoint = find_complete_checkpoint(Path(directory))
+    result = merge_tensors(checkpoint, Path(output), request, _ByteProgress(progress, checkpoint.path, 0))
+    head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
+    return {**head, "passed_over": _list_newer_problems(directory, checkpoint), **asdict(result)}
+
+
+@_command_errors()
+def prune_checkpoints(directory: str, keep: int, progress: Progress | None = None) -> dict[str, Any]:
+    """Remove all but the newest numbered checkpoints; without `progress`, only list them.
+
+    Nothing is removed until one of the checkpoints to keep has been verified completely.
     """
-    request = json.dumps({"command": command, "directory": directory, **more})
-    child = [sys.executable, "-m", "accel_runtime.checkpoint", request]
-    # In a session of its own: Ctrl-C would reach it twice, and interrupt its putting things in order.
-    with subprocess.Popen(
-        child,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as asked:
-        assert asked.stdout
-        assert asked.stderr
-        try:
-            said = _last(asked.stdout, progress)
-            words = asked.stderr.read().decode(errors="replace").strip().splitlines()
-        except BaseException:
-            # It removes what it has begun to write.
-            asked.send_signal(signal.SIGTERM)
-            raise
-    if said is None:
-        raise AccelError(f"checkpoints could not be looked at: {words[-1] if words else 'no answer'}")
-    if "error" in said:
-        raise (UsageError if said["code"] == _USAGE else AccelError)(said["error"])
-    found: dict[str, Any] = said["result"]
-    return found
+    scan = scan_directory(Path(directory))
+    numbered = [entry for entry in scan.entries if entry.number is not None]
+    complete = [entry for entry in numbered if entry.checkpoint is not None]
+    kept, removed = complete[-keep:], complete[:-keep]
+    result = {
+        "removes": [_describe_entry(entry) for entry in removed],
+        "keeps": [_describe_entry(entry) for entry in kept],
+        "damaged": [entry.problem for entry in numbered if entry.checkpoint is None],
+        "leftovers": [str(path) for path in scan.leftovers],
+    }
+    if progress is None:
+        return result
+    if removed:
+        _require_one_undamaged(kept, progress)
+    for entry in removed:
+        assert entry.checkpoint is not None
+        if not remove_checkpoint(entry.checkpoint.path, FileSystem()):
+            raise CheckpointError(f"Cannot remove {entry.checkpoint.path}: another process is reading it.")
+    next_number = 1 + max((entry.number for entry in complete if entry.number is not None), default=-1)
+    remove_leftovers(scan.directory, next_number, FileSystem())
+    return result
 
 
-def _last(lines: Any, progress: Progress) -> dict[str, Any] | None:
-    """The answer; what comes before it says how far it is."""
-    for line in lines:
-        said: dict[str, Any] = json.loads(line)
-        if "reads" not in said:
-            return said
-        progress(said["reads"], said["done"], said["of"])
+def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) -> None:
+    all_problems: list[str] = []
+    for entry in reversed(entries):
+        problems = _find_problems(entry, progress)
+        if not problems:
+            return
+        all_problems += problems
+    raise CheckpointError(
+        "\n".join([*all_problems, "Nothing was removed: none of the checkpoints to keep is undamaged."])
+    )
+
+
+def _find_problems(entry: DirectoryEntry, progress: Progress) -> list[str]:
+    if entry.checkpoint is None:
+        return [entry.problem]
+    total = entry.checkpoint.manifest.bytes
+    return verify_all_files(entry.checkpoint, _ByteProgress(progress, entry.path, total))
+
+
+def _find_earlier(entry: DirectoryEntry, progress: Progress) -> dict[str, Any] | None:
+    """Return the newest earlier checkpoint that is complete and undamaged."""
+    if entry.number is None:
+        return None
+    for other in reversed(scan_directory(entry.path.parent).entries):
+        older = other.number is not None and other.number < entry.number
+        if older and other.checkpoint and not _find_problems(other, progress):
+            return _describe_entry(other)
     return None
+
+
+def _describe_entry(entry: DirectoryEntry) -> dict[str, Any]:
+    description: dict[str, Any] = {"path": str(entry.path), "number": entry.number, "problem": entry.problem}
+    description["written_by"] = "accelerate" if entry.foreign else "accel"
+    if entry.checkpoint is None:
+        return description | dict.fromkeys(("step", "saved_at", "world_size", "bytes"))
+    manifest = entry.checkpoint.manifest
+    if entry.checkpoint.path != entry.path:
+        description["lies_in"] = str(entry.checkpoint.path)
+    return description | {
+        "step": manifest.step,
+        "saved_at": manifest.saved_at,
+        "world_size": manifest.world_size,
+        "bytes": manifest.bytes,
+    }
+
+
+def _list_newer_problems(directory: str, checkpoint: Checkpoint) -> list[str]:
+    """Return the problems of checkpoints newer than the selected one."""
+    problems: list[str] = []
+    for entry in reversed(scan_directory(Path(directory)).entries):
+        if entry.checkpoint == checkpoint:
+            break
+        problems.insert(0, entry.problem)
+    return problems
+
+
+def _describe_item(manifest: Manifest, item: str) -> dict[str, Any]:
+    tensors = {name: manifest.tensors[name] for name in manifest.tensors_of(item)}
+    dtypes: dict[str, int] = {}
+    for stored in tensors.values():
+        dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.bytes
+    return {
+        "name": item,
+        "class": manifest.about.get(item, ""),
+        "tensors": len(tensors),
+        "bytes": sum(dtypes.values()),
+        "dtypes": dtypes,
+        "files": sorted({chunk.file for stored in tensors.values() for chunk in stored.chunks}),
+        "differs_between_ranks": item in manifest.own or any("#" in name for name in tensors),
+    }
+
+
+def _describe_tensor(stored: TensorEntry) -> dict[str, Any]:
+    chunks = [
+        {
+            "file": chunk.file,
+            "start": chunk.start,
+            "bytes": chunk.bytes,
+            "offsets": list(chunk.offsets),
+            "sizes": list(chunk.sizes),
+        }
+        for chunk in stored.chunks
+    ]
+    return {"dtype": stored.dtype, "shape": list(stored.shape), "bytes": stored.bytes, "chunks": chunks}
+
+
+def _list_untracked(checkpoint: Checkpoint) -> list[str]:
+    return [str(path.relative_to(checkpoint.path)) for path in list_untracked_files(checkpoint)]
+
+
+class _ByteProgress:
+    """Sums the bytes that threads read of a checkpoint, and reports the sum from time to time."""
+
+    def __init__(self, progress: Progress, path: Path, total: int) -> None:
+        self._progress, self._path, self._total = progress, path, total
+        self._done, self._last_report = 0, time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if time.monotonic() - self._last_report >= _PROGRESS_S:
+                self._last_report = time.monotonic()
+                self._progress(str(self._path), self._done, self._total)

@@ -83,9 +83,12 @@ def test_there_are_files_to_look_at():
     assert len(RUNTIME) > 15
 
 
-def test_the_command_line_imports_only_the_contract_of_the_runtime():
+def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
+    """`test_a_look_at_checkpoints_takes_no_torch` holds that these modules do without it."""
     found = importing(CLI, {"accel_runtime"})
-    assert not [(path, module) for path, module in found if not f"{module}.".startswith("accel_runtime.env.")]
+    modules = ("directory", "errors", "filesystem", "manifest", "merge")
+    allowed = ("accel_runtime.env.", *(f"accel_runtime.checkpoint.{module}." for module in modules))
+    assert not [(path, module) for path, module in found if not f"{module}.".startswith(allowed)]
 
 
 def test_the_runtime_does_not_import_the_command_line():

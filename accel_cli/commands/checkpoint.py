@@ -38,9 +38,9 @@ def list_(directory: _Dir = ".", as_json: _Json = False) -> None:
     That is as far as manifests and sizes of files tell; accel checkpoint verify reads every byte.
     """
     from accel_cli import console
-    from accel_cli.checkpoints import ask
+    from accel_cli.checkpoints import list_checkpoints
 
-    found = ask("list", directory)
+    found = list_checkpoints(directory)
     if as_json:
         _print(found)
         return
@@ -62,10 +62,10 @@ def verify(directory: _Dir = ".", as_json: _Json = False) -> None:
     Exit code 1 if it is damaged: then files and tensors are named, and the checkpoint before it that is whole.
     """
     from accel_cli import console
-    from accel_cli.checkpoints import ask
+    from accel_cli.checkpoints import verify_checkpoint
 
     with console.reading() as progress:
-        found = ask("verify", directory, progress)
+        found = verify_checkpoint(directory, progress)
     if as_json:
         _print(found)
         raise typer.Exit(0 if found["whole"] else 1)
@@ -92,9 +92,9 @@ def show(
 ) -> None:
     """Show what a checkpoint holds, of several the newest that is whole."""
     from accel_cli import console
-    from accel_cli.checkpoints import ask
+    from accel_cli.checkpoints import show_checkpoint
 
-    found = ask("show", directory, tensors=tensors)
+    found = show_checkpoint(directory, tensors=tensors)
     _tell_passed_over(found)
     if as_json:
         _print(found)
@@ -145,16 +145,12 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     Of several checkpoints it is the newest that is whole. Every byte is verified on the way.
     """
     from accel_cli import console
-    from accel_cli.checkpoints import ask
+    from accel_cli.checkpoints import export_checkpoint
+    from accel_runtime.checkpoint.merge import MergeRequest
 
-    wish: dict[str, Any] = {
-        "item": item,
-        "rank": rank,
-        "dtype": _dtype(dtype),
-        "max_shard_bytes": _bytes(max_shard_size),
-    }
+    request = MergeRequest(item, rank, _dtype(dtype), _bytes(max_shard_size))
     with console.reading() as progress:
-        found = ask("export", directory, progress, output=output, **wish)
+        found = export_checkpoint(directory, output, request, progress)
     _tell_passed_over(found)
     if as_json:
         _print(found)
@@ -181,10 +177,10 @@ def prune(
     import sys
 
     from accel_cli import console
-    from accel_cli.checkpoints import ask
+    from accel_cli.checkpoints import prune_checkpoints
     from accel_cli.errors import UsageError
 
-    found = ask("prune", directory, keep=keep, now=False)
+    found = prune_checkpoints(directory, keep)
     for problem in found["damaged"]:
         console.note(f"stays, though it is not whole: {problem}")
     if not found["removes"] and not found["leftovers"]:
@@ -201,7 +197,7 @@ def prune(
     if not yes and not typer.confirm(f"Remove these, and keep {len(found['keeps'])}?", err=True):
         raise typer.Exit(1)
     with console.reading() as progress:
-        done = ask("prune", directory, progress, keep=keep, now=True)
+        done = prune_checkpoints(directory, keep, progress)
     console.note(f"{_count(len(done['removes']))} removed, {len(done['keeps'])} kept")
 
 

@@ -21,7 +21,7 @@ def project(handmade, cwd):
 
 @pytest.fixture
 def checkpoint(cwd, capfd):
-    """Calls `accel checkpoint` in this process; the process that it starts is real."""
+    """Calls `accel checkpoint` in this process."""
     return partial(in_process.run, capfd, "checkpoint")
 
 
@@ -96,9 +96,10 @@ def test_what_cannot_be_done_is_one_message_and_code_2(checkpoint, project, cwd,
 
 def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
     code = (
-        "import sys\nfrom accel_runtime.checkpoint import __main__ as shell\n"
-        "for command in ('list', 'verify', 'show'):\n    shell.main({'command': command, 'directory': 'run'})\n"
-        "assert 'torch' not in sys.modules"
+        "import sys\nfrom accel_cli.main import app\n"
+        "for command in ('list', 'verify', 'show', 'export -o m.safetensors', 'prune --keep 1 --yes'):\n"
+        "    app(['checkpoint', *command.split(), 'run'], standalone_mode=False)\n"
+        "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
 

@@ -1,25 +1,40 @@
-"""What the child process of `accel checkpoint` answers: what is there, whole or not, and what may go."""
+"""What `accel checkpoint` finds: what is there, whole or not, and what may go."""
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
 
-from accel_runtime.checkpoint import __main__ as shell
+from accel_cli import checkpoints
+from accel_cli.errors import AccelError
+from accel_runtime.checkpoint.merge import MergeRequest
 
 
-@pytest.fixture
-def ask(capsys):
-    """Asks, and gives the exit code and the last line of the answer."""
+def unwatched(*_):
+    pass
 
-    def answer(command, directory, **more):
-        code = shell.main({"command": command, "directory": str(directory), **more})
-        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    return answer
+COMMANDS = {
+    "list": checkpoints.list_checkpoints,
+    "verify": lambda directory: checkpoints.verify_checkpoint(directory, unwatched),
+    "show": lambda directory, tensors=False: checkpoints.show_checkpoint(directory, tensors=tensors),
+    "export": lambda directory, output, **request: checkpoints.export_checkpoint(
+        directory, output, MergeRequest(**request), unwatched
+    ),
+    "prune": lambda directory, keep, now: checkpoints.prune_checkpoints(
+        directory, keep, unwatched if now else None
+    ),
+}
+
+
+def ask(command, directory, **more):
+    """Return the exit code, and the result or the error."""
+    try:
+        return 0, {"result": COMMANDS[command](str(directory), **more)}
+    except AccelError as error:
+        return error.exit_code, {"error": str(error)}
 
 
 @pytest.fixture
@@ -40,7 +55,7 @@ def names(paths):
     return [path.rsplit("/", 1)[1] for path in paths]
 
 
-def test_checkpoints_are_listed_by_number_whole_or_not(ask, project, tmp_path):
+def test_checkpoints_are_listed_by_number_whole_or_not(project, tmp_path):
     folder = project(12)
     (folder / "checkpoint_3" / "model-0.safetensors").write_bytes(b"short")
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
@@ -59,7 +74,7 @@ def test_checkpoints_are_listed_by_number_whole_or_not(ask, project, tmp_path):
         assert names(said["result"]["leftovers"]) == [".checkpoint_12.saving-c3"]
 
 
-def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(ask, project):
+def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(project):
     folder = project(2)
     (folder / "checkpoint_1").rename(folder / ".checkpoint_1.saving-a1")
     found = ask("list", folder)[1]["result"]["checkpoints"]
@@ -68,7 +83,7 @@ def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(ask, project):
     assert ask("verify", folder)[1]["result"]["whole"]
 
 
-def test_what_accelerate_wrote_is_named_as_such(ask, tmp_path):
+def test_what_accelerate_wrote_is_named_as_such(tmp_path):
     path = tmp_path / "checkpoints" / "checkpoint_0"
     path.mkdir(parents=True)
     for name in ("model.safetensors", "optimizer.bin", "random_states_0.pkl"):
@@ -81,7 +96,7 @@ def test_what_accelerate_wrote_is_named_as_such(ask, tmp_path):
         assert "was written by Accelerate" in said["error"]
 
 
-def test_every_byte_is_verified(ask, project, handmade):
+def test_every_byte_is_verified(project, handmade):
     folder = project(1)
     path = folder / "checkpoint_0"
     assert ask("verify", folder)[1]["result"]["whole"]
@@ -97,7 +112,7 @@ def test_every_byte_is_verified(ask, project, handmade):
             file.write_bytes(whole)
 
 
-def test_a_damaged_tensor_is_named_and_the_checkpoint_before_it_that_is_whole(ask, project, handmade):
+def test_a_damaged_tensor_is_named_and_the_checkpoint_before_it_that_is_whole(project, handmade):
     folder = project(4)
     handmade.flip(folder / "checkpoint_3" / "model-1.safetensors", -1)
     handmade.flip(folder / "checkpoint_2" / "model-2.safetensors", 20)
@@ -109,14 +124,14 @@ def test_a_damaged_tensor_is_named_and_the_checkpoint_before_it_that_is_whole(as
     assert found["before"]["path"] == f"{folder}/checkpoint_1"
 
 
-def test_a_file_of_another_save_and_one_that_is_gone_are_named(ask, project):
+def test_a_file_of_another_save_and_one_that_is_gone_are_named(project):
     folder = project(2)
     (folder / "checkpoint_1" / "model-0.safetensors").unlink()
     (problem,) = ask("verify", folder)[1]["result"]["problems"]
     assert "model-0.safetensors is missing from the checkpoint" in problem
 
 
-def test_what_is_no_part_of_a_checkpoint_is_told_and_no_damage(ask, project):
+def test_what_is_no_part_of_a_checkpoint_is_told_and_no_damage(project):
     folder = project(1)
     (folder / "checkpoint_0" / "notes.txt").write_text("mine")
     found = ask("verify", folder)[1]["result"]
@@ -124,7 +139,7 @@ def test_what_is_no_part_of_a_checkpoint_is_told_and_no_damage(ask, project):
     assert found["strangers"] == ["notes.txt"]
 
 
-def test_what_a_checkpoint_holds_is_shown(ask, project):
+def test_what_a_checkpoint_holds_is_shown(project):
     folder = project(2)
     found = ask("show", folder, tensors=True)[1]["result"]
     (item,) = found["items"]
@@ -133,7 +148,7 @@ def test_what_a_checkpoint_holds_is_shown(ask, project):
     assert [chunk["offsets"] for chunk in found["tensors"]["model/w"]["chunks"]] == [[0], [32]]
 
 
-def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(ask, project, tmp_path):
+def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(project, tmp_path):
     folder = project(3)
     (folder / "checkpoint_2" / "checkpoint.json").write_text("{")
     for command, more in (("show", {}), ("export", {"output": str(tmp_path / "m.safetensors")})):
@@ -143,7 +158,7 @@ def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(ask, project, tmp
         assert "checkpoint_2/checkpoint.json is damaged" in passed
 
 
-def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(ask, project):
+def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(project):
     folder = project(6)
     (folder / "checkpoint_5" / "checkpoint.json").unlink()
     (folder / ".checkpoint_1.saving-a1").mkdir()
@@ -162,7 +177,7 @@ def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(a
     assert left == [".checkpoint_6.saving-b2", "checkpoint_3", "checkpoint_4", "checkpoint_5"]
 
 
-def test_nothing_is_pruned_where_none_that_stays_is_whole_to_the_last_byte(ask, project, handmade):
+def test_nothing_is_pruned_where_none_that_stays_is_whole_to_the_last_byte(project, handmade):
     folder = project(3)
     handmade.flip(folder / "checkpoint_2" / "model-0.safetensors", -1)
     code, said = ask("prune", folder, keep=1, now=True)
@@ -173,7 +188,7 @@ def test_nothing_is_pruned_where_none_that_stays_is_whole_to_the_last_byte(ask, 
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_2"]
 
 
-def test_what_cannot_be_met_has_another_code_than_damage(ask, project, tmp_path):
+def test_what_cannot_be_met_has_another_code_than_damage(project, tmp_path):
     assert ask("list", tmp_path / "nowhere")[0] == 2
     assert ask("show", tmp_path)[0] == 2
     folder = project(1)

@@ -204,19 +204,17 @@ def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
     checkpoint(tmp_path / "c", {"model": model}, cuts={"model/cut": (1, 8)})
     size = sum(tensor.nbytes for tensor in model.values())
     del model
-    request = {
-        "command": "export",
-        "directory": str(tmp_path / "c"),
-        "output": str(tmp_path / "m.safetensors"),
-    }
     code = (
-        "import sys, resource, json\n"
-        "from accel_runtime.checkpoint import __main__ as shell\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from accel_runtime.checkpoint.manifest import read_checkpoint\n"
+        "from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"
         "before = peak()\n"
-        f"assert shell.main({request!r}) == 0\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "merge_tensors(read_checkpoint(folder / 'c'), folder / 'm.safetensors', MergeRequest())\n"
         "assert 'torch' not in sys.modules\n"
         "print(peak() - before)\n"
     )
