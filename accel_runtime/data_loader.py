@@ -103,7 +103,7 @@ def _check_process(
     backend: Backend, device: torch.device | str | None, count: int | None, index: int | None
 ) -> None:
     """Raise ValueError if a script asks for the batches of another process or device."""
-    data_rank, ranks = backend.data, backend.topology
+    data_rank, ranks = backend.data_rank, backend.topology
     target = backend.device if device is None else torch.device(device)
     wrong = {
         f"device={str(device)!r} is not {str(backend.device)!r}": (

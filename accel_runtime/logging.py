@@ -98,7 +98,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 def find_topology() -> Topology:
     """Return the topology of this process or replica; torch_xla gives replicas their ranks by device."""
     if not is_placed_by_device(os.environ):
-        return Topology.here()
+        return Topology.from_env(os.environ)
     from accel_runtime.backends import current_topology  # noqa: PLC0415 - it imports torch, and logging does without
 
     return current_topology()

@@ -150,12 +150,12 @@ class ProcessMethods:
     @property
     def data_parallel_size(self) -> int:
         """Return the number of shards of a global batch: the processes divided by the model-parallel ranks."""
-        return self._backend.data.world_size
+        return self._backend.data_rank.world_size
 
     @property
     def data_parallel_rank(self) -> int:
         """Return the data-parallel rank of this process, from 0."""
-        return self._backend.data.rank
+        return self._backend.data_rank.rank
 
     @property
     def is_main_process(self) -> Flag:
@@ -258,7 +258,7 @@ class ProcessMethods:
             TypeError: If the inputs cannot be split.
             ValueError: If the values of a dict differ in length, or an empty input is padded.
         """
-        data = self._backend.data
+        data = self._backend.data_rank
         yield split_items(inputs, data.rank, data.world_size, pad=apply_padding)
 
     # Synchronization -------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,11 +49,6 @@ class Topology:
     """Number of processes of this node."""
     launched: bool = False
     """True if a launcher started this process; false for plain `python script.py`."""
-
-    @classmethod
-    def here(cls) -> Topology:
-        """Return the topology of this process; see `from_env`."""
-        return cls.from_env(os.environ)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Topology:

@@ -47,13 +47,15 @@ def backend():
 
 def read(loader, backend, *, split=False, even=True):
     """A stream that every rank reads."""
-    return EachReads(loader, backend, sharding_of_loader(loader, backend.data, split=split, pad_last=even))
+    return EachReads(
+        loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
+    )
 
 
 def dispatched(loader, backend, *, split=False, even=True):
     """Data that the first rank reads for all."""
     return DispatchSource(
-        loader, backend, sharding_of_loader(loader, backend.data, split=split, pad_last=even)
+        loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
     )
 
 

@@ -125,7 +125,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             self.settings = merge_settings(settings, parallelism_config, fsdp_plugin)
         self._handlers = find_handlers(kwargs_handlers, HANDLER_TYPES)
         options = self.init_handler.to_kwargs() if self.init_handler else {}
-        self._use_backend(connect(self.settings, Topology.here(), options))
+        self._use_backend(connect(self.settings, Topology.from_env(os.environ), options))
         self._progress = heartbeat()
         check_model_parallel_ranks(self._backend)
         self._backend.check_options(self._ddp_options, precision)
@@ -146,7 +146,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         check_loader_configuration(self.dataloader_config)
         self._device_placement, self._rng_types = device_placement, _parse_rng_types(rng_types)
         self._step_with_optimizer = step_scheduler_with_optimizer
-        self._loops = ActiveLoops(self._backend.data.rank, has_padding=self._backend.pads_batches)
+        self._loops = ActiveLoops(self._backend.data_rank.rank, has_padding=self._backend.pads_batches)
         self._backend.active_loops = self._loops
         self._parameter_map = ParameterMap()
         self._checked: WeakSet[Any] = WeakSet()

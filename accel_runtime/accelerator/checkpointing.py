@@ -214,7 +214,7 @@ class CheckpointMethods(AcceleratorProperties):
             self.process_index,
             self.num_processes,
             strict=strict,
-            copies=self._backend.data.model_parallel_size,
+            copies=self._backend.data_rank.model_parallel_size,
         )
         with ExitStack() as stack:
             stack.callback(loading.close)

@@ -161,14 +161,14 @@ def _collect_facts(item: Any, options: LoaderOptions) -> Facts:
 def _loader_facts(loader: DataLoader[Any], options: LoaderOptions) -> Facts:
     facts: Facts = {
         "class": type(loader).__name__,
-        "data": options.data,
+        "data": "sharded" if options.presharded else "global",
         "split_batches": options.split_batches,
         "even_batches": options.even_batches,
         "dispatch_batches": options.dispatch,
         "use_seedable_sampler": options.seeded,
         "data_seed": options.seed,
     }
-    if options.data == "sharded":
+    if options.presharded:
         return facts
     source = sampler_of_loader(loader)
     sampler = getattr(source, "sampler", loader.sampler)
@@ -473,7 +473,11 @@ class PrepareMethods(CheckpointMethods):
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         check_loader_configuration(self._loader_config)
-        options = replace(self._loader_options, put_on_device=self._should_place(device_placement), data=data)
+        options = replace(
+            self._loader_options,
+            put_on_device=self._should_place(device_placement),
+            presharded=data == "sharded",
+        )
         self._check_consistent([data_loader], options)
         prepared = prepare_loader(data_loader, self._backend, self._loops, options)
         self._loaders[self._loaders_prepared] = prepared

@@ -165,7 +165,7 @@ class AcceleratorProperties(ProcessMethods):
     @property
     def _strides(self) -> int:
         """Return the number of scheduler steps per training step: schedules count batches of one process."""
-        return 1 if self._loader_config.split_batches else self._backend.data.world_size
+        return 1 if self._loader_config.split_batches else self._backend.data_rank.world_size
 
     @property
     def _loader_options(self) -> LoaderOptions:
@@ -341,7 +341,7 @@ class AcceleratorProperties(ProcessMethods):
     def data_parallel_shard_rank(self) -> int:
         """Return the rank of this process among those that shard parameters, from 0."""
         mesh = self._backend.mesh
-        return 0 if mesh is None else self._backend.data.rank % mesh.sizes.dp_shard
+        return 0 if mesh is None else self._backend.data_rank.rank % mesh.sizes.dp_shard
 
     @property
     def mixed_precision(self) -> MixedPrecision:
@@ -482,14 +482,14 @@ class AcceleratorProperties(ProcessMethods):
             precision=self._precision.description,
             accumulation_steps=self._accumulation.steps,
             gradients=self._accumulation.describe(
-                self._backend.data.world_size,
+                self._backend.data_rank.world_size,
                 split_batches=self._loader_config.split_batches and not self._accumulation.weighted,
             ),
             models=tuple(map(self._model_facts, self._models)),
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
             schedulers=tuple(map(scheduler_facts, self._schedulers)),
             loaders=tuple(
-                loader_facts(loader, self._backend.data, self._accumulation.steps)
+                loader_facts(loader, self._backend.data_rank, self._accumulation.steps)
                 for loader in list(self._loaders.values())
             ),
             options=self._origins,

@@ -153,7 +153,9 @@ def connect_default_backend(*, cpu: bool = False, options: dict[str, Any] | None
     if current is not None and not (cpu and current.device.type != "cpu"):
         return current
     settings = Settings.from_env(os.environ)
-    backend = connect(replace(settings, device="cpu" if cpu else settings.device), Topology.here(), options)
+    backend = connect(
+        replace(settings, device="cpu" if cpu else settings.device), Topology.from_env(os.environ), options
+    )
     set_current_backend(backend)
     return backend
 
@@ -183,7 +185,7 @@ def current_topology() -> Topology:
     backend = known_backend()
     if backend is not None:
         return backend.topology
-    settings, topology = Settings.from_env(os.environ), Topology.here()
+    settings, topology = Settings.from_env(os.environ), Topology.from_env(os.environ)
     if settings.device != "xla" or settings.spmd:
         return topology
     from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
@@ -195,7 +197,7 @@ def current_data_rank() -> int:
     """Return the data-parallel rank of this process, from its backend or, without one, its settings."""
     backend = known_backend()
     if backend is not None:
-        return backend.data.rank
+        return backend.data_rank.rank
     topology = current_topology()
     _, _, cp, tp = Settings.from_env(os.environ).parallel.sizes(topology.world_size)
     return topology.rank // (cp * tp)

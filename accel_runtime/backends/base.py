@@ -65,7 +65,7 @@ class Backend(ABC):
         """Rank and world size of this process."""
         self.device = device
         """The device of this process."""
-        self.data = DataRank(topology.rank, topology.world_size)
+        self.data_rank = DataRank(topology.rank, topology.world_size)
         """The part of every global batch that this process has."""
         self.handshake = Handshake(transport, topology.rank, topology.world_size)
         """The handshake that precedes every collective call."""
@@ -203,7 +203,7 @@ class Backend(ABC):
     @property
     def pads_batches(self) -> bool:
         """Return whether batches may be padded, so that padding samples must be counted."""
-        return self.static_shapes or self.data.world_size > 1
+        return self.static_shapes or self.data_rank.world_size > 1
 
     @property
     def device_rng(self) -> Any:

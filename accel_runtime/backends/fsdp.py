@@ -60,7 +60,7 @@ class FSDPBackend(DistributedBackend):
         super().__init__(topology, device, settings, options)
         self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
         """The device mesh."""
-        self.data = self.mesh.data
+        self.data_rank = self.mesh.data_rank
         self._sharder = ModelSharder(self.mesh, settings, device)
         self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
 

@@ -26,7 +26,7 @@ class DetachedBackend:
 
     topology: Topology
     device: torch.device
-    data: DataRank
+    data_rank: DataRank
     distributed_type: DistributedType
     collective_backend: str | None
 
@@ -36,7 +36,7 @@ class DetachedBackend:
         return cls(
             backend.topology,
             backend.device,
-            backend.data,
+            backend.data_rank,
             backend.distributed_type,
             backend.collective_backend,
         )

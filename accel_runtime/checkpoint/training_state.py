@@ -134,7 +134,7 @@ class TrainingState:
         if self.precision.scaler is not None:
             items.append(StatefulItem("scaler", self.precision.scaler))
         items += [
-            AccumulationItem(self.accumulation, self.gradients, self.backend.data.model_parallel_size),
+            AccumulationItem(self.accumulation, self.gradients, self.backend.data_rank.model_parallel_size),
             StepCountItem(self.optimizers),
         ]
         items.append(RNGItem(self.backend, alone=self.alone))
@@ -220,7 +220,7 @@ class RNGItem(StateItem):
         if trees[0].get(_SAVED_BY) == self._backend.topology.rank:
             return trees[0]
         # Model-parallel ranks draw the same numbers.
-        data_ranks = self._backend.data
+        data_ranks = self._backend.data_rank
         streams = [{kind: state for kind, state in tree.items() if kind != _SAVED_BY} for tree in trees]
         return derive_rng_state(streams, data_ranks.rank, data_ranks.world_size)
 

@@ -51,11 +51,11 @@ def gather_samples(
         MismatchError: Data or calls differ between ranks. Raised on every rank.
         StallError: A rank does not join.
     """
-    if not backend.pads_batches and backend.data.context_parallel_size == 1:
+    if not backend.pads_batches and backend.data_rank.context_parallel_size == 1:
         return data
     gathered_steps = GatheredSteps.of(steps)
     flat = flatten_data(data)
-    if backend.data.world_size == backend.data.context_parallel_size == 1:
+    if backend.data_rank.world_size == backend.data_rank.context_parallel_size == 1:
         return _trim_single_process(data, gathered_steps, flat, as_objects=as_objects)
     if as_objects or flat.unsupported is not None or not flat.tensors:
         return _gather_objects(data, gathered_steps, backend, as_objects=as_objects)
@@ -64,7 +64,7 @@ def gather_samples(
     tensors = []
     for index, concatenated in enumerate(gathered.tensors):
         rows = [rank_rows[index] for rank_rows in gathered.rows]
-        unique, counts = _drop_duplicate_rows(concatenated, rows, backend.data)
+        unique, counts = _drop_duplicate_rows(concatenated, rows, backend.data_rank)
         tensors.append(gathered_steps.select_rows(unique, counts) if flat.specs[index].shape else unique)
     return replace_tensors(data, tensors)
 
@@ -128,7 +128,7 @@ def _gather_objects(data: Any, steps: GatheredSteps, backend: Backend, *, as_obj
     operation = f"gather_for_metrics of {'a list of ' if is_list else ''}objects{_describe_steps(steps)}"
     detached = nested.map_tensors(torch.Tensor.detach, data)
     by_rank = all_gather_objects(operation, detached, backend.handshake, compare_lines=True)
-    by_rank = drop_model_parallel_duplicates(by_rank, backend.data)
+    by_rank = drop_model_parallel_duplicates(by_rank, backend.data_rank)
     merged = steps.merge_lists(by_rank) if is_list else merge_steps(by_rank, steps)
     return nested.send_to(merged, backend.device)
 

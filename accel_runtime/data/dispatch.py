@@ -82,7 +82,7 @@ class DispatchSource(Source):
 
     @override
     def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
-        data_rank = self._backend.data
+        data_rank = self._backend.data_rank
         data_ranks = [data_rank.of(rank) for rank in range(self._backend.topology.world_size)]
         state = start
         loop.state_at = lambda _: state
@@ -111,7 +111,7 @@ class DispatchSource(Source):
         self, steps: Iterator[list[RankBatch]], data_ranks: list[int]
     ) -> tuple[list[_DispatchedBatch], Exception | None]:
         """Return the message to each rank with its next batch, the end or a failure, and the exception if reading failed."""
-        model_parallel_size = self._backend.data.model_parallel_size
+        model_parallel_size = self._backend.data_rank.model_parallel_size
         before = current_states() if model_parallel_size > 1 else {}
         error: Exception | None = None
         items: list[Any] = [None] * len(data_ranks)
@@ -132,7 +132,7 @@ class DispatchSource(Source):
         batches = self._source.iterate(loop, start)
         is_first_step = True
         for first in batches:
-            step = [first, *islice(batches, self._backend.data.world_size - 1)]
+            step = [first, *islice(batches, self._backend.data_rank.world_size - 1)]
             state, info = loop.state_dict(), loop.step_info
             assert info is not None
             if not is_first_step:

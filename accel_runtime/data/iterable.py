@@ -216,7 +216,7 @@ class IterableSource(Source):
         # A live epoch is read from the global generators, in turn with the script's own draws.
         live = bool(start.get("live") and start.get("restored")) if resumed else is_local
         is_first = (
-            self._backend.data.rank == 0
+            self._backend.data_rank.rank == 0
             and not resumed
             and fingerprint_states(epoch_states) == fingerprint_states(local_states)
         )

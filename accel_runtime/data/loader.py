@@ -57,8 +57,8 @@ class LoaderOptions:
     """If true, the last batch is padded, so that all ranks have equal shapes."""
     dispatch: bool = False
     """If true, the first rank reads for all and sends the other ranks their batches."""
-    data: Literal["global", "sharded"] = "global"
-    """`global` if the loader has the data of all ranks, `sharded` if only those of its own rank."""
+    presharded: bool = False
+    """If true, the script has sharded the data: each rank's loader has those of this rank only."""
     seeded: bool = False
     """If true, shuffled orders are drawn in every epoch from the seed and the epoch's number only."""
     seed: int | None = None
@@ -241,14 +241,16 @@ class PreparedLoader(DataLoader[Any]):
             raise ValueError(
                 "total_batch_size is unknown: the batches of this loader have no fixed size. Use the size of each batch."
             )
-        return self.source_batch_size * (1 if self._options.split_batches else self._backend.data.world_size)
+        return self.source_batch_size * (
+            1 if self._options.split_batches else self._backend.data_rank.world_size
+        )
 
     @property
     def end(self) -> str:
         """Return how the end of an epoch is handled, as text."""
-        if self._options.data == "sharded":
+        if self._options.presharded:
             return "each process has its own data; a process without a batch left gets padding without weight"
-        is_single = self._backend.data.world_size == 1
+        is_single = self._backend.data_rank.world_size == 1
         if is_single and (self.drop_last or not self._backend.static_shapes):
             return "no padding"
         if self.drop_last:
@@ -326,7 +328,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         kind = self._source.kind
         start = {k: v for k, v in state_dict.items() if k not in _LOADER_KEYS}
-        world = self._backend.data.world_size
+        world = self._backend.data_rank.world_size
         if start.get("world_size", world) != world:
             # Checked first: on one process such a loader has another kind, which would be a confusing message.
             raise build_world_size_error(start["world_size"], world)
@@ -354,14 +356,14 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def is_presharded(self) -> bool:
         """Return whether every rank has its own data, and therefore its own state."""
-        return self._options.data == "sharded" and self._backend.topology.world_size > 1
+        return self._options.presharded and self._backend.topology.world_size > 1
 
     def select_state(self, states: Sequence[Any]) -> Any:
         """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
         saved_world_size = (states[0] or {}).get("world_size", 0)
-        if saved_world_size != self._backend.data.world_size or len(states) % saved_world_size:
+        if saved_world_size != self._backend.data_rank.world_size or len(states) % saved_world_size:
             return states[0]
-        return states[self._backend.data.rank * (len(states) // saved_world_size)]
+        return states[self._backend.data_rank.rank * (len(states) // saved_world_size)]
 
     def without_first_batches(self, steps: int) -> PreparedLoader:
         """Return a copy that leaves out the first steps of every epoch; both share their progress."""
@@ -408,7 +410,7 @@ def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) ->
 
 def check_model_parallel_ranks(backend: Backend) -> None:
     """Set the random states of model-parallel ranks to those of the first of them, if they differ. Collective."""
-    data_rank = backend.data
+    data_rank = backend.data_rank
     if data_rank.model_parallel_size == 1:
         return
     module = None if backend.device.type == "cpu" else backend.device_rng

@@ -62,17 +62,17 @@ def prepare_loader(
 
 def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source:
     is_distributed = backend.topology.world_size > 1
-    if is_distributed and options.data == "sharded":
-        _check_presharded(loader, backend.data)
+    if is_distributed and options.presharded:
+        _check_presharded(loader, backend.data_rank)
         single = Single(Topology(), backend.device)
         single.static_shapes = backend.static_shapes
-        local = _build_source(loader, single, replace(options, data="global", dispatch=False))
+        local = _build_source(loader, single, replace(options, presharded=False, dispatch=False))
         pad_last = backend.static_shapes and options.even_batches
         return PreshardedSource(local, loader, backend, pad_last=pad_last)
     _check_loader(loader, backend, options)
     sharding = sharding_of_loader(
         loader,
-        backend.data,
+        backend.data_rank,
         split=options.split_batches,
         pad_last=options.even_batches,
         static_shapes=backend.static_shapes,
@@ -103,7 +103,7 @@ def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
     """Raise ValueError if a loader cannot be sharded exactly."""
     if backend.topology.world_size == 1:
         return
-    data_rank = backend.data
+    data_rank = backend.data_rank
     world_size = data_rank.world_size
     source = sampler_of_loader(loader)
     size = getattr(source, "batch_size", None)

@@ -69,7 +69,7 @@ class PreshardedSource(Source):
         )
         with IsolatedRNG(start["reading"])() if "reading" in start else nullcontext():
             reader = _LocalReader(self._local, EpochIterator(loop.epoch), local, draws=self._draws)
-        data_rank, fingerprints = self._backend.data, ReadFingerprints(self._backend)
+        data_rank, fingerprints = self._backend.data_rank, ReadFingerprints(self._backend)
         world_size = data_rank.world_size
         loop.state_at = lambda _: {"position": step, "world_size": world_size} | began | reader.state_dict()
         counts = count_samples(step, reader)
@@ -96,7 +96,7 @@ class PreshardedSource(Source):
             return start
         return {
             "position": start.get("position", 0) + steps,
-            "world_size": self._backend.data.world_size,
+            "world_size": self._backend.data_rank.world_size,
             "local": self._local.skip_steps(steps, start.get("local", {})),
         }
 
@@ -106,7 +106,7 @@ class PreshardedSource(Source):
 
     @override
     def check(self, start: dict[str, Any]) -> None:
-        world_size = self._backend.data.world_size
+        world_size = self._backend.data_rank.world_size
         if start.get("world_size", world_size) != world_size:
             raise build_world_size_error(start["world_size"], world_size)
         self._local.check(start.get("local", {}))
@@ -125,7 +125,7 @@ class PreshardedSource(Source):
     def _choose_count_function(self) -> _CountFunction:
         """Return how to count each rank's samples of a step: from all lengths, or by an exchange in every step."""
         local = torch.tensor(self._epoch_length, device=self._backend.device)
-        lengths = reduce_to_data_ranks(self._backend.all_gather(local).tolist(), self._backend.data)
+        lengths = reduce_to_data_ranks(self._backend.all_gather(local).tolist(), self._backend.data_rank)
         self._full_sizes = [size for _, size in lengths]
         if any(count == _UNKNOWN for count, _ in lengths):
             return self._exchange_counts
@@ -139,7 +139,7 @@ class PreshardedSource(Source):
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             raise RuntimeError(f"rank {ranks} could not read its data: see the error of that rank")
         reader.check()
-        return reduce_to_data_ranks(counts, self._backend.data)
+        return reduce_to_data_ranks(counts, self._backend.data_rank)
 
     def _reread_padding_batch(
         self, epoch: int, local: dict[str, Any], began: dict[str, Any], count_samples: _CountFunction
@@ -165,16 +165,17 @@ class PreshardedSource(Source):
             return _PaddingBatch(batch, sizes)
         source = next(rank for rank, size in enumerate(sizes) if size)
         received = self._backend.broadcast_object(
-            batch, "a batch", source * self._backend.data.model_parallel_size
+            batch, "a batch", source * self._backend.data_rank.model_parallel_size
         )
         return _PaddingBatch(
-            batch if sizes[self._backend.data.rank] else received, [size or sizes[source] for size in sizes]
+            batch if sizes[self._backend.data_rank.rank] else received,
+            [size or sizes[source] for size in sizes],
         )
 
     def _step_info(self, num_valid: tuple[int, ...], padded_sizes: list[int], *, is_last: bool) -> StepInfo:
         pairs = zip(num_valid, padded_sizes, strict=True)
         batch_sizes = tuple(padded_sizes) if self._pad_last else tuple(count or size for count, size in pairs)
-        scale = loss_scale(num_valid, self._backend.data.rank)
+        scale = loss_scale(num_valid, self._backend.data_rank.rank)
         return StepInfo(num_valid, batch_sizes, is_last, True, scale)
 
 
@@ -291,13 +292,13 @@ class ReadFingerprints:
 
     def add(self, batch: Any, *, is_last: bool) -> None:
         """Add a batch (collective); raise ModelParallelRanksDifferError if model-parallel ranks have read others."""
-        if self._backend.data.model_parallel_size == 1:
+        if self._backend.data_rank.model_parallel_size == 1:
             return
         self._fingerprint = 0 if batch is None else fingerprint_samples([batch], self._fingerprint)
         self._num_batches += 1
         if is_last or self._num_batches & (self._num_batches - 1) == 0:
             fingerprint = torch.tensor(self._fingerprint, device=self._backend.device)
-            reduce_to_data_ranks(self._backend.all_gather(fingerprint).tolist(), self._backend.data)
+            reduce_to_data_ranks(self._backend.all_gather(fingerprint).tolist(), self._backend.data_rank)
 
 
 def are_consistent(gathered: list[Any], model_parallel_size: int) -> bool:

@@ -96,7 +96,11 @@ class Source(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Return the kind of source in a saved state. Checkpoints hold it, so it never changes."""
+        """Return the kind of source in a saved state: `Ordered`, `Stream` or `Separate`.
+
+        Checkpoints hold it, so that a state is loaded into a loader of the same kind only. It never changes, even if a
+        class is renamed.
+        """
 
     @property
     def can_fetch_ahead(self) -> bool:

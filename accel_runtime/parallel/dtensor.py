@@ -67,7 +67,7 @@ class MeshSizes:
         """Return the sizes for a number of processes."""
         return cls(*parallel.sizes(world_size), shards=parallel.shards)
 
-    def data(self, rank: int) -> DataRank:
+    def data_rank(self, rank: int) -> DataRank:
         """Return the data rank of a rank."""
         copies = self.cp * self.tp
         return DataRank(rank // copies, self.dp_replicate * self.dp_shard, copies, self.cp)
@@ -107,7 +107,7 @@ class ProcessMesh:
 
     def __init__(self, sizes: MeshSizes, device: torch.device, topology: Topology) -> None:
         self.sizes = sizes
-        self.data = sizes.data(topology.rank)
+        self.data_rank = sizes.data_rank(topology.rank)
         """The data rank of this process."""
         self._device = device.type
 

@@ -194,7 +194,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
     """Return a context with the shard of the inputs of this process; see `PartialState.split_between_processes`."""
-    data = current_backend().data
+    data = current_backend().data_rank
     return nullcontext(split_items(inputs, data.rank, data.world_size, pad=apply_padding))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -310,9 +311,11 @@ def waited_for():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.accelerator, "synchronize", lambda device: synchronized.append(str(device)))
         patched.setattr(
-            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=str(Topology.here().rank))
+            torch.cuda,
+            "get_device_properties",
+            lambda _: SimpleNamespace(uuid=str(Topology.from_env(os.environ).rank)),
         )
-        backend = DistributedBackend(Topology.here(), torch.device("cuda", 1), Settings(), {})
+        backend = DistributedBackend(Topology.from_env(os.environ), torch.device("cuda", 1), Settings(), {})
         backend.barrier()
         backend.close()
     return synchronized, backend.distributed_type.value

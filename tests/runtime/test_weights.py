@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -328,7 +329,7 @@ def test_a_weight_that_is_only_known_on_the_device_selects_there():
     from accel_runtime.training.gradients import LossWeights, group_parameters
 
     model, accumulation = Bigram(), Accumulation(3)
-    weights = LossWeights(connect(Settings(device="cpu"), Topology.here()), accumulation)
+    weights = LossWeights(connect(Settings(device="cpu"), Topology.from_env(os.environ)), accumulation)
     found = group_parameters([model], [])
     batches = [text(0, [3, 4]), text(1, [0, 0]), text(2, [9, 1])]
     for batch in batches:

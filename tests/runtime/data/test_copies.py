@@ -60,7 +60,7 @@ def accelerator(copies=COPIES, **options):
 def ordered(loader, backend, *, split=False, even=True):
     """A dataset with indices."""
     return MapStyleSource(
-        loader, backend, sharding_of_loader(loader, backend.data, split=split, pad_last=even)
+        loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
     )
 
 
@@ -80,10 +80,10 @@ def every_walk(kind, reader, copies, even):
     found = backend(copies)
     read = {"each": walks.read if kind == "a stream" else ordered, "the first": walks.dispatched}[reader]
     for count, size, drop, split in product((0, 1, 2, 3, 9, 16), (1, 2, 4), (False, True), (False, True)):
-        if split and size % found.data.world_size:
+        if split and size % found.data_rank.world_size:
             continue
         loader = DataLoader(KINDS[kind](count), batch_size=size, drop_last=drop)
-        world = 1 if split else found.data.world_size
+        world = 1 if split else found.data_rank.world_size
         seen[count, size * world, drop, split] = walked(read(loader, found, split=split, even=even))
     return seen
 

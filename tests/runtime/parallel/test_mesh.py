@@ -19,7 +19,7 @@ few = st.integers(min_value=1, max_value=4)
 def test_every_part_of_a_batch_has_as_many_ranks_and_they_are_neighbours(replicate, shard, cp, tp):
     world = replicate * shard * cp * tp
     sizes = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
-    places = [sizes.data(rank) for rank in range(world)]
+    places = [sizes.data_rank(rank) for rank in range(world)]
     assert [place.rank for place in places] == [
         part for part in range(world // (cp * tp)) for _ in range(cp * tp)
     ]
