@@ -468,8 +468,10 @@ class PrepareMethods(CheckpointMethods):
                 `DistributedSampler`; its batches are not sharded again.
 
         Raises:
-            ValueError: If the loader cannot be sharded exactly.
+            ValueError: If the loader cannot be sharded exactly, or `data` has another value.
         """
+        if data not in {"global", "sharded"}:
+            raise ValueError(f"Invalid data={data!r}: expected global or sharded.")
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         check_loader_configuration(self._loader_config)

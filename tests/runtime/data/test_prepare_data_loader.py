@@ -55,3 +55,8 @@ def test_without_an_accelerator_it_is_refused():
     set_current_backend(None)
     with pytest.raises(RuntimeError, match="Make the Accelerator first"):
         prepare_data_loader(DataLoader(range(3)))
+
+
+def test_another_value_of_data_is_refused():
+    with pytest.raises(ValueError, match="Invalid data='shard': expected global or sharded"):
+        Accelerator().prepare_data_loader(DataLoader(range(3)), data="shard")
