@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_runtime.layouts import SettingsError
+from accel_runtime.layouts import FSDP1, FSDP1_STRATEGIES, SettingsError
 
 __all__ = ["Equivalent", "Translation", "translate"]
 
@@ -21,8 +21,6 @@ _TRUE = frozenset({"1", "true", "yes", "y", "t", "on"})
 _UNSET = frozenset({"", "0", "false", "no", "n", "f", "off", "none"})
 """Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""Strategies of FSDP1, in the order of their numbers, from 1."""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
@@ -49,16 +47,8 @@ _HARMLESS = frozenset(
 )
 """Variables that do not change a training."""
 _FSDP: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "FSDP_VERSION": ("1", "2"),
-        "FSDP_BACKWARD_PREFETCH": ("backward_pre",),
-        "FSDP_FORWARD_PREFETCH": (),
-        "FSDP_STATE_DICT_TYPE": ("sharded_state_dict",),
-        "FSDP_USE_ORIG_PARAMS": ("true",),
-        "FSDP_SYNC_MODULE_STATES": ("true",),
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": (),
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (),
-    }
+    {f"FSDP_{name.upper()}": option.same for name, option in FSDP1.items() if option.same}
+    | {"FSDP_VERSION": ("1", "2")}
 )
 """Variables that do not change the results of a training, with the values that accel matches anyway."""
 _FSDP_READ = (
@@ -272,7 +262,7 @@ def _strategy(read: _VariableReader) -> Equivalent:
     """Return FSDP1's sharding strategy."""
     reshards, name = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
     strategy = read.environ.get(reshards, "").lower()
-    if read.text("FSDP_VERSION") == "2" or strategy in _STRATEGIES:
+    if read.text("FSDP_VERSION") == "2" or strategy in FSDP1_STRATEGIES:
         name, strategy = (
             reshards,
             {"": "full_shard", **dict.fromkeys(_TRUE, "full_shard")}.get(strategy, strategy),
@@ -280,10 +270,10 @@ def _strategy(read: _VariableReader) -> Equivalent:
         strategy = "shard_grad_op" if strategy in _UNSET else strategy
     else:
         strategy = read.text(name).lower() or "full_shard"
-        strategy = _STRATEGIES[int(strategy) - 1] if strategy in {"1", "2", "3", "4", "5"} else strategy
-    if strategy not in _STRATEGIES:
+        strategy = FSDP1_STRATEGIES[int(strategy) - 1] if strategy in {"1", "2", "3", "4", "5"} else strategy
+    if strategy not in FSDP1_STRATEGIES:
         raise SettingsError(
-            f"{name} must be true, false or one of {', '.join(_STRATEGIES).upper()}; it is {read.environ[name]!r}"
+            f"{name} must be true, false or one of {', '.join(FSDP1_STRATEGIES).upper()}; it is {read.environ[name]!r}"
         )
     return Equivalent(name, strategy)
 

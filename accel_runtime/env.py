@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from accel_runtime.accelerate_env import Translation, translate
 from accel_runtime.layouts import (
+    FSDP1_STRATEGIES,
     FullyShard,
     Number,
     Parallel,
@@ -27,6 +28,7 @@ __all__ = [
     "BEAT",
     "BEAT_NUMBERS",
     "BEAT_SIZE",
+    "FSDP1_STRATEGIES",
     "HOME",
     "LAUNCH",
     "PJRT",

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_runtime.backends.ddp import GradientAveraging
 from accel_runtime.env import FullyShard, find_nearest
-from accel_runtime.parallel.fsdp1_options import DTYPE_NAMES
+from accel_runtime.parallel.plugins import DTYPE_NAMES
 
 __all__ = [
     "CheckpointedForward",

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.env import FullyShard, Parallel, Settings
+from accel_runtime.env import FullyShard, Number, Parallel, Settings
+from accel_runtime.layouts import FSDP1, FSDP1_STRATEGIES
 from accel_runtime.options import Configuration
-from accel_runtime.parallel.fsdp1_options import (
-    FSDP1_OPTIONS,
-    check_strategy,
-    enum_text,
-    parse_ignored,
-    parse_mixed_precision,
-    parse_offload,
-    parse_reshard,
-    parse_switch,
-    parse_wrap_policy,
-)
 
 __all__ = [
+    "DTYPE_NAMES",
     "FullyShardedDataParallelPlugin",
     "ParallelismConfig",
     "TorchContextParallelConfig",
@@ -32,6 +26,14 @@ __all__ = [
     "build_plugin",
     "merge_settings",
 ]
+
+DTYPE_NAMES: dict[torch.dtype, Number] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+_SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_MODULE_NAME = re.compile(r"[\w*-]+(\.[\w*-]+)*")
 
 
 @dataclass
@@ -215,15 +217,16 @@ class FullyShardedDataParallelPlugin(Configuration):
 
     @override
     def _check(self) -> None:
-        for name, option in FSDP1_OPTIONS.items():
-            value = getattr(self, name)
-            if not (value is None or value in option.anyway or enum_text(value) in option.anyway):
-                raise ValueError(f"FullyShardedDataParallelPlugin: {name}={value!r}: {option.instead}")
+        for word, option in FSDP1.items():
+            name = "fsdp_version" if word == "version" else word
+            value = None if option.same is None else getattr(self, name)
+            if value is not None and _enum_text(value) not in (option.same or ()):
+                raise _build_error(f"{name}={value!r}: {option.instead}")
         if self.sharding_strategy is not None:
-            check_strategy("sharding_strategy", self.sharding_strategy)
+            _check_strategy("sharding_strategy", self.sharding_strategy)
             if self.reshard_after_forward not in {None, True}:
-                raise ValueError(
-                    "FullyShardedDataParallelPlugin: sharding_strategy FULL_SHARD conflicts with "
+                raise _build_error(
+                    "sharding_strategy FULL_SHARD conflicts with "
                     f"reshard_after_forward={self.reshard_after_forward!r}. Remove sharding_strategy."
                 )
         object.__setattr__(self, "fsdp_version", 2)  # an assignment would be checked again
@@ -243,16 +246,16 @@ class FullyShardedDataParallelPlugin(Configuration):
     def fully_shard(self, otherwise: FullyShard | None = None) -> FullyShard:
         """Return the options as settings; None uses those of `otherwise`."""
         options = {
-            "wrap": parse_wrap_policy(
+            "wrap": _parse_wrap_policy(
                 self.auto_wrap_policy, self.transformer_cls_names_to_wrap, self.min_num_params
             ),
-            "reshard_after_forward": parse_reshard(self.reshard_after_forward),
-            "cpu_offload": parse_offload(self.cpu_offload),
-            "activation_checkpointing": parse_switch(
+            "reshard_after_forward": _parse_reshard(self.reshard_after_forward),
+            "cpu_offload": _parse_offload(self.cpu_offload),
+            "activation_checkpointing": _parse_switch(
                 "activation_checkpointing", self.activation_checkpointing
             ),
-            "ignore": parse_ignored(self.ignored_modules),
-            **parse_mixed_precision(self.mixed_precision_policy),
+            "ignore": _parse_ignored(self.ignored_modules),
+            **_parse_mixed_precision(self.mixed_precision_policy),
         }
         return replace(otherwise or FullyShard(), **_drop_none(options))
 
@@ -346,3 +349,195 @@ def _check_value(name: str, value: str | None, expected: str) -> None:
 def _check_type(name: str, value: object, expected: type[Any], owner: str = "ParallelismConfig") -> None:
     if value is not None and not isinstance(value, expected):
         raise TypeError(f"{owner}: {name} must be a {expected.__name__}; it is {value!r}")
+
+
+_WRAP_POLICIES: Mapping[str, str | None] = {
+    "transformer_based_wrap": "transformer_cls_names_to_wrap",
+    "size_based_wrap": "min_num_params",
+    "no_wrap": None,
+}
+"""The option that each policy uses."""
+
+
+def _parse_wrap_policy(policy: object, names: Sequence[str] | str | None, size: int | None) -> str | None:
+    """Return the setting `wrap`, or None if no option is given."""
+    classes = _split_names(names)
+    if callable(policy):
+        policy, classes, size = _from_torch_policy(policy, classes, size)
+    kind = None if policy is None else _enum_text(policy)
+    if kind is not None and kind not in _WRAP_POLICIES:
+        raise _build_error(
+            f"auto_wrap_policy must be transformer_based_wrap, size_based_wrap or no_wrap; it is {policy!r}"
+        )
+    if size is not None and (type(size) is not int or size < 0):
+        raise _build_error(f"min_num_params must be a whole number; it is {size!r}")
+    if classes and size:
+        raise _build_error("transformer_cls_names_to_wrap and min_num_params exclude each other. Remove one.")
+    if classes or size:
+        option = "transformer_cls_names_to_wrap" if classes else "min_num_params"
+        if kind is not None and _WRAP_POLICIES[kind] != option:
+            raise _build_error(f"auto_wrap_policy {kind} does not use {option}. Remove one of them.")
+        return ",".join(classes) or str(size)
+    if kind == "size_based_wrap":
+        raise _build_error("auto_wrap_policy size_based_wrap needs min_num_params above 0")
+    return {None: None, "transformer_based_wrap": "auto", "no_wrap": "none"}[kind]
+
+
+def _from_torch_policy(
+    policy: Any, classes: list[str], size: int | None
+) -> tuple[str, list[str], int | None]:
+    """Return the options for a policy of torch."""
+    from torch.distributed.fsdp import wrap as torch_wrap  # noqa: PLC0415 - slow to import
+
+    keywords = policy.keywords if isinstance(policy, functools.partial) else {}
+    function = policy.func if isinstance(policy, functools.partial) else policy
+    is_module_policy = isinstance(policy, torch_wrap.ModuleWrapPolicy)
+    if is_module_policy or function is torch_wrap.transformer_auto_wrap_policy:
+        # The classes of a ModuleWrapPolicy have no public name.
+        layers = policy._module_classes if is_module_policy else keywords.get("transformer_layer_cls", ())  # noqa: SLF001
+        return "transformer_based_wrap", sorted(layer.__name__ for layer in layers) or classes, size
+    if function is torch_wrap.size_based_auto_wrap_policy and set(keywords) <= {"min_num_params"}:
+        return "size_based_wrap", classes, keywords.get("min_num_params", size or int(1e8))
+    raise _build_error(
+        f"auto_wrap_policy {policy!r} is a custom function. Name the classes instead: "
+        "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block']"
+    )
+
+
+def _parse_reshard(value: object) -> bool | int | None:
+    """Return the setting `reshard_after_forward`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if value > 1:
+            return value
+        raise _build_error(f"reshard_after_forward must be True, False or a number above 1; it is {value}")
+    if (switch := _SWITCHES.get(_enum_text(value))) is not None:
+        return switch
+    _check_strategy("reshard_after_forward", value)
+    return True
+
+
+def _parse_switch(name: str, value: object) -> bool | None:
+    """Return a boolean, also from text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if (switch := _SWITCHES.get(str(value).lower())) is None:
+        raise _build_error(f"{name} must be True or False; it is {value!r}")
+    return switch
+
+
+def _parse_offload(value: Any) -> bool | None:
+    """Return the setting `cpu_offload`."""
+    if value is None or isinstance(value, bool | str):
+        return _parse_switch("cpu_offload", value)
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy  # noqa: PLC0415 - slow to import
+
+    if isinstance(value, CPUOffload) and value.offload_params:
+        raise _build_error(f"cpu_offload={value!r} is an option of FSDP1. Pass cpu_offload=True.")
+    if isinstance(value, CPUOffloadPolicy) and not value.pin_memory:
+        raise _build_error(
+            "pin_memory=False is not supported: memory is pinned if the device can use it. Pass cpu_offload=True."
+        )
+    if isinstance(value, OffloadPolicy | CPUOffload):
+        return isinstance(value, CPUOffloadPolicy)
+    raise _build_error(f"cpu_offload must be True, False or an OffloadPolicy of torch; it is {value!r}")
+
+
+def _parse_ignored(value: Any) -> tuple[str, ...] | None:
+    """Return names of modules that are not sharded."""
+    if value is None:
+        return None
+    if not isinstance(value, str) and not all(isinstance(name, str) for name in value):
+        raise _build_error(
+            "ignored_modules contains modules, but the model is unknown here. Pass names as in named_modules(), in which * matches "
+            "any text without a dot."
+        )
+    patterns = tuple(_split_names(value))
+    if invalid := [name for name in patterns if not _MODULE_NAME.fullmatch(name)]:
+        raise _build_error(
+            f"Invalid name {invalid[0]!r} in ignored_modules: * matches any text without a dot, as in layers.*.norm."
+        )
+    return patterns
+
+
+def _parse_mixed_precision(value: Any) -> dict[str, Any]:
+    """Return the dtypes that are given."""
+    if value is None:
+        return {}
+    if isinstance(value, str | torch.dtype):
+        number = _parse_dtype("mixed_precision_policy", value)
+        return {"param_dtype": number, "reduce_dtype": number, "output_dtype": number}
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
+
+    if isinstance(value, MixedPrecision):
+        raise _build_error(
+            "mixed_precision_policy is a MixedPrecision of FSDP1. Pass "
+            "MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...). Buffers keep their dtype."
+        )
+    if isinstance(value, MixedPrecisionPolicy):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if not isinstance(value, Mapping):
+        raise _build_error(
+            f"mixed_precision_policy must be a MixedPrecisionPolicy, a dict or text; it is {value!r}"
+        )
+    known = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+    if unknown := [key for key in value if key not in known]:
+        raise _build_error(
+            f"mixed_precision_policy has {unknown[0]!r}; fully_shard knows {', '.join(known)}"
+            + ("; buffers keep their own dtype" if unknown[0] == "buffer_dtype" else "")
+        )
+    options: dict[str, Any] = {
+        key: _parse_dtype(key, value[key]) for key in known[:3] if value.get(key) is not None
+    }
+    if "reduce_dtype" not in options and "param_dtype" in options:
+        # As torch does; without a policy the default is fp32.
+        options["reduce_dtype"] = options["param_dtype"]
+    if value.get("cast_forward_inputs") is not None:
+        options["cast_forward_inputs"] = _parse_switch("cast_forward_inputs", value["cast_forward_inputs"])
+    return options
+
+
+def _parse_dtype(key: str, value: object) -> Number:
+    if isinstance(value, str):
+        name = value.removeprefix("torch.").lower()
+        names = {number: dtype for dtype, number in DTYPE_NAMES.items()}
+        value = names.get(name, getattr(torch, name, value))  # type: ignore[call-overload]
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
+        return DTYPE_NAMES[value]
+    raise _build_error(
+        f"{key} must be one of {', '.join(DTYPE_NAMES.values())} or their torch.dtype; it is {value!r}"
+    )
+
+
+def _check_strategy(field: str, value: object) -> None:
+    """Raise ValueError for a sharding strategy other than FULL_SHARD; the message names the replacement."""
+    name = _enum_text(value)
+    if name.isdigit() and 0 < int(name) <= len(FSDP1_STRATEGIES):
+        name = FSDP1_STRATEGIES[int(name) - 1]
+    if name not in FSDP1_STRATEGIES:
+        raise _build_error(f"invalid {field} {value!r}: expected one of {', '.join(FSDP1_STRATEGIES)}.")
+    if name == "full_shard":
+        return
+    hybrid = "ParallelismConfig(dp_replicate_size=number of machines, dp_shard_size=processes of one)"
+    instead = {
+        "shard_grad_op": "reshard_after_forward=False",
+        "hybrid_shard": hybrid,
+        "hybrid_shard_zero2": f"{hybrid} and reshard_after_forward=False",
+        "no_shard": "no fsdp_plugin at all: models are replicated without one",
+    }[name]
+    raise _build_error(f"{field}={name.upper()} is an option of FSDP1. Use {instead}")
+
+
+def _build_error(text: str) -> ValueError:
+    return ValueError(f"FullyShardedDataParallelPlugin: {text}")
+
+
+def _enum_text(value: object) -> str:
+    """Return the name of an enum member, or a text, in lower case."""
+    return str(getattr(value, "name", value)).lower()
+
+
+def _split_names(names: Iterable[str] | str | None) -> list[str]:
+    items = names.split(",") if isinstance(names, str) else names or ()
+    return [name.strip() for name in items if name.strip()]

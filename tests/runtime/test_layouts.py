@@ -156,6 +156,6 @@ def test_a_plan_for_layers_that_nothing_divides_is_refused():
 
 
 def test_words_of_fsdp1_are_known_with_and_without_their_prefix():
-    for word, instead in FSDP1.items():
-        assert explain_fsdp1_option(word) == explain_fsdp1_option(f"fsdp_{word}") == instead
+    for word, option in FSDP1.items():
+        assert explain_fsdp1_option(word) == explain_fsdp1_option(f"fsdp_{word}") == option.instead
     assert explain_fsdp1_option("reshard_after_forward") is None

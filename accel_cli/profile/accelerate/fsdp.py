@@ -19,11 +19,10 @@ from accel_cli.profile.accelerate.words import (
     said,
 )
 from accel_cli.profile.problems import one_of
+from accel_runtime.env import FSDP1_STRATEGIES
 
 __all__ = ["SECTION", "strategy"]
 
-_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""FSDP1's, in the order of the numbers that may stand for them, from 1."""
 _KEEPS = frozenset({"shard_grad_op", "hybrid_shard_zero2"})
 _POLICIES = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _SMALLEST = 100_000_000
@@ -48,16 +47,16 @@ def _strategy(value: Any) -> str | None:
     word = plain(value)
     if isinstance(word, bool):
         return "full_shard" if word else "shard_grad_op"
-    if str(word).isascii() and str(word).isdigit() and 0 < int(word) <= len(_STRATEGIES):
-        return _STRATEGIES[int(word) - 1]
-    return word if word in _STRATEGIES else None
+    if str(word).isascii() and str(word).isdigit() and 0 < int(word) <= len(FSDP1_STRATEGIES):
+        return FSDP1_STRATEGIES[int(word) - 1]
+    return word if word in FSDP1_STRATEGIES else None
 
 
 def _reshards(value: Any, around: Around) -> Became | Refused:
     """A strategy, or whether parameters are gathered twice."""
     wanted = _strategy(value)
     if wanted is None:
-        return Refused(f"{one_of(['true', 'false', *map(str.upper, _STRATEGIES)])}")
+        return Refused(f"{one_of(['true', 'false', *map(str.upper, FSDP1_STRATEGIES)])}")
     if wanted != strategy(around.beside):
         return dropped("the section says it twice, and the other key is taken")
     if wanted == "no_shard":
