@@ -1,13 +1,13 @@
 """A layout in the words of a profile and of a person."""
 
 import pytest
+
 from accel_cli.commands.estimate import (
     _build_profile_keys,
     _describe_layout,
     _format_no_fit,
     _request_estimate,
 )
-
 from accel_cli.errors import AccelError
 
 LAYOUT = {

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from accel_runtime.estimate.model import BatchSizes, EstimateError, call_factory, find_factory
+from accel_runtime.estimate.__main__ import call_factory, find_factory
+from accel_runtime.estimate.memory import EstimateError
 
 MODULE = """
 import torch
@@ -79,7 +80,7 @@ def module(cwd, monkeypatch):
 
 
 def make(target, **sizes):
-    return call_factory(find_factory(target), target, BatchSizes(**sizes))
+    return call_factory(find_factory(target), target, sizes)
 
 
 def said(target, **sizes):
@@ -136,6 +137,7 @@ def test_sizes_are_told_to_who_takes_them_and_else_the_rows_of_inputs_are_change
         ("models:wrong_loss", "returned float as loss"),
         ("models:needs_width", "needs the argument width. Give it a default"),
         ("models:needs_length", "needs the argument seq_length. Set --seq-length"),
+        ("builtins:dict", "builtins:dict cannot be called: its parameters are unknown (no signature found"),
         ("models:allocates", "whose 1.weight on cpu has memory"),
     ],
 )

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, ParallelismConfig
-from accel_runtime.estimate.activations import estimate_layouts
-from accel_runtime.estimate.model import EstimateError, ModelSpec
+from accel_runtime.estimate.__main__ import estimate_layouts
+from accel_runtime.estimate.memory import EstimateError, ModelSpec
 
 
 class Block(nn.Module):

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from accel_runtime.estimate.model import BatchSizes, EstimateError, build_from_configuration, is_configuration
+from accel_runtime.estimate.__main__ import build_from_configuration, is_configuration
+from accel_runtime.estimate.memory import EstimateError
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
@@ -57,7 +58,7 @@ def shapes(made):
     ],
 )
 def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transformers, config, name, inputs):
-    made = build_from_configuration(str(folder(config)), BatchSizes())
+    made = build_from_configuration(str(folder(config)), {})
     assert type(made.model).__name__ == name
     assert all(p.is_meta for p in made.model.parameters())
     assert shapes(made) == inputs
@@ -65,7 +66,7 @@ def test_the_class_and_a_batch_for_it_come_from_the_configuration(folder, transf
 
 def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transformers):
     file = folder(LLAMA) / "config.json"
-    assert shapes(build_from_configuration(str(file), BatchSizes(3, 7))) == {
+    assert shapes(build_from_configuration(str(file), {"batch_size": 3, "seq_length": 7})) == {
         "input_ids": [3, 7],
         "labels": [3, 7],
     }
@@ -75,7 +76,7 @@ def test_code_of_the_model_s_own_is_never_run(folder, transformers):
     where = folder({"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}})
     (where / "evil.py").write_text("raise SystemExit('run')")
     with pytest.raises(EstimateError, match="transformers could not build the model"):
-        build_from_configuration(str(where), BatchSizes())
+        build_from_configuration(str(where), {})
 
 
 def test_without_transformers_the_cure_is_named(folder, monkeypatch):
@@ -84,12 +85,12 @@ def test_without_transformers_the_cure_is_named(folder, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
     )
     with pytest.raises(EstimateError, match="python -m pip install transformers"):
-        build_from_configuration(str(folder(LLAMA)), BatchSizes())
+        build_from_configuration(str(folder(LLAMA)), {})
 
 
 def test_a_folder_without_a_configuration_is_said(tmp_path):
     with pytest.raises(EstimateError, match=r"File not found: .*config\.json"):
-        build_from_configuration(str(tmp_path), BatchSizes())
+        build_from_configuration(str(tmp_path), {})
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from accel_runtime.estimate.layout import (
+from accel_runtime.estimate.memory import (
     Activations,
     Formats,
-    MeasuredBytes,
     ParallelLayout,
     Parameter,
     compute_usage,
     list_splits,
     list_variants,
-    local_parameter,
+    local_shape,
 )
 
 PLAIN = Formats()
@@ -21,7 +20,7 @@ BF16 = Formats(gathered=2, reduced=4)
 
 
 def parameter(*shape, group=None, **more):
-    return Parameter("p", shape, 4, more.pop("trained", True), group=group, **more)
+    return Parameter(shape, 4, more.pop("trained", True), group=group, **more)
 
 
 def sharded(dp_shard, tp=1, dp_replicate=1, **more):
@@ -41,12 +40,12 @@ def sharded(dp_shard, tp=1, dp_replicate=1, **more):
     ],
 )
 def test_the_fullest_rank_has_the_first_part_of_each_dimension(shape, dim, layout, part):
-    assert local_parameter(parameter(*shape, dim=dim), layout) == part
+    assert local_shape(parameter(*shape, dim=dim), layout) == part
 
 
 def test_what_is_frozen_has_no_gradient_and_is_held_all_the_same():
     both = [parameter(8, 2), parameter(8, 4, trained=False)]
-    found = compute_usage(both, sharded(4), PLAIN, MeasuredBytes(optimizer=7, buffers=5))
+    found = compute_usage(both, sharded(4), PLAIN, optimizer=7, buffers=5)
     assert (found.parameters, found.gradients, found.optimizer, found.buffers) == (48, 16, 7, 5)
     assert found.activations is None
 
@@ -54,18 +53,18 @@ def test_what_is_frozen_has_no_gradient_and_is_held_all_the_same():
 def test_two_wrapped_modules_and_the_rest_are_gathered_at_a_time_and_one_gradient_is_whole():
     units = [parameter(100, group=0), parameter(80, group=1), parameter(60, group=2)]
     rest = parameter(20)
-    found = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, MeasuredBytes(0))
+    found = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), PLAIN, optimizer=0)
     # Parameters of 100, 80 and the rest; the gradient of 100, and once more as it is averaged.
     assert found.working == 4 * (100 + 80 + 20) + 4 * 100 * 2
-    kept = compute_usage([*units, rest], sharded(2, reshard_after_forward=False), PLAIN, MeasuredBytes(0))
+    kept = compute_usage([*units, rest], sharded(2, reshard_after_forward=False), PLAIN, optimizer=0)
     assert kept.working == 4 * (100 + 80 + 60 + 20) + 4 * 100 * 2
-    half = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), BF16, MeasuredBytes(0))
+    half = compute_usage([*units, rest], sharded(2, reshard_after_forward=True), BF16, optimizer=0)
     assert half.working == 2 * (100 + 80 + 20) + (2 + 4) * 100
     assert half.parameters == found.parameters, "what is held stays in the model's own format"
 
 
 def test_whole_numbers_keep_their_size_when_they_are_gathered():
-    found = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, MeasuredBytes(0))
+    found = compute_usage([parameter(10, floating=False, trained=False)], sharded(2), BF16, optimizer=0)
     assert found.working == 40
 
 
@@ -73,10 +72,10 @@ def test_replicas_have_their_gradients_once_more_in_buckets_and_a_single_device_
     one = ParallelLayout(1, 1, 1, sharded=False)
     kept = Activations(full=400, checkpointed=100, largest=8)
     found = compute_usage(
-        [parameter(10)], ParallelLayout(2, 1, 1, sharded=False), PLAIN, MeasuredBytes(0, activations=kept)
+        [parameter(10)], ParallelLayout(2, 1, 1, sharded=False), PLAIN, optimizer=0, activations=kept
     )
     assert found.working == 40 + 8
-    assert compute_usage([parameter(10)], one, PLAIN, MeasuredBytes(0, activations=kept)).working == 8
+    assert compute_usage([parameter(10)], one, PLAIN, optimizer=0, activations=kept).working == 8
 
 
 def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
@@ -84,7 +83,8 @@ def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
         [parameter(10)],
         ParallelLayout(1, 1, 1, sharded=False),
         PLAIN,
-        MeasuredBytes(80, activations=Activations(4, 4, 4)),
+        optimizer=80,
+        activations=Activations(4, 4, 4),
     )
     assert found.working == 36
     assert found.total == 40 + 40 + 80 + 4 + 36
@@ -93,7 +93,7 @@ def test_where_activations_are_small_the_optimizer_s_own_step_takes_the_room():
 def test_checkpointing_takes_the_smaller_figure():
     kept = Activations(full=400, checkpointed=100, largest=8)
     layout = sharded(2, activation_checkpointing=True)
-    assert compute_usage([parameter(2)], layout, PLAIN, MeasuredBytes(0, activations=kept)).activations == 100
+    assert compute_usage([parameter(2)], layout, PLAIN, optimizer=0, activations=kept).activations == 100
 
 
 def test_every_split_of_the_devices_is_there_once():

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_runtime.estimate.activations import ForwardOptions, ModelInputs, measure_activations
-from accel_runtime.estimate.layout import read_plan
-from accel_runtime.estimate.model import EstimateError
+from accel_runtime.estimate.memory import EstimateError, ModelSpec, measure_activations, read_plan
 
 
 class Attention(nn.Module):
@@ -110,9 +108,7 @@ class Case:
     batch: dict[str, torch.Tensor]
 
     def measured(self, **how):
-        return measure_activations(
-            self.model, list(self.model.layers), ModelInputs(self.batch), ForwardOptions(**how)
-        )
+        return measure_activations(ModelSpec(self.model, self.batch), list(self.model.layers), **how)
 
 
 @pytest.fixture
@@ -162,7 +158,7 @@ def test_parameters_that_were_gathered_in_half_are_not_cast_again(meta):
 def test_each_rank_of_divided_layers_keeps_its_part(meta):
     division = read_plan(meta.model)
     assert division.gathered == ("head",)
-    whole, half = meta.measured(), meta.measured(tp=2, division=division)
+    whole, half = meta.measured(), meta.measured(tp=2, plan=division)
     # q, k, v, what attention gives back, its sums; up and gelu's: half as much on each of three layers.
     parts = 4 * 16 * (4 * 32 + 4 + 2 * 64) * 4
     assert whole.full - half.full == 3 * parts // 2
@@ -178,8 +174,7 @@ def test_inputs_come_by_place_by_name_or_alone():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
     found = {
-        measure_activations(model, [], ModelInputs(inputs), ForwardOptions()).full
-        for inputs in (x, (x,), [x], {"input": x})
+        measure_activations(ModelSpec(model, inputs), []).full for inputs in (x, (x,), [x], {"input": x})
     }
     assert found == {2 * 4 * 4 * 2}
 
@@ -187,7 +182,7 @@ def test_inputs_come_by_place_by_name_or_alone():
 def test_a_loss_is_part_of_it():
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
-    found = measure_activations(model, [], ModelInputs(x, lambda out: out.exp().sum()), ForwardOptions()).full
+    found = measure_activations(ModelSpec(model, x, loss=lambda out: out.exp().sum()), []).full
     assert found == 2 * 4 * 4 * 3 + 4, "input, output, its exponential, and the loss"
 
 
@@ -203,8 +198,6 @@ def test_a_forward_pass_that_fails_says_where_and_leaves_no_hook():
     with torch.device("meta"):
         model = Wrong()
     with pytest.raises(EstimateError, match=r"test_measuring.py:\d+: KeyError: ") as raised:
-        measure_activations(
-            model, list(model.layers), ModelInputs(torch.zeros(1, 3, device="meta")), ForwardOptions()
-        )
+        measure_activations(ModelSpec(model, torch.zeros(1, 3, device="meta")), list(model.layers))
     assert raised.value.__cause__ is None
     assert not model.layers[0]._forward_hooks
