@@ -55,20 +55,15 @@ class _LoopbackTransport(Transport):
     """The transport of a single rank."""
 
     @override
-    def all_gather_slots(self, slot: memoryview, describe_call: Callable[[], str]) -> bytearray:
+    def all_gather_slots(self, slot: memoryview) -> bytearray:
         return bytearray(slot)
 
     @override
-    def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
+    def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(values)
 
     @override
-    def transfer(
-        self,
-        outgoing: Mapping[int, torch.Tensor],
-        incoming: Mapping[int, torch.Tensor],
-        describe_call: Callable[[], str],
-    ) -> None:
+    def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         return None
 
 

@@ -160,7 +160,10 @@ class Handshake:
         inline = size <= PAYLOAD
         if write and inline and size:
             write(self._slot[_HEAD : _HEAD + size])
-        slots = self._all_gather_slots(call)
+        try:
+            slots = self._transport.all_gather_slots(self._slot)
+        except BaseException as error:  # noqa: BLE001 - raised again, or replaced by a StallError
+            raise self._fail(error, call) from None
         if self._heartbeat is not None:
             self._heartbeat.exit()
         heads = [_HEAD_STRUCT.unpack_from(slots, rank * SLOT) for rank in range(self.size)]
@@ -177,9 +180,9 @@ class Handshake:
         """
         own = (self._head[0], self._head[1], size, self._head[3])
         try:
-            values = self._transport.all_reduce_min((*own, *(-value for value in own)), call.__str__)
-        except ConnectionLostError as error:
-            raise self._build_stall_error(error, call) from None
+            values = self._transport.all_reduce_min((*own, *(-value for value in own)))
+        except BaseException as error:  # noqa: BLE001 - raised again, or replaced by a StallError
+            raise self._fail(error, call) from None
         lowest, highest = values[:4], tuple(-value for value in values[4:])
         strict, line = 0, 3
         return lowest[strict] == highest[strict] != -1 and lowest[line] == highest[line] and highest[2] == 0
@@ -254,21 +257,19 @@ class Handshake:
         else:
             self._transfer({rank: data for rank, data in enumerate(own) if rank != source}, {}, call)
 
-    def _all_gather_slots(self, call: CollectiveCall) -> bytearray:
-        try:
-            return self._transport.all_gather_slots(self._slot, call.__str__)
-        except ConnectionLostError as error:
-            raise self._build_stall_error(error, call) from None
-
     def _transfer(
         self, outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], call: CollectiveCall
     ) -> None:
         try:
-            self._transport.transfer(outgoing, incoming, call.__str__)
-        except ConnectionLostError as error:
-            raise self._build_stall_error(error, call) from None
+            self._transport.transfer(outgoing, incoming)
+        except BaseException as error:  # noqa: BLE001 - raised again, or replaced by a StallError
+            raise self._fail(error, call) from None
 
-    def _build_stall_error(self, error: ConnectionLostError, call: CollectiveCall) -> StallError:
+    def _fail(self, error: BaseException, call: CollectiveCall) -> BaseException:
+        """Return the error to raise for one that interrupted an exchange."""
+        error = self._transport.fail(error, str(call))
+        if not isinstance(error, ConnectionLostError):
+            return error
         last = f"it was last in {self._last}" if self._last else "it has been in no collective yet"
         missing = [rank for rank in range(self.size) if rank not in error.waiting]
         lines = "\n".join(

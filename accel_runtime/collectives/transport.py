@@ -14,11 +14,12 @@ import struct
 import tempfile
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ __all__ = [
     "ConnectionLostError",
     "GlooTransport",
     "SocketTransport",
-    "StallReport",
     "Transport",
     "connect_control_transport",
     "connect_side_transport",
@@ -48,6 +48,8 @@ SUMMARY_VALUES = 8
 """Integers in the summary of a handshake: four values of a rank and their negatives."""
 SLOT = 4096
 """Bytes that every rank sends in a handshake; docs/design/agreement.md has the measurements."""
+_PATIENCE_S = 2.0
+"""Seconds to wait for the reports of other ranks after the connection is lost."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -57,45 +59,46 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class Transport(Protocol):
-    """Move bytes on the CPU between ranks."""
+class Transport(ABC):
+    """Move bytes on the CPU between ranks.
 
-    def all_gather_slots(self, slot: memoryview, describe_call: Callable[[], str]) -> bytearray:
+    After an exchange has raised an error, this rank is out of step with the others, and `fail` must be called.
+    """
+
+    @abstractmethod
+    def all_gather_slots(self, slot: memoryview) -> bytearray:
         """Return the slots of all ranks.
 
         Args:
             slot: `SLOT` bytes.
-            describe_call: Returns what this rank is doing, to report to the others on failure.
 
         Returns:
             `world_size * SLOT` bytes by rank, in new memory.
-
-        Raises:
-            ConnectionLostError: A rank did not join in time or ended.
         """
 
-    def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
+    @abstractmethod
+    def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:
         """Return the elementwise minimum over all ranks of `SUMMARY_VALUES` integers of 64 bits.
 
-        It may count a rank twice, so each round sends to one rank and receives from one. Raises like `all_gather_slots`.
+        It may count a rank twice, so each round sends to one rank and receives from one.
         """
 
-    def transfer(
-        self,
-        outgoing: Mapping[int, torch.Tensor],
-        incoming: Mapping[int, torch.Tensor],
-        describe_call: Callable[[], str],
-    ) -> None:
+    @abstractmethod
+    def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send bytes to some ranks and receive from some, with sizes that all of them know.
 
         Args:
             outgoing: The bytes for each rank, `[n]`, contiguous.
             incoming: A buffer for the bytes of each rank, `[n]`, contiguous.
-            describe_call: As for `all_gather_slots`.
-
-        Raises:
-            ConnectionLostError: A rank ended.
         """
+
+    def fail(self, error: BaseException, doing: str) -> BaseException:  # noqa: ARG002 - one rank has no connection
+        """Disconnect after an exchange raised `error`, and return the error to raise.
+
+        That is ConnectionLostError if a rank did not join in time or ended, and `error` if something else interrupted the
+        exchange. `doing` is reported to the other ranks.
+        """
+        return error
 
 
 class ConnectionLostError(RuntimeError):
@@ -105,6 +108,72 @@ class ConnectionLostError(RuntimeError):
         super().__init__("the other ranks cannot be reached any more")
         self.waiting = waiting
         self.timed_out = timed_out
+
+
+class _PeerTransport(Transport):
+    """Transport that reports through a store what each rank was doing when it lost the others.
+
+    Args:
+        store: A store for this transport alone.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout: How long to wait for other ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._failure: RuntimeError | None = None
+        """Raised by every exchange from now on."""
+        # The connections and the store belong to the rank.
+        _call_after_fork(self, _PeerTransport._refuse)
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Close the connections, so that other ranks notice."""
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def _refuse(self) -> None:
+        self._failure = build_refusal(f"this process was forked from rank {self._rank}")
+
+    @override
+    def fail(self, error: BaseException, doing: str) -> BaseException:
+        if self._failure is not None:
+            return self._failure
+        if not isinstance(error, (OSError, RuntimeError)):
+            # Half of a message was sent: the next one would be taken for the rest of it.
+            self._disconnect()
+            return error
+        own = ("T" if "timed out" in str(error).lower() else "L") + doing
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._rank}", own)
+        with contextlib.suppress(RuntimeError, OSError):
+            self._disconnect()
+        texts = {self._rank: own}
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(RuntimeError):
+            while len(texts) < self._size and time.monotonic() < deadline:
+                for rank in range(self._size):
+                    if rank not in texts and self._store.check([f"{rank}"]):
+                        texts[rank] = self._store.get(f"{rank}").decode()
+                time.sleep(0.05)
+        timed_out = any(text[0] == "T" for text in texts.values())
+        waiting = {rank: text[1:] for rank, text in texts.items()}
+        self._failure = ConnectionLostError(waiting, timed_out=timed_out)
+        return self._failure
+
+
+def _call_after_fork(owner: T, function: Callable[[T], None]) -> None:
+    """Call a function of an object in forked processes, which must not keep the object alive."""
+    reference = weakref.ref(owner)
+
+    def call() -> None:
+        if (inherited := reference()) is not None:
+            function(inherited)
+
+    os.register_at_fork(after_in_child=call)
 
 
 class AllGatherRound(NamedTuple):
@@ -137,65 +206,6 @@ def to_rank_order(rows: memoryview, rank: int) -> bytearray:
 
 
 _SUMMARY = struct.Struct(f"={SUMMARY_VALUES}q")
-_PATIENCE_S = 2.0
-
-
-class StallReport:
-    """Report what each rank was doing when its transport failed, through a store for this transport alone."""
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._report_loss: RuntimeError | None = None
-        # The connections and the store belong to the rank.
-        _call_after_fork(self, StallReport._refuse)
-
-    def check(self) -> None:
-        """Raise the previous error again, and always raise in a forked process."""
-        if self._report_loss:
-            raise self._report_loss
-
-    def report_loss(
-        self, describe_call: str, disconnect: Callable[[], object], *, timed_out: bool
-    ) -> ConnectionLostError:
-        """Publish what this rank does, disconnect so that others notice, and collect what they do."""
-        own = ("T" if timed_out else "L") + describe_call
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._rank}", own)
-        with contextlib.suppress(RuntimeError, OSError):
-            disconnect()
-        texts = {self._rank: own} | self._read_others()
-        timed_out = any(text[0] == "T" for text in texts.values())
-        error = ConnectionLostError({rank: text[1:] for rank, text in texts.items()}, timed_out=timed_out)
-        self._report_loss = error
-        return error
-
-    def _read_others(self) -> dict[int, str]:
-        """Return what the ranks have published within a short time."""
-        texts: dict[int, str] = {}
-        deadline = time.monotonic() + _PATIENCE_S
-        with contextlib.suppress(RuntimeError):
-            while len(texts) < self._size and time.monotonic() < deadline:
-                for rank in range(self._size):
-                    if rank not in texts and self._store.check([f"{rank}"]):
-                        texts[rank] = self._store.get(f"{rank}").decode()
-                time.sleep(0.05)
-        return texts
-
-    def _refuse(self) -> None:
-        self._report_loss = build_refusal(f"this process was forked from rank {self._rank}")
-
-
-def _call_after_fork(owner: T, function: Callable[[T], None]) -> None:
-    """Call a function of an object in forked processes, which must not keep the object alive."""
-    reference = weakref.ref(owner)
-
-    def call() -> None:
-        if (inherited := reference()) is not None:
-            function(inherited)
-
-    os.register_at_fork(after_in_child=call)
-
-
 _RANK = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of SO_PEERCRED on Linux, see unix(7)."""
@@ -209,23 +219,21 @@ _POLLS = 50
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
-class SocketTransport(Transport):
+class SocketTransport(_PeerTransport):
     """Exchange bytes over sockets that block in the caller, in a tenth of gloo's time.
 
     Args:
         peers: A connected socket to every other rank.
         rank: The rank of this process.
-        report: Publishes what this rank does when a connection is lost.
+        store: A store for this transport alone.
         timeout: How long to wait for other ranks.
     """
 
-    def __init__(
-        self, peers: Mapping[int, socket.socket], rank: int, report: StallReport, timeout: timedelta
-    ) -> None:
-        self._peers, self._rank, self._size, self._report = dict(peers), rank, len(peers) + 1, report
-        self._timeout = timeout.total_seconds()
+    def __init__(self, peers: Mapping[int, socket.socket], rank: int, store: Any, timeout: timedelta) -> None:
+        super().__init__(store, rank, len(peers) + 1, timeout)
+        self._peers = dict(peers)
         for peer in self._peers.values():
-            peer.settimeout(self._timeout)
+            peer.settimeout(timeout.total_seconds())
         # Polling keeps a core busy, which other ranks need if there are fewer cores than ranks.
         self._polls = _POLLS if self._size <= len(os.sched_getaffinity(0)) else 0
         # Row i holds the slot of the i-th rank after this one.
@@ -240,69 +248,44 @@ class SocketTransport(Transport):
             for to, source, have, count in allgather_schedule(rank, self._size)
         ]
         # A data loader worker must not keep the connections of a dead rank open.
-        _call_after_fork(self, SocketTransport._close)
+        _call_after_fork(self, SocketTransport._disconnect)
 
     @override
-    def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
-        self._report.check()
+    def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:
+        self._check()
         lowest, received = tuple(values), memoryview(bytearray(_SUMMARY.size))
-        try:
-            for to, source, _, _ in allgather_schedule(self._rank, self._size):
-                self._peers[to].sendall(_SUMMARY.pack(*lowest), _NO_SIGNAL)
-                _receive(self._peers[source], received, self._polls)
-                lowest = tuple(map(min, lowest, _SUMMARY.unpack(received)))
-        except OSError as error:
-            raise self._report_loss(error, describe_call()) from error
-        except BaseException:
-            # Half of a message was sent: the next one would be taken for the rest of it.
-            self._close()
-            raise
+        for to, _, source, _ in self._rounds:
+            to.sendall(_SUMMARY.pack(*lowest), _NO_SIGNAL)
+            _receive(source, received, self._polls)
+            lowest = tuple(map(min, lowest, _SUMMARY.unpack(received)))
         return lowest
 
     @override
-    def all_gather_slots(self, slot: memoryview, describe_call: Callable[[], str]) -> bytearray:
-        self._report.check()
+    def all_gather_slots(self, slot: memoryview) -> bytearray:
+        self._check()
         self._bytes[:SLOT] = slot
-        try:
-            for to, sent, source, buffer in self._rounds:
-                if len(sent) > _SOCKET_BUFFER:
-                    self._pump({to: sent}, {source: buffer})
-                else:
-                    to.sendall(sent, _NO_SIGNAL)
-                    _receive(source, buffer, self._polls)
-        except OSError as error:
-            raise self._report_loss(error, describe_call()) from error
-        except BaseException:
-            # The next message would be read as the rest of the one that was interrupted.
-            self._close()
-            raise
+        for to, sent, source, buffer in self._rounds:
+            if len(sent) > _SOCKET_BUFFER:
+                self._pump({to: sent}, {source: buffer})
+            else:
+                to.sendall(sent, _NO_SIGNAL)
+                _receive(source, buffer, self._polls)
         return to_rank_order(self._bytes, self._rank)
 
     @override
-    def transfer(
-        self,
-        outgoing: Mapping[int, torch.Tensor],
-        incoming: Mapping[int, torch.Tensor],
-        describe_call: Callable[[], str],
-    ) -> None:
-        self._report.check()
-        try:
-            self._pump(
-                {self._peers[rank]: memory_of(data) for rank, data in outgoing.items() if len(data)},
-                {self._peers[rank]: memory_of(buffer) for rank, buffer in incoming.items() if len(buffer)},
-            )
-        except OSError as error:
-            raise self._report_loss(error, describe_call()) from error
-        except BaseException:
-            self._close()
-            raise
+    def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        self._check()
+        self._pump(
+            {self._peers[rank]: memory_of(data) for rank, data in outgoing.items() if len(data)},
+            {self._peers[rank]: memory_of(buffer) for rank, buffer in incoming.items() if len(buffer)},
+        )
 
     def _pump(
         self, outgoing: Mapping[socket.socket, memoryview], incoming: Mapping[socket.socket, memoryview]
     ) -> None:
         """Send and receive as each socket is ready: two ranks that only send would wait for each other."""
         outputs, inputs = dict(outgoing), dict(incoming)
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout.total_seconds()
         with selectors.DefaultSelector() as ready:
             for one in outputs.keys() | inputs.keys():
                 ready.register(one, _ready_events(one, outputs, inputs))
@@ -322,10 +305,8 @@ class SocketTransport(Transport):
                     else:
                         ready.unregister(peer)
 
-    def _report_loss(self, error: OSError, describe_call: str) -> Exception:
-        return self._report.report_loss(describe_call, self._close, timed_out=isinstance(error, TimeoutError))
-
-    def _close(self) -> None:
+    @override
+    def _disconnect(self) -> None:
         for peer in self._peers.values():
             peer.close()
 
@@ -514,10 +495,10 @@ def connect_transport(group: Any, store: Any, timeout: timedelta, *, one_machine
     peers = connect_sockets(group, store, timeout) if one_machine else None
     if peers is None:
         return GlooTransport(group, store, timeout)
-    return SocketTransport(peers, group.rank(), StallReport(store, group.rank(), group.size()), timeout)
+    return SocketTransport(peers, group.rank(), store, timeout)
 
 
-class GlooTransport(Transport):
+class GlooTransport(_PeerTransport):
     """Exchange bytes by gloo's send and receive, into buffers of known size.
 
     gloo's `all_gather` passes every call to its own thread and back; send and receive do not, which is two to four times
@@ -530,9 +511,8 @@ class GlooTransport(Transport):
     """
 
     def __init__(self, group: Any, store: Any, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
-        self._rank, self._size = group.rank(), group.size()
-        self._report = StallReport(store, self._rank, self._size)
+        super().__init__(store, group.rank(), group.size(), timeout)
+        self._group = group
         # Row i holds the slot of the i-th rank after this one.
         memory_ = bytearray(self._size * SLOT)
         self._bytes = memoryview(memory_)
@@ -543,54 +523,39 @@ class GlooTransport(Transport):
         ]
 
     @override
-    def all_reduce_min(self, values: Sequence[int], describe_call: Callable[[], str]) -> tuple[int, ...]:
-        self._report.check()
+    def all_reduce_min(self, values: Sequence[int]) -> tuple[int, ...]:
+        self._check()
         lowest = torch.tensor(values, dtype=torch.int64, device="cpu")
         received = torch.empty_like(lowest)
-        try:
-            for to, source, _, _ in allgather_schedule(self._rank, self._size):
-                receive = self._group.recv([received], source, _SUMMARIES)
-                send = self._group.send([lowest], to, _SUMMARIES)
-                receive.wait(self._timeout)
-                send.wait(self._timeout)
-                lowest = torch.minimum(lowest, received)
-        except RuntimeError as error:
-            raise self._report_loss(error, describe_call()) from error
+        for _, to, _, source in self._rounds:
+            self._swap([lowest], to, [received], source, _SUMMARIES)
+            lowest = torch.minimum(lowest, received)
         return tuple(lowest.tolist())
 
     @override
-    def all_gather_slots(self, slot: memoryview, describe_call: Callable[[], str]) -> bytearray:
-        self._report.check()
+    def all_gather_slots(self, slot: memoryview) -> bytearray:
+        self._check()
         self._bytes[:SLOT] = slot
-        try:
-            for sent, to, buffer, from_ in self._rounds:
-                arrival = self._group.recv(buffer, from_, _SLOTS)
-                departure = self._group.send(sent, to, _SLOTS)
-                arrival.wait(self._timeout)
-                departure.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._report_loss(error, describe_call()) from error
+        for sent, to, buffer, source in self._rounds:
+            self._swap(sent, to, buffer, source, _SLOTS)
         return to_rank_order(self._bytes, self._rank)
 
-    @override
-    def transfer(
-        self,
-        outgoing: Mapping[int, torch.Tensor],
-        incoming: Mapping[int, torch.Tensor],
-        describe_call: Callable[[], str],
+    def _swap(
+        self, sent: list[torch.Tensor], to: int, buffer: list[torch.Tensor], source: int, tag: int
     ) -> None:
-        self._report.check()
-        try:
-            works = [
-                self._group.recv([buffer], rank, _LARGE) for rank, buffer in incoming.items() if len(buffer)
-            ]
-            works += [self._group.send([data], rank, _LARGE) for rank, data in outgoing.items() if len(data)]
-            for work in works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._report_loss(error, describe_call()) from error
+        arrival = self._group.recv(buffer, source, tag)
+        departure = self._group.send(sent, to, tag)
+        arrival.wait(self._timeout)
+        departure.wait(self._timeout)
 
-    def _report_loss(self, error: RuntimeError, describe_call: str) -> ConnectionLostError:
-        return self._report.report_loss(
-            describe_call, self._group.abort, timed_out="timed out" in str(error).lower()
-        )
+    @override
+    def transfer(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        self._check()
+        works = [self._group.recv([buffer], rank, _LARGE) for rank, buffer in incoming.items() if len(buffer)]
+        works += [self._group.send([data], rank, _LARGE) for rank, data in outgoing.items() if len(data)]
+        for work in works:
+            work.wait(self._timeout)
+
+    @override
+    def _disconnect(self) -> None:
+        self._group.abort()

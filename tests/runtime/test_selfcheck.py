@@ -68,7 +68,7 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ra
         (
             "collectives.transport.SocketTransport",
             "all_gather_slots",
-            lambda self, slot, _where: bytearray(slot) * self._size,
+            lambda self, slot: bytearray(slot) * self._size,
         ),
         ("backends.distributed.DistributedBackend", "wrap_model", lambda _self, model, _options: model),
     ],

@@ -23,7 +23,6 @@ from accel_runtime.collectives.transport import (
     ConnectionLostError,
     GlooTransport,
     SocketTransport,
-    StallReport,
     connect_sockets,
 )
 
@@ -38,9 +37,7 @@ class Wires:
         store = dist.HashStore()
         seconds = timedelta(seconds=timeout)
         self.peers = peers
-        self.wires = [
-            SocketTransport(p, rank, StallReport(store, rank, size), seconds) for rank, p in enumerate(peers)
-        ]
+        self.wires = [SocketTransport(p, rank, store, seconds) for rank, p in enumerate(peers)]
 
     def run(self, step):
         """What `step(rank, wire)` gives on every rank, all at once."""
@@ -59,12 +56,19 @@ def slot(rank):
     return memoryview(bytes([rank]) * SLOT)
 
 
+def failed(wire, step, doing=""):
+    """The error to raise after an exchange that fails."""
+    with pytest.raises(BaseException) as caught:
+        step()
+    return wire.fail(caught.value, doing)
+
+
 @settings(max_examples=20)
 @given(size=st.integers(2, 20))
 def test_every_rank_has_the_slots_of_all_in_rank_order(size):
     with Wires(size) as wires:
         for _ in range(2):
-            for got in wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank), str)):
+            for got in wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank))):
                 assert got == b"".join(map(slot, range(size)))
 
 
@@ -77,7 +81,7 @@ def test_any_rank_sends_any_number_of_bytes_to_any_other_at_once(data, size):
     def step(rank, wire):
         own = {b: torch.full((counts[a, b],), a, dtype=torch.uint8) for a, b in pairs if a == rank}
         rooms = {a: torch.empty(counts[a, b], dtype=torch.uint8) for a, b in pairs if b == rank}
-        wire.transfer(own, rooms, str)
+        wire.transfer(own, rooms)
         return rooms
 
     with Wires(size) as wires:
@@ -95,12 +99,9 @@ def test_a_rank_that_is_gone_is_missing_for_all_others_and_stays_so(large):
             return None
         rooms = {2: torch.empty(100_000, dtype=torch.uint8)}
         step = partial(wire.transfer, {}, rooms) if large else partial(wire.all_gather_slots, slot(rank))
-        with pytest.raises(ConnectionLostError) as first:
-            step(lambda: f"here {rank}")
-        with pytest.raises(ConnectionLostError) as second:
-            wire.all_gather_slots(slot(rank), str)
-        assert second.value is first.value
-        return first.value
+        first = failed(wire, step, f"here {rank}")
+        assert failed(wire, partial(wire.all_gather_slots, slot(rank))) is first
+        return first
 
     with Wires(3) as wires:
         *errors, _ = wires.run(step)
@@ -113,9 +114,7 @@ def test_a_rank_that_does_not_come_in_time_is_missing_and_it_is_said_that_time_r
         if rank == 1:
             time.sleep(1.5)
             return None
-        with pytest.raises(ConnectionLostError) as caught:
-            wire.all_gather_slots(slot(rank), lambda: "here")
-        return caught.value
+        return failed(wire, partial(wire.all_gather_slots, slot(rank)), "here")
 
     with Wires(2, timeout=0.3) as wires:
         error, _ = wires.run(step)
@@ -126,11 +125,10 @@ def test_a_rank_that_does_not_come_in_time_is_missing_and_it_is_said_that_time_r
 def test_what_is_interrupted_half_way_is_never_taken_for_an_answer():
     def step(rank, wire):
         if rank == 0:
-            with pytest.raises(KeyboardInterrupt):
-                wire.transfer({1: torch.ones(10, dtype=torch.uint8)}, {1: Interrupting()}, str)
+            step = partial(wire.transfer, {1: torch.ones(10, dtype=torch.uint8)}, {1: Interrupting()})
+            assert isinstance(failed(wire, step), KeyboardInterrupt)
         else:
-            with pytest.raises(ConnectionLostError):
-                wire.all_gather_slots(slot(rank), str)
+            assert isinstance(failed(wire, partial(wire.all_gather_slots, slot(rank))), ConnectionLostError)
 
     class Interrupting:
         def __len__(self):
@@ -146,7 +144,7 @@ def test_a_forked_child_holds_no_connection():
         if not child:
             os._exit(sum(peer.fileno() != -1 for peers in wires.peers for peer in peers.values()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank), str))[0][SLOT:] == slot(1)
+        assert wires.run(lambda rank, wire: wire.all_gather_slots(slot(rank)))[0][SLOT:] == slot(1)
 
 
 def wire():
