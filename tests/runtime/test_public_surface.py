@@ -27,7 +27,6 @@ MODULES = (*surface.MODULES, "big_modeling", "memory")
 OWN = {
     "launchers": {"LaunchError"},
     "memory": {"is_out_of_memory"},
-    "utils.imports": {"is_numpy_available", "is_torch_distributed_available", "is_tqdm_available"},
     "utils.memory": {"should_reduce_batch_size"},
 }
 """Names of a module that neither Accelerate has there nor `accel_runtime.utils`."""

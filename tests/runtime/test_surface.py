@@ -277,8 +277,11 @@ PLACES = {
     " TensorBoardTracker TrackioTracker WandBTracker get_available_trackers on_main_process register_tracker_class",
 }
 """Modules, and what scripts import from them; trackers only where their package is installed."""
-OURS = "CheckpointError Description MismatchError RankLostError Settings StallError Topology"
-"""What Accelerate has no name for."""
+OURS = (
+    "CheckpointError Description MismatchError RankLostError Settings StallError Topology "
+    "is_numpy_available is_torch_distributed_available is_tqdm_available"
+)
+"""What Accelerate has no name for, or has in `utils.imports` only."""
 
 # Objects ---------------------------------------------------------------------------------
 
