@@ -13,7 +13,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import loader_options, prepare_loader
 from accel_runtime.options import DataLoaderConfiguration
-from accel_runtime.rng import RNG_TYPES
+from accel_runtime.rng import parse_rng_types
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 
@@ -82,9 +82,6 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
             "prepare_data_loader() cannot use torch_device_mesh: no model is sharded here. Leave it out, or give the "
             "Accelerator a ParallelismConfig."
         )
-    kinds = tuple(rng_types or ())
-    if unknown := [kind for kind in kinds if kind not in RNG_TYPES]:
-        raise ValueError(f"rng_types must be some of {', '.join(RNG_TYPES)}; there is {unknown[0]!r}")
     config = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -95,7 +92,10 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
         use_stateful_dataloader=use_stateful_dataloader,
     )
     return prepare_loader(
-        dataloader, backend, backend.active_loops, loader_options(config, put_on_device, kinds)
+        dataloader,
+        backend,
+        backend.active_loops,
+        loader_options(config, put_on_device, parse_rng_types(rng_types)),
     )
 
 

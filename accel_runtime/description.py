@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.accelerate_env import Translation
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
-from accel_runtime.env import Settings, accelerate_variables, flatten_settings, variable_name
+from accel_runtime.env import Settings, flatten_settings, variable_name
 from accel_runtime.parallel.dtensor import GroupFacts, class_of
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import DataRank
@@ -171,15 +172,18 @@ class Description:
 
 
 def origins(
-    settings: Settings, is_argument: Mapping[str, bool], environ: Mapping[str, str]
+    settings: Settings,
+    launched: Settings,
+    others: Translation,
+    is_argument: Mapping[str, bool],
+    environ: Mapping[str, str],
 ) -> dict[str, OptionFacts]:
-    """Return the value and origin of each setting.
+    """Return the value and origin of each setting, given those of the environment and its variables of Accelerate.
 
     `is_argument` marks options and sections set by an argument; `dynamo` and `gradient` mean all arguments of the
     plugin.
     """
-    from_env = dict(flatten_settings(Settings.from_env(environ)))
-    others = accelerate_variables(environ)
+    from_env = dict(flatten_settings(launched))
 
     def find_origin(name: str, value: object) -> str:
         # An argument may set only some options of a section.

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = [
     "derive_rng_state",
     "fingerprint_states",
     "hash_text",
+    "parse_rng_types",
     "restore_rng_state",
     "restore_states",
     "set_seed",
@@ -69,25 +70,28 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(mode=True)
 
 
-def broadcast_rng_types(kinds: list[str], backend: Backend) -> None:
+def parse_rng_types(kinds: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the kinds of generators in `rng_types`; raise ValueError if one is unknown."""
+    kinds = tuple(kinds or ())
+    for kind in kinds:
+        if kind not in RNG_TYPES:
+            raise ValueError(f"Invalid rng_types entry {kind!r}: expected one of {', '.join(RNG_TYPES)}.")
+    return kinds
+
+
+def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
     """Set the states of the generators named in `kinds` (out of `RNG_TYPES`) to those of the first rank, on every rank."""
     for kind in kinds:
-        if kind == "generator":
-            continue
         if kind == "xla":
-            _broadcast_xla_state(backend)
-            continue
-        module = torch if kind == "torch" else getattr(torch, kind)
-        module.set_rng_state(backend.broadcast(module.get_rng_state()))
-
-
-def _broadcast_xla_state(backend: Backend) -> None:
-    if backend.device.type != "xla":
-        raise ValueError(
-            f"Invalid rng_types: xla needs an XLA device, and the device is {backend.device}. Leave xla out."
-        )
-    state = backend.broadcast(backend.device_rng.get_rng_state(backend.device))
-    backend.device_rng.set_rng_state(state, backend.device)
+            if backend.device.type != "xla":
+                raise ValueError(
+                    f"Invalid rng_types: xla needs an XLA device, and the device is {backend.device}. Leave xla out."
+                )
+            state = backend.broadcast(backend.device_rng.get_rng_state(backend.device))
+            backend.device_rng.set_rng_state(state, backend.device)
+        elif kind != "generator":
+            module = torch if kind == "torch" else getattr(torch, kind)
+            module.set_rng_state(backend.broadcast(module.get_rng_state()))
 
 
 KINDS = ("torch", "python", "numpy")

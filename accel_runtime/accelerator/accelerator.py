@@ -33,14 +33,17 @@ from accel_runtime.heartbeat import heartbeat
 from accel_runtime.memory import release_memory
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
     find_handlers,
 )
 from accel_runtime.profiling import ProfileKwargs, profiled
-from accel_runtime.rng import RNG_TYPES
+from accel_runtime.rng import parse_rng_types
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState
 from accel_runtime.topology import Topology
@@ -114,28 +117,33 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         fp16: bool | None = None,
     ) -> None:
-        settings, others = Settings.from_env(os.environ), accelerate_variables(os.environ)
+        launched, others = Settings.from_env(os.environ), accelerate_variables(os.environ)
         precision_argument = _parse_precision(mixed_precision, fp16=fp16)
-        precision = precision_argument or settings.mixed_precision
-        settings = replace(settings, mixed_precision=precision, device="cpu" if cpu else settings.device)
+        precision = precision_argument or launched.mixed_precision
+        settings = replace(launched, mixed_precision=precision, device="cpu" if cpu else launched.device)
         self._initial_settings = self.settings = settings
         if parallelism_config is not None or fsdp_plugin is not None:
             from accel_runtime.parallel.plugins import merge_settings  # noqa: PLC0415 - slow to import
 
             self.settings = merge_settings(settings, parallelism_config, fsdp_plugin)
         self._handlers = find_handlers(kwargs_handlers, HANDLER_TYPES)
-        options = self.init_handler.to_kwargs() if self.init_handler else {}
-        self._use_backend(connect(self.settings, Topology.from_env(os.environ), options))
+        options = {kind: handler.to_kwargs() for kind, handler in self._handlers.items()}
+        self._use_backend(
+            connect(self.settings, Topology.from_env(os.environ), options.get(InitProcessGroupKwargs, {}))
+        )
         self._progress = heartbeat()
         check_model_parallel_ranks(self._backend)
         self._backend.check_options(self._ddp_options, precision)
         self._preemption = Preemption(self._backend.handshake)
-        self._init_tracking(log_with, project_dir, project_config)
+        self.project_configuration = project_config or ProjectConfiguration()
+        self.project_configuration.place(project_dir)
+        self._trackers = Trackers(log_with, self.project_configuration.logs, self._backend.topology)
+        self.project_configuration.observe(self._configuration_changed)
         self._precision = Precision(
             precision,
             self._backend.device,
-            self.autocast_handler.to_kwargs() if self.autocast_handler else {},
-            self.scaler_handler.to_kwargs() if self.scaler_handler else {},
+            options.get(AutocastKwargs, {}),
+            options.get(GradScalerKwargs, {}),
         )
         self._accumulation = _build_accumulation(
             gradient_accumulation_steps, gradient_accumulation_plugin, others.arguments
@@ -144,7 +152,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._dynamo = _build_dynamo_plugin(dynamo, others.arguments)
         self.dataloader_config = _merge_loader_config(dataloader_config, split_batches, dispatch_batches)
         check_loader_configuration(self.dataloader_config)
-        self._device_placement, self._rng_types = device_placement, _parse_rng_types(rng_types)
+        self._device_placement, self._rng_types = device_placement, parse_rng_types(rng_types)
         self._step_with_optimizer = step_scheduler_with_optimizer
         self._loops = ActiveLoops(self._backend.data_rank.rank, has_padding=self._backend.pads_batches)
         self._backend.active_loops = self._loops
@@ -168,9 +176,10 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             "gradient": gradient_accumulation_plugin is not None,
             "dynamo": dynamo is not None,
         }
-        self._origins = origins(self.settings, is_argument, os.environ)
+        self._origins = origins(self.settings, launched, others, is_argument, os.environ)
         self._init_sharding(parallelism_config, fsdp_plugin)
-        self._observe_handlers()
+        for configuration in (*self._handlers.values(), self._dynamo):
+            configuration.observe(self._configuration_changed)
         plugins = {
             "dynamo_plugin": self._dynamo,
             "fsdp_plugin": self._fsdp_plugin,
@@ -216,24 +225,6 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         return tensors.pad_across_processes(tensor, self._backend, dim, pad_index, pad_first)
 
     # Project, trackers and profiles -----------------------------------------------------
-
-    def _init_tracking(
-        self,
-        log_with: Any,
-        project_dir: str | os.PathLike[str] | None,
-        project_config: ProjectConfiguration | None,
-    ) -> None:
-        self.project_configuration = project_config or ProjectConfiguration()
-        self.project_configuration.place(project_dir)
-        self._trackers = Trackers(log_with, self.project_configuration.logs, self._backend.topology)
-        self.project_configuration.observe(self._project_changed)
-
-    def _project_changed(self, config: ProjectConfiguration, name: str) -> None:
-        if name in {"project_dir", "logging_dir"} and config is self.project_configuration:
-            if self._trackers.active:
-                self._warn_if_prepared(config, name, self._trackers.active, "tracker(s)")
-            else:
-                self._trackers.set_directory(config.logs)
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
@@ -450,11 +441,3 @@ def _choose_one(*arguments: tuple[str, Any, Any]) -> Any:
     if len(chosen) > 1:
         raise ValueError(f"Pass either {' or '.join(name for name, _ in chosen)}, not both.")
     return chosen[0][1] if chosen else arguments[0][1]
-
-
-def _parse_rng_types(names: Iterable[str] | None) -> tuple[str, ...]:
-    kinds = tuple(names or ())
-    for kind in kinds:
-        if kind not in RNG_TYPES:
-            raise ValueError(f"Invalid rng_types entry {kind!r}: expected one of {', '.join(RNG_TYPES)}.")
-    return kinds

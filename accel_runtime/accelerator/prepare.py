@@ -85,8 +85,17 @@ class ParameterMap:
                     }
             # In place: some optimizers keep the list itself.
             parameters[:] = [self._sharded.get(parameter, parameter) for parameter in parameters]
-            if len({hasattr(parameter, "device_mesh") for parameter in parameters}) > 1:
-                _disable_foreach(group)
+            if len({hasattr(parameter, "device_mesh") for parameter in parameters}) <= 1:
+                continue
+            # Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters.
+            for name in ("fused", "foreach"):
+                if group.get(name):
+                    raise ValueError(
+                        f"Cannot prepare the optimizer with {name}=True: a parameter group contains both sharded and replicated "
+                        f"parameters, which torch cannot step together. Remove {name}, or use one group for each kind."
+                    )
+            if "foreach" in group:
+                group["foreach"] = False
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -94,20 +103,10 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _disable_foreach(group: dict[str, Any]) -> None:
-    """Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters."""
-    for name in ("fused", "foreach"):
-        if group.get(name):
-            raise ValueError(
-                f"Cannot prepare the optimizer with {name}=True: a parameter group contains both sharded and replicated "
-                f"parameters, which torch cannot step together. Remove {name}, or use one group for each kind."
-            )
-    if "foreach" in group:
-        group["foreach"] = False
-
-
 _MAX_DIFFERENCES = 10
 """The maximum number of differences in a message."""
+_MAX_TEXT = 60
+"""The maximum number of characters of a value in it."""
 
 Facts = dict[str, Any]
 """Values that must be equal on all ranks, by the name in the message."""
@@ -149,18 +148,30 @@ def collect_option_facts(configurations: Iterable[Any]) -> Facts:
 
 
 def _collect_facts(item: Any, options: LoaderOptions) -> Facts:
+    facts: Facts = {"class": type(item).__name__}
     if isinstance(item, DataLoader):
-        return _loader_facts(item, options)
+        return facts | _loader_facts(item, options)
     if isinstance(item, nn.Module):
-        return _model_facts(item)
-    if isinstance(item, torch.optim.Optimizer):
-        return _optimizer_facts(item)
-    return {"class": type(item).__name__}
+        for name, parameter in item.named_parameters(remove_duplicate=False):
+            facts[f"parameter {name}"] = _describe(parameter) + (
+                "" if parameter.requires_grad else ", frozen"
+            )
+        for name, buffer in item.named_buffers(remove_duplicate=False):
+            facts[f"buffer {name}"] = _describe(buffer)
+    elif isinstance(item, torch.optim.Optimizer):
+        facts["parameter groups"] = len(item.param_groups)
+        for index, group in enumerate(item.param_groups):
+            facts[f"parameters of group {index}"] = [_describe(parameter) for parameter in group["params"]]
+            facts |= {
+                f"{key} of group {index}": value
+                for key, value in group.items()
+                if key != "params" and _is_plain(value)
+            }
+    return facts
 
 
 def _loader_facts(loader: DataLoader[Any], options: LoaderOptions) -> Facts:
     facts: Facts = {
-        "class": type(loader).__name__,
         "data": "sharded" if options.presharded else "global",
         "split_batches": options.split_batches,
         "even_batches": options.even_batches,
@@ -195,27 +206,6 @@ def _get_length(sized: Any) -> int | None:
     return None
 
 
-def _model_facts(model: nn.Module) -> Facts:
-    facts: Facts = {"class": type(model).__name__}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        facts[f"parameter {name}"] = _describe(parameter) + ("" if parameter.requires_grad else ", frozen")
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        facts[f"buffer {name}"] = _describe(buffer)
-    return facts
-
-
-def _optimizer_facts(optimizer: torch.optim.Optimizer) -> Facts:
-    facts: Facts = {"class": type(optimizer).__name__, "parameter groups": len(optimizer.param_groups)}
-    for index, group in enumerate(optimizer.param_groups):
-        facts[f"parameters of group {index}"] = [_describe(parameter) for parameter in group["params"]]
-        facts |= {
-            f"{key} of group {index}": value
-            for key, value in group.items()
-            if key != "params" and _is_plain(value)
-        }
-    return facts
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether a value can be compared by its text; reading a tensor would wait for the device."""
     if isinstance(value, (tuple, list)):
@@ -224,7 +214,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    if nn.parameter.is_lazy(tensor):
+    if is_lazy(tensor):
         return "not initialized"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -238,15 +228,14 @@ def _list_differences(facts_by_rank: Sequence[Sequence[Facts]]) -> list[str]:
     for index, versions in enumerate(zip(*facts_by_rank, strict=True)):
         names = dict.fromkeys(name for facts in versions for name in facts)
         for name in names:
-            values = [_shorten(facts.get(name, "missing")) for facts in versions]
-            if len({repr(facts.get(name, "missing")) for facts in versions}) > 1:
-                lines.append(f"{kinds[0][index]}, {name}: {_group_by_value(values)}")
+            values = [facts.get(name, "missing") for facts in versions]
+            if len(set(map(repr, values))) > 1:
+                shortened = [
+                    text if len(text := str(value)) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+                    for value in values
+                ]
+                lines.append(f"{kinds[0][index]}, {name}: {_group_by_value(shortened)}")
     return lines
-
-
-def _shorten(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004 - three dots are three characters
 
 
 def _group_by_value(values: Sequence[str]) -> str:
@@ -291,14 +280,21 @@ class PrepareMethods(CheckpointMethods):
         self._check_consistent(
             [leaf for item in objects for leaf in nested.leaves(item)], self._loader_options
         )
-        # Models first: the state of an optimizer is moved to their devices. A scheduler needs the prepared optimizer.
-        steps = (self._prepare_if_model, self._prepare_optimizer_or_loader, self._prepare_if_scheduler)
         prepared = list(objects)
-        for step in steps:
-            pairs = zip(prepared, placements, strict=True)
-            prepared = [
-                nested.map_leaves(partial(step, placement=placement), item) for item, placement in pairs
-            ]
+
+        def prepare_kind(kind: type[Any], method: Callable[..., Any], *, is_placed: bool = True) -> None:
+            for index, placement in enumerate(placements):
+                call = partial(method, device_placement=placement) if is_placed else method
+                prepared[index] = nested.map_leaves(
+                    lambda leaf: call(leaf) if isinstance(leaf, kind) else leaf,  # noqa: B023 - called at once
+                    prepared[index],
+                )
+
+        # Models first: the state of an optimizer is moved to their devices. A scheduler needs the prepared optimizer.
+        prepare_kind(nn.Module, self.prepare_model)
+        prepare_kind(torch.optim.Optimizer, self.prepare_optimizer)
+        prepare_kind(DataLoader, self.prepare_data_loader)
+        prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
     def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
@@ -336,17 +332,6 @@ class PrepareMethods(CheckpointMethods):
                 new, self._backend, options, settings | collect_option_facts(self._torch_options())
             )
 
-    def _prepare_if_model(self, item: Any, placement: bool | None) -> Any:
-        return self.prepare_model(item, placement) if isinstance(item, nn.Module) else item
-
-    def _prepare_optimizer_or_loader(self, item: Any, placement: bool | None) -> Any:
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item, placement)
-        return self.prepare_data_loader(item, placement) if isinstance(item, DataLoader) else item
-
-    def _prepare_if_scheduler(self, item: Any, placement: bool | None) -> Any:  # noqa: ARG002 - a scheduler has no device
-        return self.prepare_scheduler(item) if isinstance(item, LRScheduler) else item
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -380,17 +365,14 @@ class PrepareMethods(CheckpointMethods):
         if self._backend.pads_batches:
             prepared.register_forward_pre_hook(ModelInputHook(self._loops), with_kwargs=True)
         if self._backend.topology.world_size > 1 and not self._backend.shards_models:
-            self._add_training_checks(prepared, averages=not evaluation_mode)
+            # They warn if gradients are not averaged, or all processes have the same batches.
+            self._averaging_check.add(prepared, averages=not evaluation_mode)
+            first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
+            if first and isinstance(prepared, DistributedDataParallel):
+                FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
         self._models.append(prepared)
         self._gradients.find_groups()
         return prepared
-
-    def _add_training_checks(self, prepared: nn.Module, *, averages: bool) -> None:
-        """Add checks that warn if gradients are not averaged, or all processes have the same batches."""
-        self._averaging_check.add(prepared, averages=averages)
-        first = not any(isinstance(model, DistributedDataParallel) for model in self._models)
-        if first and isinstance(prepared, DistributedDataParallel):
-            FirstInput(self._backend, lambda: bool(self._loaders_prepared)).watch(prepared)
 
     def _replicate_or_shard(self, model: nn.Module) -> nn.Module:
         originals = named_parameters(model)

@@ -17,7 +17,6 @@ from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
 from accel_runtime.description import (
     Description,
-    ModelFacts,
     OptionFacts,
     ProcessFacts,
     loader_facts,
@@ -42,6 +41,7 @@ from accel_runtime.options import (
 from accel_runtime.profiling import ProfileKwargs
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
+from accel_runtime.tracking import Trackers
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.checks import AveragingCheck
 from accel_runtime.training.compilation import TorchDynamoPlugin
@@ -98,6 +98,7 @@ class AcceleratorProperties(ProcessMethods):
     _schedulers: list[PreparedScheduler]
     _state: AcceleratorState
     _step_with_optimizer: bool
+    _trackers: Trackers
 
     def _init_sharding(
         self, config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None
@@ -118,18 +119,37 @@ class AcceleratorProperties(ProcessMethods):
             self._fsdp_plugin = plugin or build_plugin(self.settings.fully_shard)
             self._fsdp_plugin.observe(self._fsdp_plugin_changed)
 
-    def _observe_handlers(self) -> None:
-        """Call methods of this object when a field of a configuration object is assigned."""
-        observers = {
-            AutocastKwargs: self._autocast_changed,
-            DistributedDataParallelKwargs: self._ddp_changed,
-            GradScalerKwargs: self._scaler_changed,
-            InitProcessGroupKwargs: self._process_group_changed,
-        }
-        for kind, changed in observers.items():
-            if kind in self._handlers:
-                self._handlers[kind].observe(changed)
-        self._dynamo.observe(self._dynamo_changed)
+    def _configuration_changed(self, configuration: Configuration, name: str) -> None:
+        """Apply an assignment to a field of a configuration object, refuse it, or warn that it has no effect any more."""
+        match configuration:
+            case ProjectConfiguration() if configuration is self.project_configuration:
+                self._project_changed(configuration, name)
+            case DataLoaderConfiguration() if configuration is self._loader_config:
+                self._loader_config_changed(configuration, name)
+            case DistributedDataParallelKwargs():
+                self._backend.check_options(changed_fields(configuration), self.settings.mixed_precision)
+                if configuration is self.ddp_handler and self.use_distributed:
+                    self._warn_if_prepared(configuration, name, self._models, "model(s)")
+            case AutocastKwargs() if configuration is self.autocast_handler:
+                self._precision.set_autocast(configuration.to_kwargs())
+            case GradScalerKwargs():
+                _refuse_assignment(
+                    configuration,
+                    name,
+                    "the loss scaler exists already",
+                    "or call the methods of accelerator.scaler",
+                )
+            case InitProcessGroupKwargs():
+                _refuse_assignment(configuration, name, "the process group exists already")
+            case TorchDynamoPlugin():
+                self._warn_if_prepared(configuration, name, self._models, "model(s)")
+
+    def _project_changed(self, config: ProjectConfiguration, name: str) -> None:
+        if name in {"project_dir", "logging_dir"}:
+            if self._trackers.active:
+                self._warn_if_prepared(config, name, self._trackers.active, "tracker(s)")
+            else:
+                self._trackers.set_directory(config.logs)
 
     # Loaders ---------------------------------------------------------------------------
 
@@ -143,13 +163,13 @@ class AcceleratorProperties(ProcessMethods):
         _check_kind("dataloader_config", config, DataLoaderConfiguration)
         before = vars(self).get("_loader_config", config)
         self._loader_config = config
-        config.observe(self._loader_config_changed)
+        config.observe(self._configuration_changed)
         for name, value in vars(config).items():
             if value != getattr(before, name):
                 self._loader_config_changed(config, name)
 
     def _loader_config_changed(self, config: DataLoaderConfiguration, name: str) -> None:
-        if config is not self._loader_config or name == "use_stateful_dataloader":
+        if name == "use_stateful_dataloader":
             return
         if name != "split_batches":
             self._warn_if_prepared(config, name, self._loaders, "DataLoader(s)")
@@ -182,15 +202,10 @@ class AcceleratorProperties(ProcessMethods):
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
         options = {} if handler is None else changed_fields(handler)
         self._backend.check_options(options, self.settings.mixed_precision)
-        self._set_handler("ddp_handler", DistributedDataParallelKwargs, handler, self._ddp_changed)
+        self._set_handler("ddp_handler", DistributedDataParallelKwargs, handler)
         if handler is not None and self.use_distributed:
             for name in options:
                 self._warn_if_prepared(handler, name, self._models, "model(s)")
-
-    def _ddp_changed(self, handler: DistributedDataParallelKwargs, name: str) -> None:
-        self._backend.check_options(changed_fields(handler), self.settings.mixed_precision)
-        if handler is self.ddp_handler and self.use_distributed:
-            self._warn_if_prepared(handler, name, self._models, "model(s)")
 
     @property
     def _ddp_options(self) -> dict[str, Any]:
@@ -212,12 +227,8 @@ class AcceleratorProperties(ProcessMethods):
 
     @autocast_handler.setter
     def autocast_handler(self, handler: AutocastKwargs | None) -> None:
-        self._set_handler("autocast_handler", AutocastKwargs, handler, self._autocast_changed)
+        self._set_handler("autocast_handler", AutocastKwargs, handler)
         self._precision.set_autocast({} if handler is None else handler.to_kwargs())
-
-    def _autocast_changed(self, handler: AutocastKwargs, _: str) -> None:
-        if handler is self.autocast_handler:
-            self._precision.set_autocast(handler.to_kwargs())
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
@@ -233,29 +244,18 @@ class AcceleratorProperties(ProcessMethods):
         """Return the arguments of the loss scaler; None means the defaults of torch."""
         return self._handlers.get(GradScalerKwargs)
 
-    def _scaler_changed(self, handler: GradScalerKwargs, name: str) -> NoReturn:
-        _refuse_assignment(
-            handler, name, "the loss scaler exists already", "or call the methods of accelerator.scaler"
-        )
-
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
         """Return the arguments of `init_process_group`; None means those of the profile."""
         return self._handlers.get(InitProcessGroupKwargs)
 
-    def _process_group_changed(self, handler: InitProcessGroupKwargs, name: str) -> NoReturn:
-        _refuse_assignment(handler, name, "the process group exists already")
-
-    def _set_handler(
-        self, attribute: str, kind: type[KwargsHandler], handler: Any, changed: Any = None
-    ) -> None:
+    def _set_handler(self, attribute: str, kind: type[KwargsHandler], handler: Any) -> None:
         if handler is None:
             self._handlers.pop(kind, None)
             return
         _check_kind(attribute, handler, kind)
         self._handlers[kind] = handler
-        if changed is not None:
-            handler.observe(changed)
+        handler.observe(self._configuration_changed)
 
     # Models ----------------------------------------------------------------------------
 
@@ -264,9 +264,6 @@ class AcceleratorProperties(ProcessMethods):
         """Return the object that allocates the parameters of models on the meta device."""
         offloaded = self.settings.fully_shard.cpu_offload
         return MetaModels(self.device, torch.device("cpu") if offloaded else self.device)
-
-    def _dynamo_changed(self, plugin: TorchDynamoPlugin, name: str) -> None:
-        self._warn_if_prepared(plugin, name, self._models, "model(s)")
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -471,6 +468,7 @@ class AcceleratorProperties(ProcessMethods):
         `print` shows text, `rich.print` a panel; `as_dict()` returns data.
         """
         topology = self._backend.topology
+        computes_in, hook = self._precision.format.dtype, self._ddp_options.get("comm_hook")
         return Description(
             processes=ProcessFacts(
                 world_size=topology.world_size,
@@ -485,7 +483,16 @@ class AcceleratorProperties(ProcessMethods):
                 self._backend.data_rank.world_size,
                 split_batches=self._loader_config.split_batches and not self._accumulation.weighted,
             ),
-            models=tuple(map(self._model_facts, self._models)),
+            models=tuple(
+                model_facts(
+                    self._backend.unwrap_model(model),
+                    computes_in,
+                    getattr(hook, "value", None),
+                    self._backend.describe_wrapper(model),
+                    self._backend.list_parameter_groups(model, computes_in),
+                )
+                for model in self._models
+            ),
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
             schedulers=tuple(map(scheduler_facts, self._schedulers)),
             loaders=tuple(
@@ -494,16 +501,6 @@ class AcceleratorProperties(ProcessMethods):
             ),
             options=self._origins,
             device=self._backend.describe_device(),
-        )
-
-    def _model_facts(self, model: nn.Module) -> ModelFacts:
-        hook = self._ddp_options.get("comm_hook")
-        return model_facts(
-            self._backend.unwrap_model(model),
-            self._precision.format.dtype,
-            getattr(hook, "value", None),
-            self._backend.describe_wrapper(model),
-            self._backend.list_parameter_groups(model, self._precision.format.dtype),
         )
 
 
