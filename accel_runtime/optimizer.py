@@ -46,6 +46,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._stepped = stepped
         self._check = check
         self._calls = 0
+        self._used_backward = 0
         self._beat = heartbeat()
         if scaler is not None:
             scaler.add_optimizer(optimizer)
@@ -83,6 +84,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if not self._calls & (self._calls - 1) and self._check():
                 self._check = None
         accumulation.is_new_cycle = True
+        self._used_backward = accumulation.num_backward
         self.steps += 1
         if self._beat is not None:
             self._beat.step()
@@ -102,7 +104,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation = self._accumulation
         if accumulation.synced:
             accumulation.is_new_cycle = True
+            self._used_backward = accumulation.num_backward
             self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def has_used_gradients(self) -> bool:
+        """Return whether there was a step, or gradients were cleared, since the newest backward pass of any model."""
+        return self._used_backward == self._accumulation.num_backward
+
+    @has_used_gradients.setter
+    def has_used_gradients(self, used: bool) -> None:
+        self._used_backward = self._accumulation.num_backward if used else -1
 
     def train(self) -> None:
         """Switch an optimizer that has modes, such as a schedule-free one, to training."""

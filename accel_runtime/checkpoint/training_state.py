@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsy
 from accel_runtime.rng import capture_rng_state, derive_rng_state, restore_rng_state
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.gradients import Gradients, ParameterGroup, name_parameters
+from accel_runtime.training.gradients import Gradients, name_parameters
 from accel_runtime.training.precision import Precision
 
 __all__ = [
@@ -264,26 +264,28 @@ def capture_accumulation(accumulation: Accumulation, gradients: Gradients, copie
     kept apart.
     """
     names = gradients.parameter_names()
-    present = {name: p.grad for p, name in names.items() if p.grad is not None}
-    is_new = accumulation.is_new_cycle
-    unsynced = (
-        {}
-        if is_new
-        else {names[p]: gradient for p, gradient in read_unsynced_gradients(gradients.models).items()}
-    )
+    # A cycle is common to all optimizers, and the first that steps ends it.
+    unused = gradients.list_unused() if accumulation.is_new_cycle else names.keys()
+    present = {name: p.grad for p, name in names.items() if p in unused and p.grad is not None}
     sharded = {
         "copies": copies if copies > 1 else None,
-        "averaged": [] if is_new else [name for name, gradient in present.items() if is_sharded(gradient)],
-        "unreduced": unsynced,
+        "averaged": [name for name, gradient in present.items() if is_sharded(gradient)],
+        "unreduced": {
+            names[p]: gradient
+            for p, gradient in read_unsynced_gradients(gradients.models).items()
+            if p in unused
+        },
     }
     return {key: value for key, value in sharded.items() if value} | {
         "accumulation": accumulation.state_dict(),
         "unit": gradients.weights.unit,
-        "used": list(present) if is_new else [],
-        "gradients": {}
-        if is_new
-        else {name: _serialize_gradient(gradient) for name, gradient in present.items()},
-        "weights": {} if is_new else dict(_capture_weights(gradients)),
+        "used": [name for p, name in names.items() if p not in unused and p.grad is not None],
+        "gradients": {name: _serialize_gradient(gradient) for name, gradient in present.items()},
+        "weights": {
+            names[group.parameters[0]]: {"pending": group.pending, "total": group.total}
+            for group in gradients.find_groups()
+            if group.is_current and group.parameters[0] in unused
+        },
     }
 
 
@@ -302,10 +304,12 @@ def restore_accumulation(tree: Tree, accumulation: Accumulation, gradients: Grad
         else:
             parameter.grad = _place_like(reduced, parameter)
     restore_unsynced_gradients(gradients.models, unsynced)
+    held = tree["gradients"].keys() | tree.get("unreduced", {}).keys()
+    gradients.set_unused({parameter for parameter, name in names.items() if name in held})
     unit = tree["unit"]
     gradients.weights.unit = _copy_scalar(unit, gradients.device)
-    for name, group in _iterate_groups(gradients):
-        weights = tree["weights"].get(name, {})
+    for group in gradients.find_groups():
+        weights = tree["weights"].get(names[group.parameters[0]], {})
         group.set_weights(*(_copy_scalar(weights.get(key), gradients.device) for key in ("pending", "total")))
     accumulation.load_state_dict(tree["accumulation"])
 
@@ -363,19 +367,6 @@ def merge_accumulation(trees: Sequence[Tree], world_size: int, copies: int = 1) 
 
 def _union(parts: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
-
-
-def _iterate_groups(gradients: Gradients) -> Iterator[tuple[str, ParameterGroup]]:
-    """Yield the groups of weighted gradients, by the name of their first parameter."""
-    names = gradients.parameter_names()
-    for group in gradients.find_groups():
-        yield names[group.parameters[0]], group
-
-
-def _capture_weights(gradients: Gradients) -> Iterator[tuple[str, dict[str, torch.Tensor | None]]]:
-    for name, group in _iterate_groups(gradients):
-        if group.is_current:
-            yield name, {"pending": group.pending, "total": group.total}
 
 
 def _check_gradients(tree: Tree, names: dict[nn.Parameter, str]) -> None:

@@ -37,8 +37,8 @@ class Accumulation:
         """True until the first backward pass of the current cycle."""
         self.weighted = False
         """True if the newest loss had a weight."""
-        self.had_backward = False
-        """True if the current micro-batch has had a backward pass."""
+        self.num_backward = 0
+        """Number of backward passes so far."""
         self._step = self._count = 0
 
     @property
@@ -113,7 +113,7 @@ class Accumulation:
             )
         self.weighted = weighted
         self.is_new_cycle = False
-        self.had_backward = True
+        self.num_backward += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current cycle: numbers only, the same on all ranks."""
@@ -133,15 +133,14 @@ class Accumulation:
         self.is_new_cycle = bool(state_dict["fresh"])
         self.weighted = bool(state_dict["weighted"])
 
-    def save_counts(self) -> tuple[int, int, bool, bool]:
+    def save_counts(self) -> tuple[int, int, int, bool, bool]:
         """Return the counts, for `restore_counts`."""
-        self.had_backward = False
-        return self._step, self._count, self.synced, self.is_new_cycle
+        return self.num_backward, self._step, self._count, self.synced, self.is_new_cycle
 
-    def restore_counts(self, counts: tuple[int, int, bool, bool]) -> None:
+    def restore_counts(self, counts: tuple[int, int, int, bool, bool]) -> None:
         """Restore counts, unless there was a backward pass since: its gradients cannot be removed."""
-        if not self.had_backward:
-            self._step, self._count, self.synced, self.is_new_cycle = counts
+        if self.num_backward == counts[0]:
+            _, self._step, self._count, self.synced, self.is_new_cycle = counts
 
 
 class MicroBatch(AbstractContextManager[None]):

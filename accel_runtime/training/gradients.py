@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -328,7 +328,7 @@ class Gradients:
             and (accumulation.is_new_cycle or not accumulation.weighted)
         ):
             accumulation.is_new_cycle = accumulation.weighted = False
-            accumulation.had_backward = True
+            accumulation.num_backward += 1
             return True
         return False
 
@@ -392,6 +392,23 @@ class Gradients:
         if key != self._group_key:
             self._groups, self._group_key = group_parameters(models, optimizers), key
         return self._groups
+
+    def list_unused(self) -> set[nn.Parameter]:
+        """Return the parameters whose optimizer has not used their gradients since the newest backward pass."""
+        return {
+            parameter
+            for optimizer in self._optimizers
+            if not optimizer.has_used_gradients
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def set_unused(self, parameters: Container[nn.Parameter]) -> None:
+        """Set the parameters whose optimizers have not used their gradients."""
+        for optimizer in self._optimizers:
+            optimizer.has_used_gradients = not any(
+                parameter in parameters for group in optimizer.param_groups for parameter in group["params"]
+            )
 
     @property
     def models(self) -> Sequence[nn.Module]:

@@ -207,3 +207,53 @@ def test_a_rank_without_a_gradient_counts_with_zeros():
         [tree({"a": torch.tensor([3.0])}), tree({}), tree({"b": torch.tensor([6.0])})], 2
     )
     assert got["gradients"] == {"a": torch.tensor([1.0]), "b": torch.tensor([2.0])}
+
+
+class TwoModels:
+    """Two models with an optimizer each, of which one steps before a save and the other after it."""
+
+    def __init__(self, weight):
+        self.weight = weight
+        self.accelerator = Accelerator(gradient_accumulation_steps=2)
+        torch.manual_seed(1)
+        models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        self.models = self.accelerator.prepare(*models)
+        self.optimizers = self.accelerator.prepare(*optimizers)
+
+    def micro(self, number, generator):
+        model, optimizer = self.models[number], self.optimizers[number]
+        with self.accelerator.accumulate(model):
+            self.accelerator.backward(model(torch.randn(2, 3, generator=generator)).sum(), weight=self.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def finish(self, generator):
+        """Let the first model complete the cycle, and then step without another backward pass."""
+        self.micro(1, generator)
+        self.micro(0, generator)
+        self.optimizers[1].step()
+        return torch.cat([p.detach().flatten() for model in self.models for p in model.parameters()])
+
+
+@pytest.mark.parametrize("weight", [None, 2])
+def test_gradients_that_only_another_optimizer_has_used_are_saved(tmp_path, weight):
+    """Accumulation cycles are common to all models: the second one ends a cycle while the first holds gradients."""
+    run = TwoModels(weight)
+    generator = torch.Generator().manual_seed(2)
+    run.micro(0, generator)
+    run.micro(1, generator)
+    run.accelerator.save_state(tmp_path / "c")
+    held = [p.grad.clone() for p in run.models[0].parameters()]
+    state = generator.get_state()
+    wanted = run.finish(generator)
+    resumed = TwoModels(weight)
+    for again in range(2):
+        resumed.accelerator.load_state(tmp_path / "c")
+        assert all(
+            torch.equal(p.grad, grad) for p, grad in zip(resumed.models[0].parameters(), held, strict=True)
+        )
+        assert all(p.grad is None for p in resumed.models[1].parameters())
+        if not again:
+            resumed.accelerator.save_state(tmp_path / "c")
+    assert torch.equal(resumed.finish(generator.set_state(state)), wanted)
