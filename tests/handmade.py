@@ -63,9 +63,7 @@ def one_file(path, file, name, tensor, offsets, sizes):  # noqa: PLR0913, PLR091
     piece = tensor
     for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         piece = piece.narrow(dimension, offset, size)
-    part = safetensors_file.TensorPart(
-        name.split("/", 1)[1], tensor.dtype, tuple(piece.shape), offsets, piece.contiguous
-    )
+    part = safetensors_file.TensorPart.from_tensor(name.split("/", 1)[1], piece, offsets)
     written = safetensors_file.write_safetensors(path, [part], {"save": "handmade"}, FileSystem())
     start, checksum = written.locations[0]
     return written.file, Chunk(file, start, part.bytes, checksum, tuple(offsets), tuple(sizes))

@@ -135,17 +135,14 @@ def add_path_to_error(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_atomically(path: Path, disk: FileSystem | None = None) -> Iterator[Path]:
+def open_atomically(path: Path) -> Iterator[Path]:
     """Yield a scratch path to write to; sync it and rename it to `path` at the end, remove it after an error."""
-    disk = disk or FileSystem()
+    disk = FileSystem()
     path = path.resolve()
     scratch = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    scratch.unlink(missing_ok=True)
     try:
-        # Writers may create a file that only its owner can read; it gets the usual permissions.
-        scratch.touch()
-        mode = scratch.stat().st_mode
         yield scratch
-        scratch.chmod(mode)
         file = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
         try:
             disk.sync(file)

@@ -5,12 +5,13 @@ Imports torch only to convert numbers.
 
 from __future__ import annotations
 
-import json
+import heapq
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from accel_runtime.checkpoint.manifest import (
 )
 from accel_runtime.checkpoint.safetensors_file import (
     NUMBER_FORMATS,
-    HeaderEntry,
-    build_header,
+    TensorPart,
     iterate_runs,
     shard_file_name,
     tensor_bytes,
+    write_index,
+    write_safetensors,
 )
 
 __all__ = ["MergeRequest", "list_item_contents", "merge_tensors"]
@@ -67,26 +69,6 @@ class MergeResult:
     others: list[str]
 
 
-@dataclass(frozen=True)
-class _OutputTensor:
-    """A tensor to be written."""
-
-    name: str
-    stored: TensorEntry
-    dtype: str
-    """torch name of the output format."""
-
-    @property
-    def size(self) -> int:
-        """Size of an output element, in bytes."""
-        return NUMBER_FORMATS[self.dtype].size
-
-    @property
-    def bytes(self) -> int:
-        """Size of the output, in bytes."""
-        return math.prod(self.stored.shape) * self.size
-
-
 def merge_tensors(
     checkpoint: Checkpoint, target: Path, request: MergeRequest, progress: Progress = lambda _: None
 ) -> MergeResult:
@@ -97,21 +79,37 @@ def merge_tensors(
     contents = list_item_contents(checkpoint, request.item, request.rank)
     if not contents.tensors:
         raise RequestError(f"{request.item} of {checkpoint.path} has no tensors")
-    entries = [
-        _build_output(checkpoint, name, tensor, request.dtype) for name, tensor in contents.tensors.items()
+    parts = [
+        _build_part(checkpoint, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
+        for name, stored in contents.tensors.items()
     ]
-    shards = _split_into_shards(entries, request.max_shard_bytes)
-    names = _name_shards(target, len(shards))
-    size = sum(entry.bytes for entry in entries)
+    groups = _split_into_shards(parts, request.max_shard_bytes)
+    shards = {
+        shard_file_name(target.stem, number, len(groups), target.suffix): group
+        for number, group in enumerate(groups, start=1)
+    }
+    size = sum(part.bytes for part in parts)
     _check_target(target, size, several=len(shards) > 1)
-    _write_all(checkpoint, [target.with_name(name) for name in names], shards, contents.ties, progress)
+    disk, names = FileSystem(), list(shards)
     if len(shards) > 1:
-        _write_index(target, names, shards, size)
         names.append(f"{target.name}.index.json")
-    files = [str(target.with_name(name)) for name in names]
+    with ExitStack() as renames:
+        # Renamed in the opposite order, so the index is entered first.
+        scratch = {
+            name: renames.enter_context(open_atomically(target.with_name(name))) for name in names[::-1]
+        }
+        for file, group in shards.items():
+            # Ties are metadata as in `safetensors.torch.save_model`.
+            kept = {part.name for part in group}
+            ties = {alias: name for alias, name in contents.ties.items() if name in kept}
+            write_safetensors(scratch[file], group, {"format": "pt"} | ties, disk)
+        if len(shards) > 1:
+            write_index(scratch[names[-1]], shards, disk)
     # Only for models: an optimizer has values that are not tensors anyway.
     others = contents.others if request.item.startswith("model") else []
-    return MergeResult(files, len(entries), size, contents.ties, others)
+    return MergeResult(
+        [str(target.with_name(name)) for name in names], len(parts), size, contents.ties, others
+    )
 
 
 def _check_target(target: Path, size: int, *, several: bool) -> None:
@@ -134,135 +132,92 @@ def _check_target(target: Path, size: int, *, several: bool) -> None:
         )
 
 
-def _build_output(checkpoint: Checkpoint, name: str, tensor: str, dtype: str | None) -> _OutputTensor:
-    stored = checkpoint.manifest.tensors[tensor]
+def _build_part(
+    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
+) -> TensorPart:
     output_dtype = dtype if dtype and stored.dtype in _FLOATS else stored.dtype
     if output_dtype not in NUMBER_FORMATS:
         raise RequestError(f"Cannot export {name}: safetensors does not support {stored.dtype}.")
-    size = NUMBER_FORMATS[stored.dtype].size
-    chunks_fit = all(chunk.bytes == math.prod(chunk.sizes) * size for chunk in stored.chunks)
-    if not chunks_fit or stored.bytes != math.prod(stored.shape) * size:
-        raise CheckpointError(f"{checkpoint.path} is damaged: the chunks of {tensor} do not cover it")
-    return _OutputTensor(name, stored, output_dtype)
+    size = math.prod(stored.shape) * NUMBER_FORMATS[output_dtype].size
+
+    def read() -> Iterator[memoryview]:
+        return _read_tensor(checkpoint, name, stored, output_dtype, progress)
+
+    return TensorPart(name, output_dtype, stored.shape, size, read)
 
 
-def _split_into_shards(entries: Sequence[_OutputTensor], limit: int | None) -> list[list[_OutputTensor]]:
-    """Distribute entries over files, in order."""
-    shards: list[list[_OutputTensor]] = [[]]
+def _split_into_shards(parts: Sequence[TensorPart], limit: int | None) -> list[list[TensorPart]]:
+    """Distribute tensors over files, in order."""
+    shards: list[list[TensorPart]] = [[]]
     filled = 0
-    for entry in entries:
-        if limit and shards[-1] and filled + entry.bytes > limit:
+    for part in parts:
+        if limit and shards[-1] and filled + part.bytes > limit:
             shards.append([])
             filled = 0
-        shards[-1].append(entry)
-        filled += entry.bytes
-    # Larger elements first, so that each is at a multiple of its size.
-    return [sorted(shard, key=lambda entry: -entry.size) for shard in shards]
+        shards[-1].append(part)
+        filled += part.bytes
+    return shards
 
 
-def _name_shards(target: Path, count: int) -> list[str]:
-    return [shard_file_name(target.stem, number, count, target.suffix) for number in range(1, count + 1)]
+def _read_tensor(
+    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order; rows are taken from several chunks in turn.
+
+    The chunks share the memory of one block, and element sizes divide the memory of each.
+    """
+    block_bytes = BLOCK // min(64, len(stored.chunks)) // 16 * 16
+    convert = _build_converter(stored.dtype, dtype)
+    itemsize = NUMBER_FORMATS[dtype].size
+    rows = []
+    for chunk in stored.chunks:
+        blocks = _read_chunk(checkpoint, name, chunk, min(block_bytes, chunk.bytes), progress)
+        reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
+        rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
+    for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
+        yield from reader.read(length)
 
 
-def _write_all(
-    checkpoint: Checkpoint,
-    targets: Sequence[Path],
-    shards: Sequence[Sequence[_OutputTensor]],
-    ties: dict[str, str],
-    progress: Progress,
-) -> None:
-    with ExitStack() as renames:
-        for target, shard in zip(targets, shards, strict=True):
-            scratch = renames.enter_context(open_atomically(target))
-            names = {entry.name for entry in shard}
-            shard_ties = {name: kept for name, kept in ties.items() if kept in names}
-            _write(checkpoint, scratch, shard, shard_ties, progress)
-
-
-def _write(
-    checkpoint: Checkpoint,
-    path: Path,
-    entries: Sequence[_OutputTensor],
-    ties: dict[str, str],
-    progress: Progress,
-) -> None:
-    """Write one file."""
-    disk = FileSystem()
-    # Ties are metadata as in `safetensors.torch.save_model`.
-    header_entries = (
-        HeaderEntry(entry.name, NUMBER_FORMATS[entry.dtype].code, entry.stored.shape, entry.bytes)
-        for entry in entries
-    )
-    header = build_header(header_entries, {"format": "pt"} | ties)
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        disk.write(file, memoryview(header))
-        start = len(header)
-        for entry in entries:
-            for chunk in sorted(entry.stored.chunks, key=lambda chunk: chunk.offsets):
-                _copy_chunk(checkpoint, entry, chunk, file, start, progress)
-            start += entry.bytes
-        os.ftruncate(file, start)
-    finally:
-        disk.close(file)
-
-
-def _copy_chunk(  # noqa: PLR0913, PLR0917 - one call
-    checkpoint: Checkpoint, tensor: _OutputTensor, chunk: Chunk, file: int, start: int, progress: Progress
-) -> None:
-    """Copy a chunk to its rows in the output tensor, which starts at `start` of the file."""
-    buffer, checksum = memoryview(bytearray(BLOCK)), xxhash.xxh3_64()
-    convert = _build_converter(tensor)
-    runs, remaining, position = (
-        iterate_runs(tensor.stored.shape, chunk.offsets, chunk.sizes, tensor.size),
-        0,
-        0,
-    )
-    path = checkpoint.path / chunk.file
-    with path.open("rb", buffering=0) as source:
-        for block in read_blocks(source.fileno(), chunk.start, chunk.bytes, buffer):
+def _read_chunk(
+    checkpoint: Checkpoint, name: str, chunk: Chunk, block_bytes: int, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
+    path, checksum = checkpoint.path / chunk.file, xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        for block in read_blocks(file.fileno(), chunk.start, chunk.bytes, memoryview(bytearray(block_bytes))):
             checksum.update(block)
             progress(len(block))
-            data = convert(block)
-            while data:
-                if not remaining:
-                    position, remaining = next(runs)
-                piece = data[:remaining]
-                _write_at(file, piece, start + position)
-                data, position, remaining = data[len(piece) :], position + len(piece), remaining - len(piece)
+            yield block
     if checksum.hexdigest() != chunk.checksum:
-        raise CheckpointError(f"{path} is damaged: {tensor.name} does not have its checksum")
+        raise CheckpointError(f"{path} is damaged: {name} does not have its checksum")
 
 
-def _build_converter(tensor: _OutputTensor) -> Callable[[memoryview], memoryview]:
-    """Return a function that converts a block to the output format."""
-    if tensor.dtype == tensor.stored.dtype:
+class _RowReader:
+    """Reads rows of any length from the blocks of a chunk, and ends the blocks after the last row."""
+
+    def __init__(self, blocks: Iterator[memoryview], size: int) -> None:
+        self._blocks, self._remaining, self._block = blocks, size, memoryview(b"")
+
+    def read(self, length: int) -> Iterator[memoryview]:
+        self._remaining -= length
+        while length:
+            self._block = self._block or next(self._blocks)
+            piece, self._block = self._block[:length], self._block[length:]
+            length -= len(piece)
+            yield piece
+        if not self._remaining:
+            list(self._blocks)
+
+
+def _build_converter(source: str, target: str) -> Callable[[memoryview], memoryview]:
+    """Return a function that converts a block between number formats."""
+    if source == target:
         return lambda block: block
     # Importing torch takes seconds, and most exports keep the format.
     import torch  # noqa: PLC0415
 
-    source, target = getattr(torch, tensor.stored.dtype), getattr(torch, tensor.dtype)
-
-    def convert(block: memoryview) -> memoryview:
-        return tensor_bytes(torch.frombuffer(block, dtype=source).to(target))
-
-    return convert
-
-
-def _write_at(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
-
-
-def _write_index(
-    target: Path, names: Sequence[str], shards: Sequence[Sequence[_OutputTensor]], total: int
-) -> None:
-    """Write the index of tensors and files."""
-    weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with open_atomically(target.with_name(f"{target.name}.index.json")) as scratch:
-        scratch.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    from_dtype, to_dtype = getattr(torch, source), getattr(torch, target)
+    return lambda block: tensor_bytes(torch.frombuffer(block, dtype=from_dtype).to(to_dtype))
 
 
 _MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})

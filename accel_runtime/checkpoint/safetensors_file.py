@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error
+from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error, write_text
 from accel_runtime.checkpoint.manifest import FileEntry, hash_bytes
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NUMBER_FORMATS",
-    "HeaderEntry",
     "TensorPart",
-    "build_header",
+    "copy_to_host",
     "iterate_runs",
     "shard_file_name",
     "tensor_bytes",
+    "write_index",
     "write_safetensors",
 ]
 
@@ -59,33 +59,6 @@ NUMBER_FORMATS = {
 """Formats that safetensors supports, by the name of the torch dtype."""
 
 
-class HeaderEntry(NamedTuple):
-    """Header entry of a tensor."""
-
-    name: str
-    dtype: str
-    """Name of the number format in the file format."""
-    shape: Sequence[int]
-    bytes: int
-
-
-def build_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file (https://github.com/huggingface/safetensors#format) for tensors in this order."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    start = 0
-    for entry in entries:
-        end = start + entry.bytes
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def iterate_runs(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
 ) -> Iterator[tuple[int, int]]:
@@ -113,24 +86,31 @@ _SLICE = 1 << 22
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A part of a tensor to be written into a file."""
+    """A tensor, or a part of one, to be written into a file."""
 
     name: str
     """Name in the file."""
-    dtype: torch.dtype
+    dtype: str
+    """Name of the torch dtype."""
     shape: tuple[int, ...]
-    offsets: tuple[int, ...] | None
+    bytes: int
+    read: Callable[[], Iterable[memoryview]]
+    """Return the data in row-major order; called at the time of writing, since it may allocate memory."""
+    offsets: tuple[int, ...] | None = None
     """Offset in the full tensor; None if this is the full tensor."""
-    read: Callable[[], torch.Tensor]
-    """Return the data, contiguous on the CPU; called at the time of writing, since it may allocate memory."""
+
+    @classmethod
+    def from_tensor(
+        cls, name: str, tensor: torch.Tensor, offsets: tuple[int, ...] | None = None
+    ) -> TensorPart:
+        """Return the part for a tensor on any device."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(tensor.shape), tensor.nbytes, lambda: [copy_to_host(tensor)], offsets)
 
     @property
-    def bytes(self) -> int:
-        """Size of the part."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.bytes // max(1, math.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -145,10 +125,10 @@ class FileResult:
 def write_safetensors(
     path: Path, parts: Sequence[TensorPart], metadata: Mapping[str, str], disk: FileSystem
 ) -> FileResult:
-    """Write a new file and flush it to the disk."""
+    """Write a new file (https://github.com/huggingface/safetensors#format) and flush it to the disk."""
     # By decreasing alignment, like the writer of the safetensors library.
-    order = sorted(range(len(parts)), key=lambda index: (-parts[index].dtype.itemsize, parts[index].name))
-    header = _build_parts_header([parts[index] for index in order], metadata)
+    order = sorted(range(len(parts)), key=lambda index: (-parts[index].itemsize, parts[index].name))
+    header = _build_header([parts[index] for index in order], metadata)
     file_checksum, start = xxhash.xxh3_64(header), len(header)
     locations: dict[int, tuple[int, str]] = {}
     file = disk.create(path)
@@ -156,8 +136,17 @@ def write_safetensors(
         try:
             disk.write(file, memoryview(header))
             for index in order:
-                locations[index] = (start, _write_part(file, parts[index], file_checksum, disk))
-                start += parts[index].bytes
+                checksum, end = xxhash.xxh3_64(), start
+                for block in parts[index].read():
+                    for offset in range(0, len(block), _SLICE):
+                        piece = block[offset : offset + _SLICE]
+                        checksum.update(piece)
+                        file_checksum.update(piece)
+                        disk.write(file, piece)
+                    end += len(block)
+                assert end - start == parts[index].bytes, parts[index].name
+                locations[index] = (start, checksum.hexdigest())
+                start = end
             disk.sync(file)
         finally:
             disk.close(file)
@@ -165,35 +154,48 @@ def write_safetensors(
     return FileResult(entry, tuple(locations[index] for index in range(len(parts))))
 
 
+def _build_header(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file for tensors in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    if any(part.offsets is not None for part in parts):
+        # Read by torch.distributed.checkpoint.HuggingFaceStorageReader.
+        offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}
+        header["__metadata__"] = {**metadata, "DCP_SHARDING_INFO": json.dumps(offsets)}
+    start = 0
+    for part in parts:
+        # Formats that safetensors does not know are written as bytes.
+        known = NUMBER_FORMATS.get(part.dtype)
+        dtype, shape = (known.code, part.shape) if known else ("U8", (part.bytes,))
+        header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + part.bytes]}
+        start += part.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_index(
+    path: Path,
+    shards: Mapping[str, Sequence[TensorPart]],
+    disk: FileSystem,
+    metadata: Mapping[str, object] | None = None,
+) -> None:
+    """Write the index of several files, as Hugging Face's libraries read it."""
+    weight_map = {part.name: name for name, parts in shards.items() for part in parts}
+    total = sum(part.bytes for parts in shards.values() for part in parts)
+    index = {
+        "metadata": {"total_size": total, **(metadata or {})},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_text(path, json.dumps(index, indent=2) + "\n", disk)
+
+
+def copy_to_host(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, copied if it is on a device, or not contiguous."""
+    return tensor_bytes(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU."""
     from accel_runtime.collectives.transport import memory_of  # noqa: PLC0415 - it imports torch
 
     return memory_of(tensor) if tensor.nbytes else memoryview(b"")
-
-
-def _write_part(file: int, part: TensorPart, file_checksum: xxhash.xxh3_64, disk: FileSystem) -> str:
-    checksum = xxhash.xxh3_64()
-    data = tensor_bytes(part.read())
-    assert len(data) == part.bytes, part.name
-    for start in range(0, len(data), _SLICE):
-        piece = data[start : start + _SLICE]
-        checksum.update(piece)
-        file_checksum.update(piece)
-        disk.write(file, piece)
-    return checksum.hexdigest()
-
-
-def _build_parts_header(parts: Sequence[TensorPart], metadata: Mapping[str, str]) -> bytes:
-    metadata = dict(metadata)
-    if any(part.offsets is not None for part in parts):
-        # Read by torch.distributed.checkpoint.HuggingFaceStorageReader.
-        offsets = {part.name: {"saved_offsets": part.offsets or [0] * len(part.shape)} for part in parts}
-        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
-    entries = []
-    for part in parts:
-        # Formats that safetensors does not know are written as bytes.
-        known = NUMBER_FORMATS.get(str(part.dtype).removeprefix("torch."))
-        code, shape = (known.code, part.shape) if known else ("U8", (part.bytes,))
-        entries.append(HeaderEntry(part.name, code, shape, part.bytes))
-    return build_header(entries, metadata)

@@ -37,6 +37,7 @@ from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map, read_e
 from accel_runtime.checkpoint.manifest import Checkpoint, Chunk, FileEntry, TensorEntry, item_of_tensor
 from accel_runtime.checkpoint.safetensors_file import (
     TensorPart,
+    copy_to_host,
     shard_file_name,
     tensor_bytes,
     write_safetensors,
@@ -176,16 +177,21 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorEntry]:
 def _build_part(item: WriteItem, planner: SavePlanner) -> TensorPart:
     data = item.tensor_data
     assert data is not None
-    name = item.index.fqn.split("/", 1)[1]
-    is_full = tuple(data.chunk.sizes) == tuple(data.size)
-    offsets = None if is_full else tuple(data.chunk.offsets)
+    sizes, dtype = tuple(data.chunk.sizes), data.properties.dtype
 
-    def read() -> torch.Tensor:
+    def read() -> list[memoryview]:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
-        return tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        return [copy_to_host(tensor)]
 
-    return TensorPart(name, data.properties.dtype, tuple(data.chunk.sizes), offsets, read)
+    return TensorPart(
+        item.index.fqn.split("/", 1)[1],
+        str(dtype).removeprefix("torch."),
+        sizes,
+        math.prod(sizes) * dtype.itemsize,
+        read,
+        None if sizes == tuple(data.size) else tuple(data.chunk.offsets),
+    )
 
 
 def _split_into_files(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:

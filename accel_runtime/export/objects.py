@@ -22,11 +22,13 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from accel_runtime import nested
 from accel_runtime.checkpoint.errors import CheckpointError
-from accel_runtime.checkpoint.filesystem import open_atomically
+from accel_runtime.checkpoint.filesystem import FileSystem, open_atomically
+from accel_runtime.checkpoint.safetensors_file import TensorPart, write_safetensors
+from accel_runtime.export.save_model import select_tensors
 
 __all__ = ["NeedsCodeError", "load", "read_pickle", "refuse_sharded", "rewrite_file", "write_object"]
 
@@ -51,9 +53,12 @@ def write_object(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_seriali
         torch.save(obj, f)
         return
     with open_atomically(Path(f)) as scratch:
-        save_file(_unshare(obj), scratch, {"format": "pt"}) if safe_serialization else torch.save(
-            obj, scratch
-        )
+        if not safe_serialization:
+            torch.save(obj, scratch)
+            return
+        tensors = select_tensors(obj, "Leave out safe_serialization, or remove them.")
+        parts = [TensorPart.from_tensor(name, tensor) for name, tensor in tensors.items()]
+        write_safetensors(scratch, parts, {"format": "pt"}, FileSystem())
 
 
 def load(
@@ -117,21 +122,6 @@ def _is_safetensors(f: str | os.PathLike[str] | BinaryIO) -> bool:
 
 def _starts_like_safetensors(start: bytes) -> bool:
     return start[8:] == b"{"
-
-
-def _unshare(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tensors as safetensors requires them: contiguous, without shared memory."""
-    seen: set[int] = set()
-
-    def copy_if_shared(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return tensor
-        memory = tensor.untyped_storage().data_ptr()
-        shared = bool(memory) and memory in seen
-        seen.add(memory)
-        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
-
-    return {name: copy_if_shared(tensor) for name, tensor in tensors.items()}
 
 
 _SCALARS: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)

@@ -6,7 +6,6 @@ afterwards.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,11 +18,12 @@ from torch import nn
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.errors import CheckpointError, errors_on_all_ranks
-from accel_runtime.checkpoint.filesystem import FileSystem, write_text
+from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.safetensors_file import (
     NUMBER_FORMATS,
     TensorPart,
     shard_file_name,
+    write_index,
     write_safetensors,
 )
 from accel_runtime.collectives.objects import all_gather_objects
@@ -39,6 +39,7 @@ __all__ = [
     "export_model",
     "export_sharded_model",
     "find_aliases",
+    "select_tensors",
     "write_on_main_process",
 ]
 
@@ -66,7 +67,7 @@ class ExportPlan:
 
         `tied` names aliases to leave out first. `CheckpointError` names everything that safetensors does not support.
         """
-        tensors = _select_tensors(state)
+        tensors = select_tensors(state, _CURE)
         ties = find_aliases(tensors, tied)
         groups = _split_into_files(
             {name: tensor for name, tensor in tensors.items() if name not in ties}, limit
@@ -79,16 +80,6 @@ class ExportPlan:
     def metadata(self) -> dict[str, str]:
         """Metadata of every file; aliases are stored as safetensors does."""
         return {**self.ties, "format": "pt"}
-
-    def index(self, checksums: Mapping[str, str]) -> str:
-        """Return the text of the index."""
-        total = sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
-        weight_map = {name: file for file, tensors in self.shards.items() for name in tensors}
-        metadata = {"total_size": total, CHECKSUMS: dict(checksums)}
-        return (
-            json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-            + "\n"
-        )
 
 
 class ExportWriter:
@@ -113,10 +104,7 @@ class ExportWriter:
         """Write a file of the plan."""
         with self._convert_errors():
             _remove_leftover(self._scratch(name), self._disk)
-            parts = [
-                TensorPart(key, tensor.dtype, tuple(tensor.shape), None, partial(_to_cpu, tensor))
-                for key, tensor in tensors.items()
-            ]
+            parts = [TensorPart.from_tensor(key, tensor) for key, tensor in tensors.items()]
             written = write_safetensors(self._scratch(name), parts, self._plan.metadata, self._disk)
             self._checksums[name] = written.file.checksum
 
@@ -125,7 +113,11 @@ class ExportWriter:
         with self._convert_errors():
             if INDEX in self._names:
                 _remove_leftover(self._scratch(INDEX), self._disk)
-                write_text(self._scratch(INDEX), self._plan.index(self._checksums), self._disk)
+                shards = {
+                    name: [TensorPart.from_tensor(key, tensor) for key, tensor in tensors.items()]
+                    for name, tensors in self._plan.shards.items()
+                }
+                write_index(self._scratch(INDEX), shards, self._disk, {CHECKSUMS: self._checksums})
             for name in self._names:
                 self._disk.rename(self._scratch(name), self._folder / name)
                 self._disk.sync_directory(self._folder)
@@ -160,16 +152,17 @@ def export_model(plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileS
         export.forget()
 
 
-def _select_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+_CURE = "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
+
+
+def select_tensors(state: Mapping[str, object], cure: str) -> dict[str, torch.Tensor]:
+    """Return a state dict; raise `CheckpointError` with a cure if safetensors does not support a part of it."""
     problems = {name: reason for name, value in state.items() if (reason := _find_problem(value))}
     if _RESERVED in state:
         problems[_RESERVED] = "a name that the format reserves"
     if problems:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in problems.items())
-        raise CheckpointError(
-            f"Parts of the model cannot be written as safetensors:{lines}\n"
-            "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
-        )
+        raise CheckpointError(f"Parts of the state cannot be written as safetensors:{lines}\n{cure}")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -209,11 +202,6 @@ def _remove_leftover(path: Path, disk: FileSystem) -> None:
     """Remove a leftover of a killed export."""
     with suppress(FileNotFoundError):
         disk.remove(path)
-
-
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor on the CPU."""
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _remove_old_exports(folder: Path, names: set[str], writer: int, disk: FileSystem) -> None:

@@ -540,7 +540,7 @@ def test_a_failed_save_leaves_what_was_there_and_nothing_else(tmp_path, safe):
     path = tmp_path / "folder" / "state.bin"
     path.parent.mkdir()
     path.write_text("the old one")
-    with pytest.raises(Exception, match=r"pickle|Tensor|lambda"):
+    with pytest.raises(Exception, match=r"pickle|tensor|lambda"):
         Accelerator().save({"hook": lambda: None}, path, safe_serialization=safe)
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("state.bin", "the old one")]
 

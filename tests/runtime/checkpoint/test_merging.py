@@ -66,7 +66,7 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
 
 
 def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr("accel_runtime.checkpoint.merge.BLOCK", 64)
+    monkeypatch.setattr("accel_runtime.checkpoint.merge.BLOCK", 256)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
