@@ -43,6 +43,7 @@ MADE_BY_ACCEL = {
 """Classes that scripts read and do not make: the parameters of their constructors are not public."""
 INTERNAL = {
     *(
+        "has_used_gradients",
         "here",
         "instead",
         "is_presharded",
