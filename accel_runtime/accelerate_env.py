@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_runtime.layouts import FSDP1, FSDP1_STRATEGIES, SettingsError
+from accel_runtime.layouts import FALSE, FSDP1, FSDP1_STRATEGIES, TRUE, SettingsError, read_switch
 
 __all__ = ["Equivalent", "Translation", "translate"]
 
-_TRUE = frozenset({"1", "true", "yes", "y", "t", "on"})
-_UNSET = frozenset({"", "0", "false", "no", "n", "f", "off", "none"})
+_UNSET = FALSE | {"none"}
 """Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -129,16 +128,13 @@ class _VariableReader:
 
     def is_on(self, name: str) -> bool:
         """Return the value of a switch."""
-        text = self.text(name).lower()
-        if text and text not in _TRUE:
-            raise SettingsError(f"{name} must be true or false; it is {self.environ[name]!r}")
-        return bool(text)
+        return read_switch(name, self.text(name))
 
     def number(self, name: str) -> str:
         """Return a whole number above 0 as text; empty if it is unset."""
         text = self.text(name)
         if text and not (text.isascii() and text.isdigit()):
-            raise SettingsError(f"{name} must be a whole number; it is {self.environ[name]!r}")
+            raise SettingsError(f"Invalid {name} {self.environ[name]!r}: expected a whole number.")
         return text
 
     def one_of(self, name: str, values: tuple[str, ...], instead: str = "") -> str:
@@ -146,7 +142,7 @@ class _VariableReader:
         text = self.text(name).lower()
         if text and text not in values:
             raise SettingsError(
-                f"{name} must be one of {', '.join(values)}; it is {self.environ[name]!r}{instead}"
+                f"Invalid {name} {self.environ[name]!r}: expected one of {', '.join(values)}.{instead}"
             )
         return text
 
@@ -184,7 +180,7 @@ class _VariableReader:
 
 def _precision(read: _VariableReader) -> Equivalent | None:
     name = "ACCELERATE_MIXED_PRECISION"
-    text = read.one_of(name, ("bf16", "fp16"), "; set ACCEL_MIXED_PRECISION to bf16, fp16 or no")
+    text = read.one_of(name, ("bf16", "fp16"), " Set ACCEL_MIXED_PRECISION to bf16, fp16 or no.")
     return Equivalent(name, text) if text else None
 
 
@@ -192,7 +188,7 @@ def _device(read: _VariableReader) -> Equivalent | None:
     name = "ACCELERATE_TORCH_DEVICE"
     if read.is_on("ACCELERATE_USE_CPU"):
         return Equivalent("ACCELERATE_USE_CPU", "cpu")
-    text = read.one_of(name, _DEVICES, "; choose one of several devices with CUDA_VISIBLE_DEVICES")
+    text = read.one_of(name, _DEVICES, " Choose one of several devices with CUDA_VISIBLE_DEVICES.")
     return Equivalent(name, text) if text else None
 
 
@@ -263,17 +259,17 @@ def _strategy(read: _VariableReader) -> Equivalent:
     reshards, name = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY"
     strategy = read.environ.get(reshards, "").lower()
     if read.text("FSDP_VERSION") == "2" or strategy in FSDP1_STRATEGIES:
-        name, strategy = (
-            reshards,
-            {"": "full_shard", **dict.fromkeys(_TRUE, "full_shard")}.get(strategy, strategy),
-        )
-        strategy = "shard_grad_op" if strategy in _UNSET else strategy
+        name = reshards
+        if strategy in TRUE | {""}:
+            strategy = "full_shard"
+        elif strategy in _UNSET:
+            strategy = "shard_grad_op"
     else:
         strategy = read.text(name).lower() or "full_shard"
         strategy = FSDP1_STRATEGIES[int(strategy) - 1] if strategy in {"1", "2", "3", "4", "5"} else strategy
     if strategy not in FSDP1_STRATEGIES:
         raise SettingsError(
-            f"{name} must be true, false or one of {', '.join(FSDP1_STRATEGIES).upper()}; it is {read.environ[name]!r}"
+            f"Invalid {name} {read.environ[name]!r}: expected true, false or one of {', '.join(FSDP1_STRATEGIES).upper()}."
         )
     return Equivalent(name, strategy)
 

@@ -288,21 +288,25 @@ def _join(names: Iterable[str]) -> str:
 
 
 def _format_loader(loader: LoaderFacts, accumulation_steps: int) -> str:
-    samples = "unknown" if loader.samples is None else f"{loader.samples:,}"
-    steps = "an unknown number of" if loader.steps is None else f"{loader.steps:,}"
+    samples = "unknown samples" if loader.samples is None else _count(loader.samples, "sample")
+    steps = "an unknown number of steps" if loader.steps is None else _count(loader.steps, "step")
     if loader.batch_size is None:
         size = "batches of different sizes"
     else:
         shards = (
-            f"{loader.parts} parts, {loader.ranks_a_part} ranks each"
+            f"{_count(loader.parts, 'part')}, {loader.ranks_a_part} ranks each"
             if loader.ranks_a_part > 1
-            else f"{loader.parts} ranks"
+            else _count(loader.parts, "rank")
         )
         size = (
             f"{loader.batch_size} x {shards} x {accumulation_steps} accumulation = "
-            f"{loader.samples_a_step} samples an optimizer step"
+            f"{_count(loader.samples_a_step or 0, 'sample')} an optimizer step"
         )
-    return f"{loader.dataset}: {samples} samples in {steps} steps; {size}; {loader.end}"
+    return f"{loader.dataset}: {samples} in {steps}; {size}; {loader.end}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ the processes it starts; the runtime reads it with `Settings.from_env()`. A user
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
@@ -19,6 +20,7 @@ from accel_runtime.layouts import (
     SettingsError,
     check_layout,
     explain_fsdp1_option,
+    read_switch,
 )
 
 if TYPE_CHECKING:
@@ -85,9 +87,6 @@ Device = Literal["auto", "cpu", "cuda", "mps", "xla", "xpu"]
 LogLevel = Literal["auto", "debug", "info", "warning", "error", "critical"]
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ProcessGroupBackend = Literal["auto", "gloo", "nccl", "smddp"]
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"", "0", "false", "no", "off"})
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,9 @@ def _read_section(kind: type[Any], name: str, environ: Mapping[str, str]) -> obj
     try:
         return kind(**values)
     except SettingsError as error:
-        key, _, rest = str(error).partition(" ")
-        raise SettingsError(f"{variable_name(key.replace('.', '_'))} {rest}") from None
+        raise SettingsError(
+            re.sub(rf"{name}\.(\w+)", lambda key: variable_name(f"{name}_{key[1]}"), str(error))
+        ) from None
 
 
 def _format_value(value: object) -> str:
@@ -237,11 +237,11 @@ def _parse_word_or_number(name: str, text: str, kinds: tuple[object, ...]) -> st
     if text in words:
         return text
     if int not in kinds:
-        raise SettingsError(f"{name} must be one of {', '.join(words)}; it is {text!r}")
+        raise SettingsError(f"Invalid {name} {text!r}: expected one of {', '.join(words)}.")
     if text.isascii() and text.isdigit() and int(text) > 0:
         return int(text)
     raise SettingsError(
-        f"{name} must be a whole number above 0{''.join(f', or {word}' for word in words)}; it is {text!r}"
+        f"Invalid {name} {text!r}: expected a whole number above 0{''.join(f', or {word}' for word in words)}."
     )
 
 
@@ -253,16 +253,9 @@ def _parse_pair(name: str, text: str) -> tuple[str, str]:
     first, equals, second = (item.strip() for item in text.partition("="))
     if not (first and equals and second):
         raise SettingsError(
-            f"{name} must be pairs like layers.*.up=colwise, with commas between; it holds {text!r}"
+            f"Invalid {name} {text!r}: expected pairs like layers.*.up=colwise, with commas between."
         )
     return first, second
-
-
-def read_switch(name: str, text: str) -> bool:
-    """Read the value of a variable that is on or off; empty is off. Raise SettingsError for any other value."""
-    if text.lower() in _TRUE | _FALSE:
-        return text.lower() in _TRUE
-    raise SettingsError(f"{name} must be one of 1, true, yes, on, 0, false, no, off; it is {text!r}")
 
 
 def _refuse_near_misses(environ: Mapping[str, str]) -> None:

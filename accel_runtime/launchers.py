@@ -270,7 +270,7 @@ def _override_precision(settings: Settings, mixed_precision: str | None) -> Sett
         if mixed_precision == precision:
             return replace(settings, mixed_precision=precision)
     raise ValueError(
-        f"mixed_precision must be one of {', '.join(get_args(MixedPrecision))}; it is {mixed_precision!r}"
+        f"Invalid mixed_precision {mixed_precision!r}: expected one of {', '.join(get_args(MixedPrecision))}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes of parallel layouts, and the options of torch's `fully_shard`; standard library only.
+"""Sizes of parallel layouts, options of torch's `fully_shard`, and the values of switches; standard library only.
 
 The launcher uses it to reject impossible layouts before it starts processes, and the runtime to check the rest.
 """
@@ -13,19 +13,25 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "FALSE",
     "FSDP1",
     "FSDP1_STRATEGIES",
     "STYLES",
+    "TRUE",
     "FullyShard",
     "Number",
     "Parallel",
     "SettingsError",
     "check_layout",
     "explain_fsdp1_option",
+    "read_switch",
 ]
 
 Number = Literal["auto", "fp32", "bf16", "fp16"]
 """Number format of sharded parameters; each field documents its `auto`."""
+TRUE = frozenset({"1", "true", "yes", "y", "t", "on"})
+FALSE = frozenset({"", "0", "false", "no", "n", "f", "off"})
+"""Values of variables that are on or off, in lower case."""
 _WORDS = frozenset({"auto", "none"})
 """Values of `wrap` that are neither classes nor a number."""
 _WITHOUT_SHARDS = frozenset({"wrap", "activation_checkpointing"})
@@ -112,6 +118,13 @@ class SettingsError(ValueError):
     """Invalid value of an environment variable; the message names the variable."""
 
 
+def read_switch(name: str, text: str) -> bool:
+    """Read the value of a variable that is on or off; empty is off. Raise SettingsError for any other value."""
+    if text.lower() in TRUE | FALSE:
+        return text.lower() in TRUE
+    raise SettingsError(f"Invalid {name} {text!r}: expected one of 1, true, yes, on, 0, false, no, off.")
+
+
 def explain_fsdp1_option(word: str) -> str | None:
     """Return the replacement for an option of FSDP1, with or without the prefix `fsdp_`; None for other words."""
     option = FSDP1.get(word.removeprefix("fsdp_"))
@@ -144,18 +157,18 @@ class Parallel:
             if type(value) is not int or value < 1:
                 or_auto = ", or auto" if name == "dp_shard" else ""
                 raise SettingsError(
-                    f"parallel.{name} must be a whole number above 0{or_auto}; it is {value!r}"
+                    f"Invalid parallel.{name} {value!r}: expected a whole number above 0{or_auto}."
                 )
         for pattern, style in self.tp_plan:
+            failure = f"Invalid parallel.tp_plan {f'{pattern}={style}'!r}"
             if not (_is_transportable(pattern) and _is_transportable(style)) or "=" in pattern:
                 raise SettingsError(
-                    "parallel.tp_plan must be pairs like layers.*.up=colwise, without commas or spaces in them; it has "
-                    f"{pattern!r} and {style!r}"
+                    f"{failure}: expected pairs like layers.*.up=colwise, without commas or spaces in them."
                 )
             if style not in STYLES:
-                raise SettingsError(
-                    f"parallel.tp_plan must have styles for modules; {pattern} has {style!r}{_suggest_style(style)}"
-                )
+                nearest = difflib.get_close_matches(style, STYLES, n=1)
+                hint = f"Did you mean {nearest[0]}?" if nearest else f"Styles are {', '.join(STYLES)}."
+                raise SettingsError(f"{failure}: unknown style {style!r}. {hint}")
 
     @property
     def shards(self) -> bool:
@@ -227,17 +240,17 @@ class FullyShard:
     def __post_init__(self) -> None:
         if not _is_wrap(self.wrap):
             raise SettingsError(
-                "fully_shard.wrap must be auto, none, a number of parameters above 0, or names of classes with commas "
-                f"between; it is {self.wrap!r}"
+                f"Invalid fully_shard.wrap {self.wrap!r}: expected auto, none, a number of parameters above 0, or names of classes "
+                "with commas between."
             )
         if isinstance(self.reshard_after_forward, int) and self.reshard_after_forward < 0:
             raise SettingsError(
-                f"fully_shard.reshard_after_forward must be true, false or a number above 1; it is {self.reshard_after_forward}"
+                f"Invalid fully_shard.reshard_after_forward {self.reshard_after_forward}: expected true, false or a number above 1."
             )
         for name in self.ignore:
             if not _is_transportable(name):
                 raise SettingsError(
-                    f"fully_shard.ignore must be names without commas or spaces; it has {name!r}"
+                    f"Invalid fully_shard.ignore {name!r}: expected names without commas or spaces."
                 )
 
     def idle(self, parallel: Parallel) -> list[str]:
@@ -278,11 +291,6 @@ def check_layout(
 def _is_transportable(text: str) -> bool:
     """Return whether a text can be an item of a comma-separated variable."""
     return bool(text) and not any(letter in {",", "\0"} or letter.isspace() for letter in text)
-
-
-def _suggest_style(style: str) -> str:
-    nearest = difflib.get_close_matches(style, STYLES, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else f"; styles are {', '.join(STYLES)}"
 
 
 def _is_wrap(text: str) -> bool:

@@ -53,8 +53,8 @@ class ProfileKwargs(Configuration, KwargsHandler):
             _SCHEDULE_KEYS
         ):
             raise ValueError(
-                f"schedule_option needs {', '.join(_REQUIRED_KEYS)}, and may have {', '.join(_SCHEDULE_KEYS[3:])}; "
-                f"it has {', '.join(schedule_option) or 'nothing'}"
+                f"Invalid schedule_option {schedule_option!r}: expected the keys {', '.join(_REQUIRED_KEYS)}, and if needed "
+                f"{', '.join(_SCHEDULE_KEYS[3:])}."
             )
 
     def build(
@@ -87,7 +87,9 @@ class ProfileKwargs(Configuration, KwargsHandler):
             return [activity for name, activity in possible.items() if name in names]
         for name in self.activities:
             if name not in possible:
-                raise ValueError(f"activities may hold {', '.join(sorted(possible))} here; it holds {name!r}")
+                raise ValueError(
+                    f"Invalid activities entry {name!r}: expected one of {', '.join(sorted(possible))} here."
+                )
         return [possible[name] for name in self.activities]
 
 

@@ -122,7 +122,7 @@ class ParallelSection(Section):
         try:
             _ = self.settings
         except SettingsError as error:
-            raise ValueError(str(error).removeprefix("parallel.")) from None
+            raise ValueError(str(error).removeprefix("Invalid parallel.")) from None
         return self
 
     @property
@@ -230,7 +230,7 @@ class FullyShardSection(Section):
         try:
             _ = self.settings
         except SettingsError as error:
-            raise ValueError(str(error).removeprefix("fully_shard.")) from None
+            raise ValueError(str(error).removeprefix("Invalid fully_shard.")) from None
         return self
 
     @property

@@ -268,7 +268,8 @@ class PreparedLoader(DataLoader[Any]):
             return ""
         if isinstance(self.dataset, IterableDataset):
             return ""
-        return f": {num_steps * self.total_batch_size - num_samples} samples an epoch"
+        padding = num_steps * self.total_batch_size - num_samples
+        return f": {padding} sample{'' if padding == 1 else 's'} an epoch"
 
     @property
     def repeats(self) -> int:

@@ -123,18 +123,24 @@ def test_a_variable_that_has_a_meaning_is_taken_over(environ, settings):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "it is 'fp8'; set ACCEL_MIXED_PRECISION to bf16"),
-        ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "choose one of several devices with CUDA_VISIBLE_DEVICES"),
-        ({"ACCELERATE_LOG_LEVEL": "loud"}, "ACCELERATE_LOG_LEVEL must be one of debug"),
-        ({"ACCELERATE_USE_FSDP": "maybe"}, "ACCELERATE_USE_FSDP must be true or false; it is 'maybe'"),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp8"},
+            "'fp8': expected one of bf16, fp16. Set ACCEL_MIXED_PRECISION to bf16",
+        ),
+        ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "Choose one of several devices with CUDA_VISIBLE_DEVICES"),
+        ({"ACCELERATE_LOG_LEVEL": "loud"}, "Invalid ACCELERATE_LOG_LEVEL 'loud': expected one of debug"),
+        ({"ACCELERATE_USE_FSDP": "maybe"}, "Invalid ACCELERATE_USE_FSDP 'maybe': expected one of 1, true"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "set ACCEL_PARALLEL_DP_SHARD=auto"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "set ACCEL_PARALLEL_TP"),
         ({"ACCELERATE_DOWNCAST_BF16": "true"}, "set ACCEL_MIXED_PRECISION=bf16"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "four"}, "must be a whole number; it is 'four'"),
-        (FSDP | {"FSDP_SHARDING_STRATEGY": "SOME"}, "FSDP_SHARDING_STRATEGY must be true, false or one of"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "four"}, "'four': expected a whole number"),
+        (
+            FSDP | {"FSDP_SHARDING_STRATEGY": "SOME"},
+            "Invalid FSDP_SHARDING_STRATEGY 'SOME': expected true, false or one of",
+        ),
         (
             FSDP | {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "a b"},
-            "^FSDP_TRANSFORMER_CLS_TO_WRAP must be",
+            "^Invalid FSDP_TRANSFORMER_CLS_TO_WRAP 'a b'",
         ),
         (FSDP | {"FSDP_IGNORED_MODULES": r"(norm|head)$"}, "list the names in ACCEL_FULLY_SHARD_IGNORE"),
         (SIZES | {"PARALLELISM_CONFIG_SP_SIZE": "2"}, "PARALLELISM_CONFIG_SP_SIZE=2 is not supported"),

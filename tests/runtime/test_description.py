@@ -161,7 +161,8 @@ def test_the_panel_and_the_lines_say_the_same(ranks):
             assert text in panel
         assert f"this is rank {rank}" in lines
         assert (
-            f"2 x {ranks.size} ranks x 4 accumulation = {8 * ranks.size} samples an optimizer step" in lines
+            f"2 x {ranks.size} rank{'s' * (ranks.size > 1)} x 4 accumulation = {8 * ranks.size} samples an optimizer step"
+            in lines
         )
         assert "mixed_precision = bf16 (argument)" in lines
 

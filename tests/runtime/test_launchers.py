@@ -215,7 +215,10 @@ def test_an_exception_of_a_single_process_is_itself():
         ({"num_processes": 2, "monitor_interval": 5}, "monitor_interval=5"),
         ({"num_processes": 2, "rdzv_id": "x"}, "rdzv_id='x'"),
         ({"num_processes": 2, "node_rank": 1}, "Invalid node_rank=1: expected 0 to 0"),
-        ({"num_processes": 2, "mixed_precision": "fp9"}, "mixed_precision must be one of no, bf16, fp16"),
+        (
+            {"num_processes": 2, "mixed_precision": "fp9"},
+            "Invalid mixed_precision 'fp9': expected one of no, bf16, fp16",
+        ),
         ({"num_processes": 2, "use_port": "x"}, "use_port='x'"),
         ({"num_processes": 2, "rdzv_endpoint": "nowhere"}, "rdzv_endpoint='nowhere'"),
     ],

@@ -79,7 +79,7 @@ def test_a_refusal_says_what_would_do(parallel, world, said):
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", "all", None])
 @pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "tp", "cp"])
 def test_a_size_is_a_whole_number_above_0(name, size):
-    with pytest.raises(SettingsError, match=f"parallel.{name} must be"):
+    with pytest.raises(SettingsError, match=f"Invalid parallel.{name} "):
         Parallel(**{name: size})
 
 
@@ -94,7 +94,7 @@ def test_text_that_would_not_come_through_a_variable_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("style", "said"), [("colwize", "did you mean colwise?"), ("no", "styles are colwise, ")]
+    ("style", "said"), [("colwize", "Did you mean colwise?"), ("no", "Styles are colwise, ")]
 )
 def test_a_style_that_is_none_is_refused_with_those_there_are(style, said):
     with pytest.raises(SettingsError, match=re.escape(said)):

@@ -169,7 +169,7 @@ def test_else_it_is_that_of_the_variable_else_it_stays(monkeypatch):
     monkeypatch.setenv("ACCEL_LOG_LEVEL", "error")
     assert get_logger("a test").logger.level == logging.ERROR
     monkeypatch.setenv("ACCEL_LOG_LEVEL", "loud")
-    with pytest.raises(SettingsError, match="ACCEL_LOG_LEVEL must be one of auto, debug"):
+    with pytest.raises(SettingsError, match="Invalid ACCEL_LOG_LEVEL 'loud': expected one of auto, debug"):
         get_logger("a test")
 
 

@@ -110,10 +110,13 @@ def test_without_activities_it_is_the_cpu_and_the_device_in_hand():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"activities": ["gpu"]}, "activities may hold cpu.*; it holds 'gpu'"),
-        ({"schedule_option": {"wait": 1}}, "needs wait, warmup, active.*it has wait"),
-        ({"schedule_option": {}}, "it has nothing"),
-        ({"schedule_option": {"wait": 1, "warmup": 1, "active": 1, "repeats": 2}}, "may have repeat"),
+        ({"activities": ["gpu"]}, "Invalid activities entry 'gpu': expected one of cpu"),
+        (
+            {"schedule_option": {"wait": 1}},
+            "Invalid schedule_option {'wait': 1}: expected the keys wait, warmup, active",
+        ),
+        ({"schedule_option": {}}, "Invalid schedule_option {}"),
+        ({"schedule_option": {"wait": 1, "warmup": 1, "active": 1, "repeats": 2}}, "if needed repeat"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(arguments, message):

@@ -188,7 +188,7 @@ def test_a_broken_upload_is_said(containers):
     [
         ({"cwd": "elsewhere"}, "the job starts in elsewhere, and the source has no such folder"),
         ({"version": 2}, "has version 2, and this accel reads version 1"),
-        ({"settings": {"ACCEL_DEVICE": "tpu"}}, "ACCEL_DEVICE must be one of"),
+        ({"settings": {"ACCEL_DEVICE": "tpu"}}, "Invalid ACCEL_DEVICE 'tpu': expected one of"),
     ],
 )
 def test_what_the_job_says_wrongly_is_one_message(containers, work, reason):

@@ -112,7 +112,7 @@ def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(stor
     [
         (
             {"ACCEL_MIXED_PRECISION": "half"},
-            "ACCEL_MIXED_PRECISION must be one of no, bf16, fp16; it is 'half'",
+            "Invalid ACCEL_MIXED_PRECISION 'half': expected one of no, bf16, fp16.",
         ),
         ({"ACCEL_PROFILE": "gone"}, "ACCEL_PROFILE asks for the profile 'gone'"),
         ({"ACCEL_PROFILE": "a/b"}, "'a/b' is no profile name"),
@@ -305,9 +305,9 @@ def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"ACCEL_PARALLEL_TP": "two"}, "ACCEL_PARALLEL_TP must be a whole number above 0; it is 'two'"),
+        ({"ACCEL_PARALLEL_TP": "two"}, "Invalid ACCEL_PARALLEL_TP 'two': expected a whole number above 0."),
         ({"ACCEL_PARALEL_TP": "2"}, "did you mean ACCEL_PARALLEL_TP?"),
-        ({"ACCEL_FULLY_SHARD_WRAP": "a b"}, "ACCEL_FULLY_SHARD_WRAP must be auto, none"),
+        ({"ACCEL_FULLY_SHARD_WRAP": "a b"}, "Invalid ACCEL_FULLY_SHARD_WRAP 'a b': expected auto, none"),
     ],
 )
 def test_a_variable_of_a_section_that_cannot_be_used_is_named(store, environ, said):
