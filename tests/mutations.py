@@ -218,7 +218,7 @@ MUTATIONS = (
     ),
     Mutation(
         "XLA step",
-        "accel_runtime/backends/prefetch.py",
+        "accel_runtime/backends/xla/host.py",
         "        if count in {0, last_count}:",
         "        if count == 0:",
         ("tests/runtime/backends/test_feeding.py",),

@@ -43,10 +43,11 @@ class Backend(ABC):
     """Connect this process to the other ranks and to its device; a single process has a backend too."""
 
     static_shapes = False
-    """Pad the last batch on one process too, since every new shape is expensive."""
+    """Programs are compiled for their shapes and constants, and all ranks run the same one: the last batch is padded on one
+    process too, and a number that differs between ranks or steps must be a tensor."""
 
-    single_program = False
-    """All ranks record the same program, so a number that differs between ranks must be a tensor."""
+    num_batch_shards = 1
+    """The number of devices over which a batch of this process is sharded; its size must be a multiple."""
 
     shards_models = False
     """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
@@ -194,11 +195,6 @@ class Backend(ABC):
                 print(line, file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
                 operation = None
         return value
-
-    @property
-    def num_batch_shards(self) -> int:
-        """The number of devices over which a batch of this process is sharded; its size must be a multiple."""
-        return 1
 
     @property
     def pads_batches(self) -> bool:

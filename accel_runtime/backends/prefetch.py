@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import queue
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ import torch
 from accel_runtime import nested
 from accel_runtime.data.source import EpochIterator, StepInfo
 
-__all__ = ["DevicePrefetcher", "StreamCopies", "build_step_hook", "copy_each", "prefetch_batches"]
+__all__ = ["StreamCopies", "copy_each", "is_strided_tensor", "prefetch_batches"]
 
 
 class Carrier(Protocol):
@@ -87,46 +86,9 @@ def _is_plain_on_cpu(leaf: Any) -> bool:
     return (
         type(leaf) is torch.Tensor
         and leaf.is_cpu
-        and _is_strided_tensor(leaf)
+        and is_strided_tensor(leaf)
         and not (leaf.is_nested or leaf.requires_grad)
     )
-
-
-class DevicePrefetcher:
-    """Copy batches to a device through torch_xla's parallel loader.
-
-    Args:
-        build_loader: Builds the parallel loader of an iterable.
-        device: The device.
-    """
-
-    def __init__(self, build_loader: Callable[[Any], Any], device: torch.device) -> None:
-        self._queue: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
-        self._loader = build_loader(self)
-        self._arrivals = self._loader.per_device_loader(device)
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors for the loader until the prefetcher is closed."""
-        return iter(self._queue.get, None)
-
-    def put(self, batch: Any) -> None:
-        """Start to copy the tensors of a batch."""
-        self._queue.put([leaf for leaf in nested.leaves(batch) if _is_strided_tensor(leaf)])
-
-    def take(self, batch: Any) -> Any:
-        """Return the oldest batch on the device; pending computations are executed first."""
-        tensors = next(self._arrivals, None)
-        if tensors is None:
-            raise RuntimeError(
-                "A batch did not arrive on the device: torch_xla's parallel loader reported no reason."
-            )
-        on_device = iter(tensors)
-        return nested.map_tensors(lambda leaf: next(on_device) if _is_strided_tensor(leaf) else leaf, batch)
-
-    def close(self) -> None:
-        """Stop copying."""
-        self._queue.put(None)
-        self._loader.close()
 
 
 _END = object()
@@ -179,31 +141,10 @@ def prefetch_batches(
         carrier.close()
 
 
-def build_step_hook(num_batches: Callable[[], int], execute: Callable[[], object]) -> Callable[[], None]:
-    """Return a function for an optimizer to call after each step, which limits the size of the recorded graph.
-
-    Prepared loaders execute the graph; the hook does it for steps without a new batch.
-
-    Args:
-        num_batches: Returns the number of batches that loaders have yielded.
-        execute: Executes the recorded graph.
-    """
-    last_count = -1
-
-    def after_step() -> None:
-        nonlocal last_count
-        count = num_batches()
-        if count in {0, last_count}:
-            execute()
-        last_count = count
-
-    return after_step
-
-
 def _return_offset(position: dict[str, Any]) -> Callable[[StepInfo | None], dict[str, Any]]:
     return lambda _: position
 
 
-def _is_strided_tensor(leaf: Any) -> bool:
-    """Return whether the loader copies a leaf; other tensors are copied later."""
+def is_strided_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is copied in the background; other tensors are copied later."""
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

@@ -128,7 +128,7 @@ def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         ),
         "even_batches=False gives ranks batches of different sizes at the end of an epoch, and on this device all ranks must "
         "run the same program. Use even_batches=True (gather_for_metrics drops the padding) or drop_last=True.": (
-            backend.single_program and not (options.even_batches or getattr(source, "drop_last", False))
+            backend.static_shapes and not (options.even_batches or getattr(source, "drop_last", False))
         ),
     }
     for problem, applies in problems.items():

@@ -371,7 +371,7 @@ class Gradients:
         self.weights.backward(loss, loss_weight, run, self.find_groups())
 
     def _build_weight(self, weight: float | torch.Tensor, loss: torch.Tensor) -> LossWeight:
-        return LossWeight.build(weight, self.device, loss.dtype, as_data=self._backend.single_program)
+        return LossWeight.build(weight, self.device, loss.dtype, as_data=self._backend.static_shapes)
 
     def _begin_backward(self, *, weighted: bool) -> None:
         accumulation = self._accumulation

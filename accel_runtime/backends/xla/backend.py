@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,11 +19,15 @@ from typing_extensions import override
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, split_by_size
-from accel_runtime.backends.prefetch import DevicePrefetcher, build_step_hook, prefetch_batches
+from accel_runtime.backends.distributed import StoreBackend
+from accel_runtime.backends.prefetch import prefetch_batches
 from accel_runtime.backends.single import Single
-from accel_runtime.backends.xla.checks import (
+from accel_runtime.backends.xla.host import (
     CompileCounts,
+    DevicePrefetcher,
+    HostGroup,
     RecompilationMonitor,
+    build_step_hook,
     check_cpu_world,
     check_ddp_options,
     check_environment,
@@ -29,7 +35,6 @@ from accel_runtime.backends.xla.checks import (
     check_world,
     read_timeout,
 )
-from accel_runtime.backends.xla.host_group import HostGroup, HostGroupBackend, ReplicaRecord
 from accel_runtime.backends.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
@@ -141,7 +146,21 @@ _NARROW = {torch.bfloat16, torch.float16}
 _VARIABLE_PREFIXES = ("PJRT_", "XLA_", "TPU_", "LIBTPU_", "CPU_NUM_DEVICES")
 """Prefixes of environment variables that torch_xla and its devices read."""
 _LOOPBACK = "127.0.0.1"
-_REPLICA = ReplicaRecord()
+
+
+class _ReplicaRecord(threading.local):
+    """State of a replica between backends; a replica may be one of several threads of a process."""
+
+    def __init__(self) -> None:
+        self.host_group: HostGroup | None = None
+        """Kept, so that its counters continue."""
+        self.averaging: WeakKeyDictionary[nn.Module, GradientAveraging] = WeakKeyDictionary()
+        """Models whose gradients are averaged."""
+        self.seeded = False
+        """True once the device has been seeded."""
+
+
+_REPLICA = _ReplicaRecord()
 
 
 def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> Backend:
@@ -217,7 +236,7 @@ def _broadcast_text(text: str) -> str:
 class _LazyBackend(Backend):
     """Common parts of the XLA backends: operations are recorded, and executed when the graph is cut."""
 
-    static_shapes = single_program = True
+    static_shapes = True
     _num_batches = 0
 
     @override
@@ -346,19 +365,29 @@ class SPMDBackend(SPMDPreparation, _LazyBackend, Single):
         )
 
 
-class XLABackend(_LazyBackend, HostGroupBackend):
+class XLABackend(_LazyBackend, StoreBackend):
     """The backend of several replicas, which torch_xla started as threads or processes.
 
     Args:
         topology: Rank and world size of this replica.
         device: The device of this replica.
-        hosts: The host group of this replica.
+        host_group: The host group of this replica.
     """
 
     def __init__(self, topology: Topology, device: torch.device, host_group: HostGroup) -> None:
-        super().__init__(topology, device, host_group)
+        super().__init__(topology, device, host_group.transport)
+        self._host_group = host_group
         self.ranks_are_threads = xr.process_count() < topology.world_size
         self._averaging = _REPLICA.averaging
+
+    @override
+    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+        return self._host_group.open_object_channel()
+
+    @property
+    @override
+    def _store(self) -> Any:
+        return self._host_group.store
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

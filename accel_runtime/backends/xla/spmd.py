@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.xla.checks import check_ddp_options, check_spmd
+from accel_runtime.backends.xla.host import check_ddp_options, check_spmd
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
@@ -106,15 +106,11 @@ class SPMDPreparation(Backend):
     def _init_spmd(self, functions: SPMDFunctions, num_devices: int) -> None:
         """Initialize the mesh."""
         self._functions = functions
+        self.num_batch_shards = num_devices
         self._mesh = functions.spmd.Mesh(list(range(num_devices)), (num_devices,), (_AXIS,))
         self._row_sharding = RowSharding(
             num_devices, self._sharding, lambda tensor: self._shard_along(tensor, 0)
         )
-
-    @property
-    @override
-    def num_batch_shards(self) -> int:
-        return self._row_sharding.num_devices
 
     @override
     def describe_device(self) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_runtime.backends.prefetch import build_step_hook
+from accel_runtime.backends.xla.host import build_step_hook
 
 
 @pytest.mark.parametrize(

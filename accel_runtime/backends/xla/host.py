@@ -1,19 +1,26 @@
-"""Checks of options and environment for XLA devices, and warnings about recompilation."""
+"""The host side of XLA replicas: checks, gloo group, prefetching, and warnings about recompilation; without torch_xla."""
 
 from __future__ import annotations
 
 import logging
+import queue
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from accel_runtime import nested
+from accel_runtime.backends.distributed import REDUCE_OPS
+from accel_runtime.backends.prefetch import is_strided_tensor
+from accel_runtime.collectives.handshake import Handshake
+from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.transport import Transport, connect_transport
 from accel_runtime.env import ROUNDING, MixedPrecision, Settings
 from accel_runtime.heartbeat import TORCH, CallSite, call_site
 from accel_runtime.options import DDPCommunicationHookType
@@ -21,7 +28,10 @@ from accel_runtime.topology import Topology
 
 __all__ = [
     "CompileCounts",
+    "DevicePrefetcher",
+    "HostGroup",
     "RecompilationMonitor",
+    "build_step_hook",
     "check_cpu_world",
     "check_ddp_options",
     "check_environment",
@@ -107,6 +117,133 @@ def check_spmd(enabled: bool) -> None:
             "SPMD is enabled in torch_xla (by XLA_USE_SPMD=1 or use_spmd()), but not in accel. Set launcher.spmd: true "
             "(ACCEL_SPMD=1), or disable it in torch_xla."
         )
+
+
+_DAY = timedelta(days=1)
+
+
+class HostGroup:
+    """The host side of one replica: a store, and a gloo group that torch.distributed does not know.
+
+    `torch.distributed` has one default group per process, and replicas may be threads of a process.
+
+    Args:
+        topology: Rank and world size of this replica.
+        broadcast_text: Broadcasts the text of the first replica over the device, to find the store.
+        address: The address of the first replica.
+        timeout: How long to wait for other replicas.
+    """
+
+    def __init__(
+        self, topology: Topology, broadcast_text: Callable[[str], str], address: str, timeout: timedelta
+    ) -> None:
+        self._topology, self._timeout = topology, timeout
+        self._server = None
+        if topology.rank == 0:
+            self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        host, _, port = broadcast_text(f"{address}:{self._server.port}" if self._server else "").rpartition(
+            ":"
+        )
+        self.store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        """The store of all replicas."""
+        self._group = self._new_group("control")
+        self._one_machine = topology.local_world_size == topology.world_size
+        self.transport: Transport = self._connect(self._group, "transport", timeout)
+        """Moves bytes between the replicas."""
+        self._num_channels = 0
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stack the CPU tensors of all replicas."""
+        gathered = tensor.new_empty((self._topology.world_size, *tensor.shape))
+        self._group.allgather([list(gathered.unbind())], [tensor.contiguous()]).wait()
+        return gathered
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        """Reduce CPU tensors over the replicas into a new one."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._group.allreduce([total], REDUCE_OPS[reduction]).wait()
+        return total / self._topology.world_size if reduction == "mean" else total
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Copy the CPU tensor of one replica into those of the others."""
+        self._group.broadcast(tensor, source).wait()
+        return tensor
+
+    def open_object_channel(self) -> Callable[[Any], list[Any]]:
+        """Connect the replicas for another thread; see `Backend.open_object_channel`."""
+        self._num_channels += 1
+        name = f"channel {self._num_channels}"
+        transport = self._connect(self._new_group(name, _DAY), f"transport of {name}", _DAY)
+        handshake = Handshake(transport, self._topology.rank, self._topology.world_size)
+        return lambda item: all_gather_objects(name, item, handshake)
+
+    def _connect(self, group: Any, name: str, timeout: timedelta) -> Transport:
+        return connect_transport(group, self._prefix_store(name), timeout, one_machine=self._one_machine)
+
+    def _new_group(self, name: str, timeout: timedelta | None = None) -> Any:
+        rank, size = self._topology.rank, self._topology.world_size
+        return dist.ProcessGroupGloo(self._prefix_store(name), rank, size, timeout or self._timeout)
+
+    def _prefix_store(self, name: str) -> Any:
+        return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+
+
+class DevicePrefetcher:
+    """Copy batches to a device through torch_xla's parallel loader.
+
+    Args:
+        build_loader: Builds the parallel loader of an iterable.
+        device: The device.
+    """
+
+    def __init__(self, build_loader: Callable[[Any], Any], device: torch.device) -> None:
+        self._queue: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
+        self._loader = build_loader(self)
+        self._arrivals = self._loader.per_device_loader(device)
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the tensors for the loader until the prefetcher is closed."""
+        return iter(self._queue.get, None)
+
+    def put(self, batch: Any) -> None:
+        """Start to copy the tensors of a batch."""
+        self._queue.put([leaf for leaf in nested.leaves(batch) if is_strided_tensor(leaf)])
+
+    def take(self, batch: Any) -> Any:
+        """Return the oldest batch on the device; pending computations are executed first."""
+        tensors = next(self._arrivals, None)
+        if tensors is None:
+            raise RuntimeError(
+                "A batch did not arrive on the device: torch_xla's parallel loader reported no reason."
+            )
+        on_device = iter(tensors)
+        return nested.map_tensors(lambda leaf: next(on_device) if is_strided_tensor(leaf) else leaf, batch)
+
+    def close(self) -> None:
+        """Stop copying."""
+        self._queue.put(None)
+        self._loader.close()
+
+
+def build_step_hook(num_batches: Callable[[], int], execute: Callable[[], object]) -> Callable[[], None]:
+    """Return a function for an optimizer to call after each step, which limits the size of the recorded graph.
+
+    Prepared loaders execute the graph; the hook does it for steps without a new batch.
+
+    Args:
+        num_batches: Returns the number of batches that loaders have yielded.
+        execute: Executes the recorded graph.
+    """
+    last_count = -1
+
+    def after_step() -> None:
+        nonlocal last_count
+        count = num_batches()
+        if count in {0, last_count}:
+            execute()
+        last_count = count
+
+    return after_step
 
 
 _LOG = logging.getLogger("accel_runtime.xla")
