@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import (
 
 from accel_runtime.backends import set_current_backend
 from accel_runtime.env import MixedPrecision, Settings, is_placed_by_device
+from accel_runtime.torch_internals import TCPStore
 from accel_runtime.utils.environment import patch_environment
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
@@ -153,7 +154,7 @@ def _run(
     store = None
     if spec.node == 0:
         # The store is in this process and not in rank 0, so that it outlives every rank.
-        store = dist.TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)
         spec = spec._replace(port=store.port)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # Python 3.12 warns of threads that are not forked; `_Started` sees to those of torch.

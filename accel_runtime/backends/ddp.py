@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
 from accel_runtime.heartbeat import CallSite
 from accel_runtime.options import DDPCommunicationHookType
+from accel_runtime.torch_internals import TorchDispatchMode, graph_task_id, on_backward_end
 
 __all__ = [
     "BufferAveraging",
@@ -91,13 +91,12 @@ class GradientAveraging:
         return not self._num_no_sync
 
     def _on_gradient(self, _: torch.Tensor) -> None:
-        # The id of the pass and no flag, since a pass that fails never ends. The id and the callback at the end of a pass
-        # are private in torch 2.13; DDP and FSDP use them.
-        number: int = torch._C._current_graph_task_id()  # noqa: SLF001
+        # The id of the pass and no flag, since a pass that fails never ends.
+        number = graph_task_id()
         if self._num_no_sync or self._last_pass == number:
             return
         self._last_pass = number
-        torch.autograd.Variable._execution_engine.queue_callback(self._average_all)  # noqa: SLF001
+        on_backward_end(self._average_all)
 
     @torch.no_grad()
     def _average_all(self) -> None:

@@ -22,7 +22,6 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import get_worker_info
@@ -42,6 +41,7 @@ from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology, build_refusal
+from accel_runtime.torch_internals import HashStore, default_store
 
 __all__ = [
     "REDUCE_OPS",
@@ -287,8 +287,7 @@ class DistributedBackend(StoreBackend):
     @property
     @override
     def _store(self) -> Any:
-        # The store of the default group has no public name (torch 2.13).
-        return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        return default_store()
 
     @override
     def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:

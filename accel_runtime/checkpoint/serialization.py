@@ -15,6 +15,7 @@ import xxhash
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.safetensors_file import tensor_bytes
+from accel_runtime.torch_internals import local_tensor, storage_id
 
 __all__ = ["deserialize", "hash_tensor", "hash_words", "serialize"]
 
@@ -162,8 +163,12 @@ def _memory_key(tensor: torch.Tensor) -> Any:
     if hasattr(tensor, "device_mesh"):
         # A local shard may be empty on some ranks, so the address would give different results.
         sharded: Any = tensor
-        local = sharded._local_tensor  # noqa: SLF001
-        return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), sharded.placements  # noqa: SLF001
+        return (
+            storage_id(tensor),
+            local_tensor(tensor).storage_offset(),
+            tuple(tensor.shape),
+            sharded.placements,
+        )
     if not tensor.numel() or not tensor.data_ptr():
         return id(tensor)
     layout = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

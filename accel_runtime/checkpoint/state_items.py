@@ -16,6 +16,7 @@ from accel_runtime.checkpoint.manifest import TensorEntry
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.parallel.dtensor import shard_like
+from accel_runtime.torch_internals import storage_id
 
 __all__ = [
     "LoaderItem",
@@ -381,7 +382,7 @@ def has_host_memory(tensor: torch.Tensor) -> bool:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key that is equal for tensors that start at the same memory."""
-    return tensor.data_ptr() or tensor.untyped_storage()._cdata  # noqa: SLF001 - without an address, the storage itself
+    return tensor.data_ptr() or storage_id(tensor)  # without an address, the storage itself
 
 
 def describe_mismatch(entry: TensorEntry, live: torch.Tensor) -> str:

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from accel_runtime.collectives.handshake import RankLostError, StallError
 from accel_runtime.heartbeat import (
@@ -32,6 +31,7 @@ from accel_runtime.heartbeat import (
     heartbeat,
     user_call_sites,
 )
+from accel_runtime.torch_internals import PrefixStore, TCPStore
 
 __all__ = [
     "MissingRanks",

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 from typing_extensions import override
 
 from accel_runtime import nested
 from accel_runtime.data.sharding import BatchSharding, batch_slices
 from accel_runtime.data.worker_rng import hash_seed, seed_worker
 from accel_runtime.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
+from accel_runtime.torch_internals import generate_numpy_state, set_worker_info
 
 __all__ = [
     "WorkerBatch",
@@ -158,7 +158,7 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
             if info is None:
                 return None
             self._view = _WorkerView(info, self._task.dataset, start)
-            torch_worker._worker_info = self._view  # type: ignore[assignment] # noqa: SLF001 - no public setter
+            set_worker_info(self._view)
             init = self._task.worker_init
         view = self._view
         view.seed_as(view.index)
@@ -303,8 +303,7 @@ class _WorkerView:
         random.seed(base + index)
         torch.manual_seed(base + index)
         if "numpy" in sys.modules:
-            generate_state: Any = torch_worker._generate_state  # noqa: SLF001 - torch's seed of NumPy
-            sys.modules["numpy"].random.seed(generate_state(base, index))
+            sys.modules["numpy"].random.seed(generate_numpy_state(base, index))
 
 
 def build_worker_count_error(num_workers: int) -> ValueError:

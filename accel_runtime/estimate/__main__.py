@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves_with_path, tree_map
 
 from accel_runtime.checkpoint.filesystem import parse_size
 from accel_runtime.env import find_nearest
@@ -48,6 +47,7 @@ from accel_runtime.estimate.memory import (
 )
 from accel_runtime.parallel.fully_shard import Units, find_units, innermost_units
 from accel_runtime.parallel.tensor_parallel import check_divisibility
+from accel_runtime.torch_internals import tree_leaves_with_path, tree_map
 
 __all__ = [
     "answer_request",

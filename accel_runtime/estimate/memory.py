@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_runtime.parallel.tensor_parallel import (
     has_sharded_output,
     plan_tensor_parallel,
     sharded_dimensions,
 )
+from accel_runtime.torch_internals import BatchNorm, fake_tensors, storage_id, tree_leaves, tree_map
 
 __all__ = [
     "DTYPES",
@@ -413,7 +411,7 @@ class _SavedMemory:
 
     def add(self, value: Any) -> int | None:
         """Count the storage of a tensor once; return its key, or None if it is counted elsewhere."""
-        if not isinstance(value, torch.Tensor) or (key := _storage_key(value)) in self.excluded:
+        if not isinstance(value, torch.Tensor) or (key := storage_id(value)) in self.excluded:
             return None
         self.alive.append(value)
         self.sizes.setdefault(key, value.untyped_storage().nbytes())
@@ -431,11 +429,6 @@ class _SavedMemory:
                 recomputed[unit] += self.sizes[key]
         checkpointed = kept + max(recomputed.values(), default=0)
         return Activations(sum(self.sizes.values()), checkpointed, max(self.sizes.values(), default=0))
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - the only identity of a storage
-    return key
 
 
 def measure_activations(  # noqa: PLR0913 - options of the forward pass
@@ -461,10 +454,10 @@ def measure_activations(  # noqa: PLR0913 - options of the forward pass
         plan: The modules that they shard.
     """
     model = spec.model
-    with FakeTensorMode(), ExitStack() as stack:
+    with fake_tensors(), ExitStack() as stack:
         # Batch normalization keeps the format of its statistics.
         unchanged = {
-            p for module in model.modules() if isinstance(module, _BatchNorm) for p in module.parameters()
+            p for module in model.modules() if isinstance(module, BatchNorm) for p in module.parameters()
         }
         parameters = {}
         for name, p in model.named_parameters():
@@ -474,7 +467,7 @@ def measure_activations(  # noqa: PLR0913 - options of the forward pass
             dtype = gathered if gathered and p.is_floating_point() and p not in unchanged else p.dtype
             parameters[name] = torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(p.requires_grad)
         buffers = {name: _make_fake(buffer) for name, buffer in model.named_buffers()}
-        saved = _SavedMemory(frozenset(map(_storage_key, (*parameters.values(), *buffers.values()))))
+        saved = _SavedMemory(frozenset(map(storage_id, (*parameters.values(), *buffers.values()))))
         stack.enter_context(_track_units(units, saved))
         for name in plan.gathered if plan is not None else ():
             hook = model.get_submodule(name).register_forward_hook(

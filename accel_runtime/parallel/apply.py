@@ -30,6 +30,7 @@ from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
     plan_tensor_parallel,
 )
+from accel_runtime.torch_internals import fsdp_state, list_buffers
 from accel_runtime.training.precision import FORMATS
 
 __all__ = [
@@ -115,12 +116,6 @@ def list_sharded_units(model: nn.Module) -> Units:
     return [(name, module) for name, module in modules if isinstance(module, FSDPModule)]
 
 
-def fsdp_state_of(module: object) -> Any:
-    """Return torch's state of a module under `fully_shard`, which has no public name for its policies (torch 2.13)."""
-    assert isinstance(module, FSDPModule)
-    return module._get_fsdp_state()  # noqa: SLF001
-
-
 def describe_layout(parameter: torch.Tensor) -> str:
     """Describe how a parameter is sharded."""
     if not isinstance(parameter, DTensor):
@@ -137,7 +132,7 @@ def describe_layout(parameter: torch.Tensor) -> str:
 def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
     units = list_sharded_units(model)
     for name, module in units or [("", model)]:
-        policy = fsdp_state_of(module)._mp_policy if units else None  # noqa: SLF001
+        policy = fsdp_state(module)._mp_policy if units else None  # noqa: SLF001
         by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for _, parameter in parameters_of_unit(module, units):
             key = (
@@ -267,10 +262,7 @@ class BufferBroadcast:
         self._broadcast = broadcast
         # By name, since a forward pass may replace a buffer.
         self._owners = [
-            (module, name)
-            for module in model.modules()
-            for name in module._buffers  # noqa: SLF001 - torch has no public list of persistent buffers
-            if name not in module._non_persistent_buffers_set  # noqa: SLF001
+            (module, name) for module in model.modules() for name in list_buffers(module, persistent=True)
         ]
 
     @torch.no_grad()

@@ -17,6 +17,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import overrides
 from typing_extensions import override
 
+from accel_runtime.torch_internals import function_modes
+
 __all__ = [
     "gather_sequence",
     "join_sequence",
@@ -66,9 +68,7 @@ def shard_sequences(
         ValueError: The arguments do not match, or a length is not divisible.
         RuntimeError: The contexts are nested.
     """
-    # Private, but torch.compile uses it (torch 2.13).
-    modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
-    if any(isinstance(mode, _PatchedAttention) for mode in modes):
+    if any(isinstance(mode, _PatchedAttention) for mode in function_modes()):
         raise RuntimeError(
             "Cannot nest maybe_context_parallel: sequences would be sharded twice. Pass all buffers to one."
         )

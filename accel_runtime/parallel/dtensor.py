@@ -24,6 +24,7 @@ from accel_runtime.topology import DataRank, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+from accel_runtime.torch_internals import fsdp_parameter_groups, fsdp_state
 
 __all__ = [
     "DIMENSIONS",
@@ -38,7 +39,6 @@ __all__ = [
     "gather_tensor",
     "is_sharded_model",
     "local_shard",
-    "parameter_groups",
     "read_unsynced_gradients",
     "refuse_sharded_saves",
     "reshard_models",
@@ -272,15 +272,7 @@ _LOG = logging.getLogger("accel_runtime.parallel")
 
 def list_units(model: nn.Module) -> list[Any]:
     """Return the modules under `fully_shard`, outermost first."""
-    return [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-
-
-def parameter_groups(unit: Any) -> list[Any]:
-    """Return torch's parameter groups of a unit: at most one in torch 2.9, any number in torch 2.13."""
-    state = unit._get_fsdp_state()  # noqa: SLF001 - nothing public has them
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)  # noqa: SLF001
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # noqa: SLF001
+    return [module for module in model.modules() if fsdp_state(module) is not None]
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -400,8 +392,8 @@ def gather_parameters(
 def _keep_gathered(units: list[Any]) -> Iterator[None]:
     """Keep gathered parameters after a forward pass and for a state dict."""
     # The root module has other settings from its first forward pass on.
-    units[0]._get_fsdp_state()._lazy_init()  # noqa: SLF001 - nothing public does this without an input
-    groups = [group for unit in units for group in parameter_groups(unit)]
+    fsdp_state(units[0])._lazy_init()  # noqa: SLF001 - nothing public does this without an input
+    groups = [group for unit in units for group in fsdp_parameter_groups(unit)]
     mesh_infos = [group.post_forward_mesh_info for group in groups]
     hooks = [_remove_state_dict_hooks(group) for group in groups]
     for group in groups:
@@ -488,7 +480,7 @@ def _iterate_fsdp_params(models: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield torch's FSDPParam of every sharded parameter, which is private (torch 2.13)."""
     for model in models:
         for unit in list_units(model):
-            for group in parameter_groups(unit):
+            for group in fsdp_parameter_groups(unit):
                 yield from group.fsdp_params
 
 

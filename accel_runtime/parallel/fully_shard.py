@@ -20,12 +20,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from accel_runtime.backends.ddp import GradientAveraging
 from accel_runtime.env import FullyShard, find_nearest
 from accel_runtime.parallel.plugins import DTYPE_NAMES
+from accel_runtime.torch_internals import BatchNorm
 
 __all__ = [
     "CheckpointedForward",
@@ -248,7 +248,7 @@ def find_batch_norms(
         batch_norms = [
             (name, module)
             for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, BatchNorm)
             and id(module) not in unit_ids
             and any(p not in ignored and p.dtype not in _HALF_DTYPES for p in module.parameters())
         ]

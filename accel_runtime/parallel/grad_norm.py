@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from accel_runtime.torch_internals import foreach_norm
 
 __all__ = [
     "clip_grad_norm_",
@@ -56,21 +59,21 @@ def clip_grad_norm_(
     """Run `torch.nn.utils.clip_grad_norm_` for sharded parameters; see `get_total_norm`."""
     params = list(parameters)
     total = get_total_norm(reduce_partial_gradients(params), norm_type, error_if_nonfinite=error_if_nonfinite)
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    for group in _group_tensors([local_tensor(p.grad) for p in params if p.grad is not None]):
-        # Like torch, since multiplying by 1 is cheaper than a synchronization with the device.
-        torch._foreach_mul_(group, factor.to(group[0].device))
+    nn.utils.clip_grads_with_norm_(_local_gradients(params), max_norm, total)
     return total
 
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Run `torch.nn.utils.clip_grad_value_` for sharded parameters."""
-    limit = float(clip_value)
-    gradients = reduce_partial_gradients(list(parameters))
-    for group in _group_tensors([local_tensor(gradient) for gradient in gradients if gradient is not None]):
-        torch._foreach_clamp_min_(group, -limit)
-        torch._foreach_clamp_max_(group, limit)
+    params = list(parameters)
+    reduce_partial_gradients(params)
+    nn.utils.clip_grad_value_(_local_gradients(params), clip_value)
+
+
+def _local_gradients(parameters: Sequence[torch.Tensor]) -> Any:
+    """Return objects with this rank's shard of each gradient, for torch's functions that clip."""
+    return [SimpleNamespace(grad=local_tensor(p.grad)) for p in parameters if p.grad is not None]
 
 
 def max_over_shards(value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -165,7 +168,7 @@ def _local_norms(parts: Sequence[torch.Tensor | None], order: _Order, device: to
     indices = {id(part): index for index, part in enumerate(parts) if part is not None}
     for group in _group_tensors([part for part in parts if part is not None and part.numel()]):
         dtype = torch.promote_types(group[0].dtype, torch.float32)
-        group_norms = torch._foreach_norm(group, order.p, dtype=dtype)  # noqa: SLF001 - torch's own clipping uses it
+        group_norms = foreach_norm(group, order.p, dtype)
         for part, norm in zip(group, group_norms, strict=True):
             norms[indices[id(part)]] = norm.to(device, accumulation_dtype)
     return torch.stack(norms)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.heartbeat import TORCH, call_site
+from accel_runtime.torch_internals import version_of
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["AveragingCheck", "FirstInput"]
@@ -188,7 +189,7 @@ class _Model:
 def _version_of(parameter: nn.Parameter) -> _Version:
     """Return a value that changes whenever a gradient is written or replaced."""
     grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)  # noqa: SLF001 - no public name
+    return None if grad is None else (id(grad), version_of(grad))
 
 
 def _named_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -77,7 +76,7 @@ class TorchDynamoPlugin(Configuration, KwargsHandler):
         name = self.name
         if self.mode is not None and self.options is not None:
             raise ValueError("torch.compile takes either mode or options. Leave out one of them.")
-        if name != "no" and name not in (known := _list_backends()):
+        if name != "no" and name not in (known := torch.compiler.list_backends(exclude_tags=())):
             raise ValueError(
                 f"Unknown dynamo backend {name!r}: this version of torch has {', '.join(known)}. Use one of them, or no."
             )
@@ -104,12 +103,6 @@ class TorchDynamoPlugin(Configuration, KwargsHandler):
             "options": self.options,
             "disable": self.disable,
         }
-
-
-def _list_backends() -> list[str]:
-    # Imported here, as it takes seconds.
-    backends: list[str] = importlib.import_module("torch._dynamo").list_backends(exclude_tags=())
-    return backends
 
 
 def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:

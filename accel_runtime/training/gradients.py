@@ -14,6 +14,7 @@ from torch import nn
 from accel_runtime.backends.base import Backend
 from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.torch_internals import foreach_multiply, version_of
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.compilation import uncompiled_module
 from accel_runtime.training.precision import Precision
@@ -96,11 +97,7 @@ class ParameterGroup:
 
     def _versions(self) -> _Versions:
         grads = [parameter.grad for parameter in self.parameters]
-        # The version of a DTensor does not change; that of its local tensor does.
-        return [
-            None if grad is None else (id(grad), getattr(grad, "_local_tensor", grad)._version)  # noqa: SLF001
-            for grad in grads
-        ]
+        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
 
     def _multiply(self, scale: torch.Tensor) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -111,7 +108,7 @@ class ParameterGroup:
                     local: Any = grad.to_local() if hasattr(grad, "to_local") else grad
                     by_device.setdefault(grad.device, []).append(local)
             for device, grads in by_device.items():
-                torch._foreach_mul_(grads, scale.to(device))
+                foreach_multiply(grads, scale.to(device))
 
 
 class LossWeights:

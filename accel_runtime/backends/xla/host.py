@@ -25,6 +25,7 @@ from accel_runtime.env import ROUNDING, MixedPrecision, Settings
 from accel_runtime.heartbeat import TORCH, CallSite, call_site
 from accel_runtime.options import DDPCommunicationHookType
 from accel_runtime.topology import Topology
+from accel_runtime.torch_internals import PrefixStore, TCPStore
 
 __all__ = [
     "CompileCounts",
@@ -140,11 +141,11 @@ class HostGroup:
         self._topology, self._timeout = topology, timeout
         self._server = None
         if topology.rank == 0:
-            self._server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+            self._server = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         host, _, port = broadcast_text(f"{address}:{self._server.port}" if self._server else "").rpartition(
             ":"
         )
-        self.store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        self.store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         """The store of all replicas."""
         self._group = self._new_group("control")
         self._one_machine = topology.local_world_size == topology.world_size
@@ -185,7 +186,7 @@ class HostGroup:
         return dist.ProcessGroupGloo(self._prefix_store(name), rank, size, timeout or self._timeout)
 
     def _prefix_store(self, name: str) -> Any:
-        return dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+        return PrefixStore(name, self.store)
 
 
 class DevicePrefetcher:

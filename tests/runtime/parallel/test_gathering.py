@@ -9,7 +9,7 @@ import torch
 from divided import Net, accelerator, net, state_of, warm
 from torch import nn
 
-from accel_runtime.parallel.dtensor import parameter_groups
+from accel_runtime.torch_internals import fsdp_parameter_groups
 
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]
 
@@ -271,4 +271,4 @@ def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal
 )
 def test_the_groups_of_a_sharded_module_are_found_in_every_torch(state, wanted):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
-    assert parameter_groups(unit) == wanted
+    assert fsdp_parameter_groups(unit) == wanted

@@ -1,0 +1,141 @@
+"""Private names of torch, seen in torch 2.9 and 2.13 unless another version is named; no other module names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, overrides
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils.data._utils import worker
+
+__all__ = [
+    "BatchNorm",
+    "HashStore",
+    "PrefixStore",
+    "TCPStore",
+    "TorchDispatchMode",
+    "compute_shard_box",
+    "default_store",
+    "fake_tensors",
+    "foreach_multiply",
+    "foreach_norm",
+    "fsdp_parameter_groups",
+    "fsdp_state",
+    "function_modes",
+    "generate_numpy_state",
+    "graph_task_id",
+    "list_buffers",
+    "local_tensor",
+    "on_backward_end",
+    "set_worker_info",
+    "storage_id",
+    "tree_leaves",
+    "tree_leaves_with_path",
+    "tree_map",
+    "version_of",
+]
+
+BatchNorm = _BatchNorm
+"""The base class of batch normalizations."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that changes whenever a tensor is written; that of a DTensor is in its local tensor."""
+    version: int = getattr(tensor, "_local_tensor", tensor)._version
+    return version
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor on this rank, without a step of autograd; the tensor itself if it is no DTensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, which may have no address."""
+    return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
+def list_buffers(module: nn.Module, *, persistent: bool) -> list[str]:
+    """Return the names of a module's own buffers, of those in its state dict or of the others."""
+    return [
+        name for name in module._buffers if (name not in module._non_persistent_buffers_set) is persistent
+    ]
+
+
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor, in `dtype`; torch's own clipping uses it."""
+    return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def graph_task_id() -> int:
+    """Return the number of the current backward pass; DDP uses it."""
+    return int(torch._C._current_graph_task_id())
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the current backward pass, as DDP and FSDP do."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def function_modes() -> list[Any]:
+    """Return the active modes of torch functions, outermost first; torch.compile uses it."""
+    modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return modes
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have no memory, and CPU kernels run without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import
+
+    return FakeTensorMode()
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_worker_info(info: Any) -> None:
+    """Set the result of `torch.utils.data.get_worker_info` in this process."""
+    worker._worker_info = info
+
+
+def generate_numpy_state(base_seed: int, worker_id: int) -> Any:
+    """Return the seed of NumPy that torch gives a worker of a data loader."""
+    generate_state: Any = worker._generate_state
+    return generate_state(base_seed, worker_id)
+
+
+def compute_shard_box(
+    shape: torch.Size, mesh: Any, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of this rank's shard, as `torch.distributed.checkpoint` computes them."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - slow to import
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def fsdp_state(unit: Any) -> Any:
+    """Return torch's state of a module under `fully_shard`; None for other modules."""
+    return unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+
+
+def fsdp_parameter_groups(unit: Any) -> list[Any]:
+    """Return torch's parameter groups of a unit: at most one in torch 2.9, any number in torch 2.13."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
