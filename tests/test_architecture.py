@@ -250,3 +250,34 @@ def test_the_source_distribution_holds_what_the_repository_does():
 def test_every_mutation_changes_a_line_that_exists_once():
     for mutation in MUTATIONS:
         assert (ROOT / mutation.file).read_text().count(mutation.before) == 1, mutation.name
+
+
+def bound_names(path):
+    """Map the names that a file imports from torch to their dotted paths."""
+    bound = {}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            bound |= {
+                alias.asname or "torch": alias.name if alias.asname else "torch"
+                for alias in node.names
+                if f"{alias.name}.".startswith("torch.")
+            }
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return bound
+
+
+def test_private_names_of_torch_are_in_one_module():
+    """Attributes of torch's objects, such as `module._buffers`, cannot be told from others here."""
+    private = re.compile(r"\._(?!_)")
+    found = []
+    for path in set(RUNTIME) - {ROOT / "accel_runtime" / "torch_internals.py"}:
+        bound = bound_names(path)
+        chains = [ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)]
+        dotted = [f"{bound.get(first, '')}.{rest}" for first, _, rest in (c.partition(".") for c in chains)]
+        found += [
+            (name(path), one)
+            for one in {*bound.values(), *dotted}
+            if one.startswith("torch.") and private.search(one)
+        ]
+    assert not found

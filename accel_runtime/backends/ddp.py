@@ -26,6 +26,7 @@ __all__ = [
     "GradientAveraging",
     "ReplicatedModel",
     "capture_buckets",
+    "operate_flat",
     "restore_buckets",
     "split_by_size",
     "sync_in_backward",
@@ -163,7 +164,7 @@ class BufferAveraging:
 
 
 def split_by_size(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors of one dtype in groups of `_AT_ONCE` bytes at most, unless one is larger."""
+    """Yield tensors of one dtype in groups of `_GROUP_BYTES` at most, unless one is larger."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         group: list[torch.Tensor] = []
         for tensor in (other for other in tensors if other.dtype == dtype):
@@ -172,6 +173,15 @@ def split_by_size(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor
                 group = []
             group.append(tensor)
         yield group
+
+
+@torch.no_grad()
+def operate_flat(tensors: Sequence[torch.Tensor], operate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change tensors in place by an elementwise operation on flat groups of them, such as a collective."""
+    for group in split_by_size(tensors):
+        flat = operate(torch.cat([tensor.reshape(-1) for tensor in group]))
+        for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 _torch_distributed: Any = torch.distributed

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.ddp import GradientAveraging, split_by_size
+from accel_runtime.backends.ddp import GradientAveraging, operate_flat
 from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.options import DistributedType
@@ -102,16 +102,16 @@ class FSDPBackend(DistributedBackend):
             model.register_forward_hook(buffers.after)
         return model
 
-    @torch.no_grad()
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         mesh = self.mesh.shard
-        for group in split_by_size([local_shard(gradient) for gradient in gradients]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group]) / mesh.size()
+
+        def average(flat: torch.Tensor) -> torch.Tensor:
+            flat /= mesh.size()
             for dimension in range(mesh.ndim):
                 dist.all_reduce(flat, group=mesh.get_group(dimension))
-            sizes = [gradient.numel() for gradient in group]
-            for gradient, mean in zip(group, torch.split(flat, sizes), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+            return flat
+
+        operate_flat([local_shard(gradient) for gradient in gradients], average)
 
     @override
     def synchronize(self) -> None:

@@ -12,12 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.ddp import BufferAveraging, split_by_size
+from accel_runtime.backends.ddp import BufferAveraging, operate_flat
 from accel_runtime.checkpoint.serialization import hash_tensor
 from accel_runtime.env import Settings
 from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh, class_of, local_shard, shard_like
 from accel_runtime.parallel.fully_shard import (
-    FullyShardPlan,
     Units,
     build_policy,
     checkpoint_activations,
@@ -25,6 +24,7 @@ from accel_runtime.parallel.fully_shard import (
     find_units,
     is_checkpointed,
     parameters_of_unit,
+    shard_model,
 )
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -80,7 +80,7 @@ class ModelSharder:
             apply_tensor_parallel(model, self._mesh.tp, plan)
         if shards:
             policy = build_policy(options, self._autocast_dtype, model.parameters())
-            FullyShardPlan(self._mesh.shard, options, policy, frozenset(ignored)).apply(model, units)
+            shard_model(model, units, self._mesh.shard, options, policy, ignored)
         # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
         for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
             if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
@@ -110,12 +110,6 @@ def list_parameter_groups(model: nn.Module, autocast_dtype: torch.dtype | None) 
     return tuple(groups.values())
 
 
-def list_sharded_units(model: nn.Module) -> Units:
-    """Return the modules that `fully_shard` was applied to; the model is named ''."""
-    modules: Units = list(model.named_modules())
-    return [(name, module) for name, module in modules if isinstance(module, FSDPModule)]
-
-
 def describe_layout(parameter: torch.Tensor) -> str:
     """Describe how a parameter is sharded."""
     if not isinstance(parameter, DTensor):
@@ -130,7 +124,9 @@ def describe_layout(parameter: torch.Tensor) -> str:
 
 
 def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
-    units = list_sharded_units(model)
+    units: Units = [
+        (name, module) for name, module in model.named_modules() if fsdp_state(module) is not None
+    ]
     for name, module in units or [("", model)]:
         policy = fsdp_state(module)._mp_policy if units else None  # noqa: SLF001
         by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -157,7 +153,7 @@ def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Ite
                 if learns and units
                 else "",
                 layout=layout,
-                bytes_here=sum(map(_local_bytes, members)),
+                bytes_here=sum(local_shard(member).nbytes for member in members),
                 computed_again=is_checkpointed(module),
             )
 
@@ -175,11 +171,6 @@ def _describe_placement(name: str, size: int, placement: Placement) -> str:
     return f"divided {ranks}{axis}"
 
 
-def _local_bytes(parameter: torch.Tensor) -> int:
-    shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return shard.numel() * shard.element_size()
-
-
 def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
     """Broadcast the parameters and buffers of the first rank, as DDP does; only tensors that differ are sent.
 
@@ -188,7 +179,8 @@ def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
     """
     if backend.topology.world_size == 1:
         return
-    tensors = _tensors(model)
+    # Tied tensors are listed under their first name.
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     hashes_by_rank = backend.all_gather_objects(
         {
             name: (
@@ -207,11 +199,6 @@ def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
         if any(hashes[name] != first[name] for hashes in hashes_by_rank):
             with torch.no_grad():
                 tensor.copy_(backend.broadcast(tensor.detach().contiguous()))
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers; tied ones under their first name."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def _describe_mismatch(
@@ -265,17 +252,11 @@ class BufferBroadcast:
             (module, name) for module in model.modules() for name in list_buffers(module, persistent=True)
         ]
 
-    @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Broadcast the buffers; collective."""
         buffers = (getattr(module, name) for module, name in self._owners)
         shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
-        for group in split_by_size(shards):
-            flat = self._broadcast(torch.cat([buffer.reshape(-1) for buffer in group]))
-            for buffer, values in zip(
-                group, torch.split(flat, [shard.numel() for shard in group]), strict=True
-            ):
-                buffer.copy_(values.view_as(buffer))
+        operate_flat(shards, self._broadcast)
 
 
 class UntracedBufferBroadcast(BufferAveraging):

@@ -24,7 +24,7 @@ from accel_runtime.topology import DataRank, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-from accel_runtime.torch_internals import fsdp_parameter_groups, fsdp_state
+from accel_runtime.torch_internals import compute_shard_box, fsdp_parameter_groups, fsdp_state, local_tensor
 
 __all__ = [
     "DIMENSIONS",
@@ -196,8 +196,7 @@ class ShardBox(NamedTuple):
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor on this rank."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.detach()
+    return local_tensor(tensor).detach()
 
 
 def box_of(tensor: torch.Tensor, name: str) -> ShardBox:
@@ -207,44 +206,40 @@ def box_of(tensor: torch.Tensor, name: str) -> ShardBox:
     """
     if not hasattr(tensor, "device_mesh"):
         return ShardBox((0,) * tensor.dim(), tuple(tensor.shape))
-    return _box_of_dtensor(tensor, name)
+    sharded: Any = tensor
+    _check_placements(sharded, name)
+    box = ShardBox(*compute_shard_box(tensor.shape, sharded.device_mesh, sharded.placements))
+    if box.sizes != tuple(local_shard(tensor).shape):
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)} cannot be saved: tensor parallelism and fully_shard split it into shards of "
+            f"unequal size, whose offsets are unknown ({sharded.placements}). Choose a tp that divides it."
+        )
+    return box
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     """Shard a full tensor, equal on all ranks, like another one; nothing is sent."""
     if not hasattr(like, "device_mesh"):
         return full
+    shard = _narrow(full, box_of(like, name)).clone(memory_format=torch.contiguous_format)
+    sharded: Any = like
+    return _build_dtensor(shard.to(local_shard(like).device), sharded, like.stride())
+
+
+def _narrow(full: torch.Tensor, box: ShardBox) -> torch.Tensor:
+    """Return a view of a shard; the offset of an empty one may be past the end."""
+    for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
+        full = full.narrow(dimension, min(offset, full.shape[dimension]), length)
+    return full
+
+
+def _build_dtensor(shard: torch.Tensor, spec: Any, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the DTensor of a shard, with the mesh, the placements and the shape of another one or of torch's spec."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it takes a second to load
 
-    assert isinstance(like, DTensor)
-    shard = full
-    for dimension, (offset, length) in enumerate(zip(*_box_of_dtensor(like, name), strict=True)):
-        shard = shard.narrow(dimension, min(offset, full.shape[dimension]), length)
     return DTensor.from_local(
-        shard.clone(memory_format=torch.contiguous_format).to(local_shard(like).device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shard, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride
     )
-
-
-def _box_of_dtensor(tensor: torch.Tensor, name: str) -> ShardBox:
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
-    assert isinstance(tensor, DTensor)
-    _check_placements(tensor, name)
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    if tuple(sizes) != tuple(local_shard(tensor).shape):
-        raise ValueError(
-            f"{name} of shape {list(tensor.shape)} cannot be saved: tensor parallelism and fully_shard split it into shards of "
-            f"unequal size, whose offsets are unknown ({tensor.placements}). Choose a tp that divides it."
-        )
-    return ShardBox(tuple(offsets), tuple(sizes))
 
 
 def _check_placements(tensor: DTensor, name: str) -> None:
@@ -498,21 +493,10 @@ def _to_full(gradient: Any, name: str) -> torch.Tensor:
 
 
 def _to_unsharded_layout(gradient: torch.Tensor, sharded: Any) -> torch.Tensor:
+    """Return a full gradient as `fully_shard` accumulates it: a shard if tensor parallelism shards the parameter too."""
     shard = gradient.to(sharded.device).clone()
     spec = sharded._unsharded_dtensor_spec  # noqa: SLF001
     if spec is None:
         return shard
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - it is loaded where a model is sharded
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
-    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    for dimension, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
-        shard = shard.narrow(dimension, offset, length)
-    return DTensor.from_local(
-        shard.contiguous(),
-        spec.mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=gradient.stride(),
-    )
+    box = ShardBox(*compute_shard_box(spec.shape, spec.mesh, spec.placements))
+    return _build_dtensor(_narrow(shard, box).contiguous(), spec, gradient.stride())

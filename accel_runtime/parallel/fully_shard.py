@@ -6,7 +6,8 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from weakref import ref
 
@@ -23,13 +24,13 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from accel_runtime.backends.ddp import GradientAveraging
+from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.env import FullyShard, find_nearest
 from accel_runtime.parallel.plugins import DTYPE_NAMES
 from accel_runtime.torch_internals import BatchNorm
 
 __all__ = [
     "CheckpointedForward",
-    "FullyShardPlan",
     "GradientSync",
     "Units",
     "build_policy",
@@ -37,54 +38,58 @@ __all__ = [
     "find_batch_norms",
     "find_ignored",
     "find_units",
-    "inner_policy",
     "innermost_units",
     "is_checkpointed",
     "matches_pattern",
     "parameters_of_unit",
     "refuse_mixed_dtypes",
+    "shard_model",
 ]
 
 
-@dataclass(frozen=True)
-class FullyShardPlan:
-    """Mesh, options and policy for sharding a model."""
+Units = list[tuple[str, nn.Module]]
+"""Modules with their names, inner ones first."""
 
-    mesh: DeviceMesh
-    """`[shards]`, or `[replicas, shards]`."""
-    options: FullyShard
-    policy: MixedPrecisionPolicy
-    ignored: frozenset[nn.Parameter] = frozenset()
-    """Parameters that are not sharded."""
 
-    def plan(self, model: nn.Module, units: Units) -> list[tuple[str, nn.Module, MixedPrecisionPolicy]]:
-        """Return the modules to shard with their policies, inner ones first; the last is the model."""
-        batch_norms, batch_norm_policy = find_batch_norms(model, self.policy, units, self.ignored)
-        refuse_mixed_dtypes(model, [*batch_norms, *units], self.ignored)
-        plan = [(name, module, batch_norm_policy) for name, module in batch_norms]
-        plan += [(name, module, inner_policy(self.policy)) for name, module in units]
-        return [*plan, ("", model, self.policy)]
+def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
+    model: nn.Module,
+    units: Units,
+    mesh: DeviceMesh,
+    options: FullyShard,
+    policy: MixedPrecisionPolicy,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Shard a model in place by its units, inner ones first.
 
-    def apply(self, model: nn.Module, units: Units) -> dict[str, MixedPrecisionPolicy]:
-        """Shard a model in place by its units, inner ones first."""
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
-            if self.options.cpu_offload
-            else OffloadPolicy()
+    Args:
+        model: The model.
+        units: The modules whose parameters are gathered together.
+        mesh: `[shards]`, or `[replicas, shards]`.
+        options: The settings.
+        policy: The precision of parameters, gradients and outputs.
+        ignored: Parameters that are not sharded.
+    """
+    batch_norms, batch_norm_policy = find_batch_norms(model, policy, units, ignored)
+    refuse_mixed_dtypes(model, [*batch_norms, *units], ignored)
+    inner_policy = replace(policy, output_dtype=None)
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
+    )
+    for module, module_policy in (
+        *((module, batch_norm_policy) for _, module in batch_norms),
+        *((module, inner_policy) for _, module in units),
+        (model, policy),
+    ):
+        # The backward pass begins with the rest of the model, so keep it gathered.
+        keep_gathered = module is model and bool(units)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=False if keep_gathered else options.reshard_after_forward,
+            mp_policy=module_policy,
+            offload_policy=offload,
+            ignored_params=set(ignored),
         )
-        plan = self.plan(model, units)
-        for _, module, policy in plan:
-            # The backward pass begins with the rest of the model, so keep it gathered.
-            keep_gathered = module is model and bool(units)
-            fully_shard(
-                module,
-                mesh=self.mesh,
-                reshard_after_forward=False if keep_gathered else self.options.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=offload,
-                ignored_params=set(self.ignored),
-            )
-        return {name: policy for name, _, policy in plan}
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
@@ -94,7 +99,8 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]
         matches = {
             parameter
             for name, parameter in model.named_parameters(remove_duplicate=False)
-            if any(matches_pattern(pattern, prefix) for prefix in _prefixes(name))
+            # A pattern matches the name itself or that of a module around it: `a`, `a.b`, `a.b.c`.
+            if any(matches_pattern(pattern, prefix) for prefix in accumulate(name.split("."), "{}.{}".format))
         }
         if not matches:
             raise ValueError(
@@ -108,15 +114,6 @@ def matches_pattern(pattern: str, name: str) -> bool:
     """Return whether a name matches a pattern, in which `*` matches any text without a dot."""
     return re.fullmatch("[^.]*".join(map(re.escape, pattern.split("*"))), name) is not None
 
-
-def _prefixes(name: str) -> list[str]:
-    """Return the name with the names of its parents: `a.b.c`, `a.b`, `a`."""
-    parts = name.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
-Units = list[tuple[str, nn.Module]]
-"""Modules with their names, inner ones first."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -201,7 +198,6 @@ def _owns_parameters(model: nn.Module, module: nn.Module) -> bool:
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LOG = logging.getLogger("accel_runtime.parallel")
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MAX_NAMES = 3
 
 
 def build_policy(
@@ -228,11 +224,6 @@ def build_policy(
         output_dtype=_DTYPES.get(options.output_dtype),
         cast_forward_inputs=options.cast_forward_inputs,
     )
-
-
-def inner_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the policy of units inside of the model, whose outputs are not cast."""
-    return replace(policy, output_dtype=None)
 
 
 def find_batch_norms(
@@ -264,7 +255,16 @@ def refuse_mixed_dtypes(model: nn.Module, units: Units, ignored: Collection[nn.P
             if parameter.requires_grad and parameter not in ignored:
                 names_by_dtype.setdefault(parameter.dtype, []).append(f"{unit}.{name}" if unit else name)
         if len(names_by_dtype) > 1:
-            raise ValueError(_format_mixed_dtypes(type(model).__name__, unit, names_by_dtype))
+            dtypes = "; ".join(
+                f"{str(dtype).removeprefix('torch.')}: {format_names(names)}"
+                for dtype, names in names_by_dtype.items()
+            )
+            name = type(model).__name__
+            location = f"{unit} of {name}" if unit else f"{name} outside of the modules in fully_shard.wrap"
+            raise ValueError(
+                f"fully_shard: the parameters of {location} are gathered together, but have different dtypes ({dtypes}). Convert "
+                "them to one dtype, for example by model.float(), or name the class of the module that differs in fully_shard.wrap."
+            )
 
 
 def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Parameter]]:
@@ -276,19 +276,6 @@ def parameters_of_unit(module: nn.Module, units: Units) -> list[tuple[str, nn.Pa
         for parameter in inner.parameters()
     }
     return [(name, p) for name, p in module.named_parameters() if id(p) not in others]
-
-
-def _format_mixed_dtypes(model: str, unit: str, names_by_dtype: dict[torch.dtype, list[str]]) -> str:
-    dtypes = "; ".join(
-        f"{str(dtype).removeprefix('torch.')}: {', '.join(names[:_MAX_NAMES])}"
-        + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-        for dtype, names in names_by_dtype.items()
-    )
-    location = f"{unit} of {model}" if unit else f"{model} outside of the modules in fully_shard.wrap"
-    return (
-        f"fully_shard: the parameters of {location} are gathered together, but have different dtypes ({dtypes}). Convert them to "
-        "one dtype, for example by model.float(), or name the class of the module that differs in fully_shard.wrap."
-    )
 
 
 class CheckpointedForward:

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from accel_runtime.torch_internals import foreach_norm
+from accel_runtime.torch_internals import foreach_norm, local_tensor
 
 __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_total_norm",
-    "local_tensor",
     "unscale_gradients",
 ]
 
@@ -232,11 +231,6 @@ def _owns(tensor: torch.Tensor, *, single_group: bool) -> bool:
     if coordinate is None or (single_group and 0 not in tensor.device_mesh.mesh):
         return False
     return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor on this rank, to change in place."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _group_tensors(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -14,7 +14,7 @@ from torch import nn
 from accel_runtime.backends.base import Backend
 from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.torch_internals import foreach_multiply, version_of
+from accel_runtime.torch_internals import foreach_multiply, local_tensor, version_of
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.compilation import uncompiled_module
 from accel_runtime.training.precision import Precision
@@ -105,8 +105,7 @@ class ParameterGroup:
             for parameter in self.parameters:
                 if (grad := parameter.grad) is not None:
                     # Local tensors, as torch cannot combine sharded and replicated ones in one call.
-                    local: Any = grad.to_local() if hasattr(grad, "to_local") else grad
-                    by_device.setdefault(grad.device, []).append(local)
+                    by_device.setdefault(grad.device, []).append(local_tensor(grad))
             for device, grads in by_device.items():
                 foreach_multiply(grads, scale.to(device))
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, split_by_size
+from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 from accel_runtime.backends.distributed import StoreBackend
 from accel_runtime.backends.prefetch import prefetch_batches
 from accel_runtime.backends.single import Single
@@ -461,7 +461,9 @@ class XLABackend(_LazyBackend, StoreBackend):
     def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
         if model in self._averaging or not any(p.requires_grad for p in model.parameters()):
             return model
-        self._broadcast_separately([*model.parameters(), *model.buffers()])
+        for group in split_by_size([*model.parameters(), *model.buffers()]):
+            self._broadcast_tensors(group)
+            _execute_graph()
         averaging = GradientAveraging(model.named_parameters(), self._average, self.handshake)
         self._averaging[model] = averaging
         if ddp_options.get("broadcast_buffers", True):
@@ -470,19 +472,9 @@ class XLABackend(_LazyBackend, StoreBackend):
             model.register_forward_hook(buffers.after)
         return model
 
-    def _broadcast_separately(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast tensors from the first replica in graphs of their own."""
-        for group in split_by_size(tensors):
-            self._broadcast_tensors(group)
-            _execute_graph()
-
-    @torch.no_grad()
     def _broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Broadcast tensors from the first replica."""
-        for group in split_by_size([tensor.detach() for tensor in tensors]):
-            flat = self._broadcast_values(torch.cat([tensor.reshape(-1) for tensor in group]), 0)
-            for tensor, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+        operate_flat([tensor.detach() for tensor in tensors], lambda flat: self._broadcast_values(flat, 0))
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         # Copies, since torch_xla loses the result of a reduction in place of a tensor that was itself changed in place,

@@ -13,7 +13,6 @@ from accel_runtime.parallel.fully_shard import (
     build_policy,
     find_batch_norms,
     find_units,
-    inner_policy,
     parameters_of_unit,
     refuse_mixed_dtypes,
 )
@@ -62,7 +61,6 @@ def test_what_is_not_asked_for_is_exact(asked, computes_in, own, wanted):
     policy = build_policy(FullyShard(**asked), computes_in, nn.Linear(1, 1, dtype=own).parameters())
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == wanted
     assert policy.cast_forward_inputs
-    assert inner_policy(policy).output_dtype is None
 
 
 def test_batch_normalisations_keep_the_format_of_their_statistics():
