@@ -86,7 +86,7 @@ class Cluster:
         settings: Variables of the ranks in place of those of a rank on the CPU.
     """
 
-    backend, kind, carrier = "DistributedBackend", "MULTI_CPU", "gloo"
+    backend, kind, carrier = "DDPBackend", "MULTI_CPU", "gloo"
 
     def __init__(self, size, *, apart=False, settings=None):
         self.size = size

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.distributed import DistributedBackend
+from accel_runtime.backends.distributed import DDPBackend
 from accel_runtime.backends.single import Single
 from accel_runtime.env import Settings, check_layout
 from accel_runtime.topology import Topology
@@ -70,7 +70,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
 
         return FSDPBackend(topology, device, settings, options or {})
     if topology.launched:
-        return DistributedBackend(topology, device, settings, options or {})
+        return DDPBackend(topology, device, settings, options or {})
     return Single(topology, device)
 
 

@@ -258,13 +258,13 @@ class Backend(ABC):
         """Move parameters and buffers to the device."""
         return model.to(self.device)
 
-    @abstractmethod
-    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
+    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:  # noqa: ARG002 - one process averages nothing
         """Return the model, set up to average gradients over the ranks, or sharded."""
+        return model
 
-    @abstractmethod
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that `wrap_model` was given."""
+        return model
 
     def describe_wrapper(self, model: nn.Module) -> str:
         """Return the name of the model's wrapper, or `none`."""
@@ -278,13 +278,13 @@ class Backend(ABC):
         """Return the groups of parameters that are gathered together; empty if the model is replicated."""
         return ()
 
-    @abstractmethod
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return a context in which backward passes do not average gradients."""
+        return nullcontext()
 
-    @abstractmethod
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return a context in which the next backward pass averages gradients, even after a forward pass in `no_sync`."""
+        return nullcontext()
 
     def build_step_hook(self) -> Callable[[], None] | None:
         """Return a function for one optimizer to call after each step, or None."""
@@ -318,6 +318,5 @@ class Backend(ABC):
     def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:  # noqa: B027
         """Apply a state of `capture_replica_state`, as far as it fits this run."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - one process has no process group
         """Release this backend; the process group ends with its last user."""

@@ -45,6 +45,7 @@ from accel_runtime.torch_internals import HashStore, default_store
 
 __all__ = [
     "REDUCE_OPS",
+    "DDPBackend",
     "DistributedBackend",
     "StoreBackend",
     "check_gpus_differ",
@@ -290,6 +291,17 @@ class DistributedBackend(StoreBackend):
         return default_store()
 
     @override
+    def close(self) -> None:
+        if self in _USERS:
+            _USERS.remove(self)
+            if not _USERS:
+                _destroy_process_group()
+
+
+class DDPBackend(DistributedBackend):
+    """The backend of processes that replicate every model, in DDP."""
+
+    @override
     def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
         # DDP refuses a model without trainable parameters.
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
@@ -323,13 +335,6 @@ class DistributedBackend(StoreBackend):
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
-    @override
-    def close(self) -> None:
-        if self in _USERS:
-            _USERS.remove(self)
-            if not _USERS:
-                _destroy_process_group()
 
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:

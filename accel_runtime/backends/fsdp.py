@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from accel_runtime.backends.base import Backend
 from accel_runtime.backends.ddp import GradientAveraging, operate_flat
 from accel_runtime.backends.distributed import DistributedBackend
 from accel_runtime.env import MixedPrecision, Settings
@@ -119,10 +118,6 @@ class FSDPBackend(DistributedBackend):
         reshard_models(self._gradient_syncs)
 
     @override
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    @override
     def describe_wrapper(self, model: nn.Module) -> str:
         names = ["fully_shard"] if isinstance(model, FSDPModule) else []
         names += ["tensor parallel"] if self.mesh.tp is not None else []
@@ -142,18 +137,6 @@ class FSDPBackend(DistributedBackend):
     def check_gradients(self, models: Sequence[nn.Module]) -> None:
         if self.mesh.tp is not None:
             check_replicated_gradients(models, self.mesh.tp)
-
-    @override
-    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
-        return {}
-
-    @override
-    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        return None
-
-    @override
-    def join(self, models: list[Any]) -> AbstractContextManager[Any]:
-        return Backend.join(self, models)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

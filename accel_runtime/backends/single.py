@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
@@ -117,23 +115,3 @@ class Single(Backend):
     def increment_store_key(self, key: str) -> int:
         self._counters[key] += 1
         return self._counters[key]
-
-    @override
-    def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
-        return model
-
-    @override
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    def close(self) -> None:
-        return None
-
-    @override
-    def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accel_runtime.parallel.tensor_parallel import (
+    Plan,
     has_sharded_output,
     plan_tensor_parallel,
     sharded_dimensions,
@@ -298,14 +299,14 @@ class TensorParallelPlan:
     """Sharded dimension by parameter name; a shared parameter is listed under each name."""
     gathered: tuple[str, ...]
     """Modules whose outputs are gathered."""
-    styles: Mapping[str, ParallelStyle]
+    styles: Plan
     """Parallel style of each module."""
 
 
 def read_plan(model: nn.Module) -> TensorParallelPlan | str:
     """Return the tensor parallel plan of a model, or the reason that it has none."""
     try:
-        styles = {module.name: module.style for module in plan_tensor_parallel(model)}
+        styles = plan_tensor_parallel(model)
     except ValueError as error:
         return str(error).removeprefix("parallel.tp needs a plan: ")
     dims = {

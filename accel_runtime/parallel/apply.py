@@ -73,7 +73,7 @@ class ModelSharder:
         options, shards = self._options, self._mesh.sizes.averages
         units = find_units(model, options.wrap)
         ignored = find_ignored(model, options.ignore) if shards else set()
-        plan = plan_tensor_parallel(model, self._parallel.tp_plan) if self._mesh.tp is not None else ()
+        plan = plan_tensor_parallel(model, self._parallel.tp_plan) if self._mesh.tp is not None else {}
         if options.activation_checkpointing:
             checkpoint_activations(model, units)
         if self._mesh.tp is not None:

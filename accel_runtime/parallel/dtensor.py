@@ -37,6 +37,7 @@ __all__ = [
     "gather_parameters",
     "gather_state_dict",
     "gather_tensor",
+    "is_sharded_by_tp",
     "is_sharded_model",
     "local_shard",
     "read_unsynced_gradients",
@@ -365,7 +366,11 @@ def gather_parameters(
     if not units:
         yield model
         return
-    _warn_about_tensor_parallel(model)
+    if any(map(is_sharded_by_tp, model.parameters())):
+        _LOG.warning(
+            "gathered() does not gather layers under tensor parallelism, so the ranks of a tp group must call the model together "
+            "and equally often."
+        )
     reshard_models([model])
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -421,22 +426,11 @@ def _remove_state_dict_hooks(group: Any) -> Callable[[], None]:
     return restore
 
 
-def _warn_about_tensor_parallel(model: nn.Module) -> None:
-    placements = [
-        placement
-        for parameter in model.parameters()
-        for placement, name in zip(
-            getattr(parameter, "placements", ()),
-            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
-            strict=False,
-        )
-        if name == "tp" and placement.is_shard()
-    ]
-    if placements:
-        _LOG.warning(
-            "gathered() does not gather layers under tensor parallelism, so the ranks of a tp group must call the model together "
-            "and equally often."
-        )
+def is_sharded_by_tp(parameter: nn.Parameter) -> bool:
+    """Return whether tensor parallelism shards a parameter."""
+    sharded: Any = parameter
+    names = (sharded.device_mesh.mesh_dim_names or ()) if hasattr(parameter, "device_mesh") else ()
+    return "tp" in names and not sharded.placements[names.index("tp")].is_replicate()
 
 
 def _refuse_step(*_: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from typing_extensions import override
 
 from accel_runtime.checkpoint.errors import format_names
 from accel_runtime.env import find_nearest
-from accel_runtime.parallel.dtensor import local_shard
+from accel_runtime.parallel.dtensor import is_sharded_by_tp, local_shard
 from accel_runtime.parallel.fully_shard import matches_pattern
 
 __all__ = [
@@ -40,21 +39,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class TensorParallelModule:
-    """A module under tensor parallelism."""
-
-    name: str
-    """The qualified name of the module."""
-    style: ParallelStyle
-    """The parallel style of torch."""
-    word: str
-    """The name of the style in the plan."""
+Plan = Mapping[str, ParallelStyle]
+"""The parallel style of each module in a plan, by its qualified name."""
 
 
-def plan_tensor_parallel(
-    model: nn.Module, tp_plan: tuple[tuple[str, str], ...] = ()
-) -> tuple[TensorParallelModule, ...]:
+def plan_tensor_parallel(model: nn.Module, tp_plan: tuple[tuple[str, str], ...] = ()) -> Plan:
     """Return the style of each module in the plan; nothing is changed yet.
 
     Args:
@@ -76,7 +65,7 @@ def plan_tensor_parallel(
     return _resolve_entries(model, entries, f"the plan of {type(model).__name__}", strict=False)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: tuple[TensorParallelModule, ...]) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Shard the modules of a plan over `mesh` in place; other modules are replicated.
 
     Tied parameters stay tied. All ranks of `mesh` share the random state from here on, so dropout on replicated activations
@@ -87,11 +76,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: tuple[Tensor
         mesh: The tensor parallel ranks.
         plan: The result of `plan_tensor_parallel`.
     """
-    check_divisibility(model, mesh.size(), {division.name: division.style for division in plan})
+    check_divisibility(model, mesh.size(), plan)
     tied_names, requires_grad = _find_tied(model), {n: p.requires_grad for n, p in model.named_parameters()}
-    for division in plan:
+    for name, style in plan.items():
         # src_data_rank=None, since all ranks have the same values.
-        parallelize_module(model.get_submodule(division.name), mesh, division.style, src_data_rank=None)
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
     for first, *others in tied_names:
         for name in others:
             path, _, attribute = name.rpartition(".")
@@ -124,9 +113,11 @@ def _plan_in(module: nn.Module) -> Mapping[str, Any] | None:
 
 def _resolve_entries(
     model: nn.Module, entries: tuple[tuple[str, Any], ...], source: str, *, strict: bool
-) -> tuple[TensorParallelModule, ...]:
+) -> Plan:
     """Return the entries by module; with `strict`, each must match one."""
-    modules, planned = dict(model.named_modules()), dict[str, TensorParallelModule]()
+    modules = dict(model.named_modules())
+    plan: dict[str, ParallelStyle] = {}
+    given: dict[str, Any] = {}
     for pattern, style in entries:
         names = [name for name in modules if name and matches_pattern(pattern, name)]
         if strict and not names:
@@ -134,25 +125,21 @@ def _resolve_entries(
                 f"{source}: {pattern} matches no module of {type(model).__name__}{_suggest(pattern, modules)}"
             )
         for name in names:
-            if name in planned:
-                raise ValueError(f"{source}: {name} is named twice, by {planned[name].word} and by {style}")
-            planned[name] = _plan_module(name, modules, style, source)
-    if not planned:
+            if name in plan:
+                raise ValueError(f"{source}: {name} is named twice, by {given[name]} and by {style}")
+            if type(modules.get(name.rpartition(".")[0])) is nn.MultiheadAttention:
+                raise ValueError(
+                    f"{source}: {name} cannot be sharded: nn.MultiheadAttention computes it itself"
+                )
+            given[name] = style
+            try:
+                is_style = isinstance(style, ParallelStyle)
+                plan[name] = style if is_style else parse_style(str(style), modules[name])
+            except ValueError as error:
+                raise ValueError(f"{source}: {name}: {error}") from None
+    if not plan:
         raise ValueError(f"{source} names no module that {type(model).__name__} has")
-    return tuple(planned.values())
-
-
-def _plan_module(
-    name: str, modules: Mapping[str, nn.Module], style: Any, source: str
-) -> TensorParallelModule:
-    parent = modules.get(name.rpartition(".")[0])
-    if type(parent) is nn.MultiheadAttention:
-        raise ValueError(f"{source}: {name} cannot be sharded: nn.MultiheadAttention computes it itself")
-    word = type(style).__name__ if isinstance(style, ParallelStyle) else str(style)
-    try:
-        return TensorParallelModule(name, style if word != style else parse_style(word, modules[name]), word)
-    except ValueError as error:
-        raise ValueError(f"{source}: {name}: {error}") from None
+    return plan
 
 
 def _suggest(pattern: str, modules: Mapping[str, nn.Module]) -> str:
@@ -207,14 +194,6 @@ class _Sequential(ParallelStyle):
         return module
 
 
-def _colwise_gathered() -> ParallelStyle:
-    return ColwiseParallel(output_layouts=Replicate())
-
-
-def _rowwise_replicated_input() -> ParallelStyle:
-    return RowwiseParallel(input_layouts=Replicate())
-
-
 def _sequence_parallel() -> ParallelStyle:
     # Without the wrappers, torch's style expects a sharded sequence, and sums gradients that are complete.
     sharded, replicated = Shard(1), Replicate()
@@ -227,11 +206,8 @@ def _sequence_parallel() -> ParallelStyle:
     )
 
 
-def _between_shards() -> ParallelStyle:
-    # The input is sharded by heads; any dimension but the last works for a norm.
-    return SequenceParallel(sequence_dim=0, use_local_output=True)
-
-
+_colwise_gathered = partial(ColwiseParallel, output_layouts=Replicate())
+_rowwise_replicated_input = partial(RowwiseParallel, input_layouts=Replicate())
 STYLE_NAMES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "colwise_gather_output": _colwise_gathered,
@@ -239,7 +215,8 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": _colwise_gathered,
     "embedding_rowwise": _rowwise_replicated_input,
     "replicate": _Replicated,
-    "replicated_with_grad_allreduce": _between_shards,
+    # Between colwise and rowwise, the input is sharded by heads; any dimension but the last works for a norm.
+    "replicated_with_grad_allreduce": partial(SequenceParallel, sequence_dim=0, use_local_output=True),
     "rowwise": RowwiseParallel,
     "rowwise_rep": _rowwise_replicated_input,
     "rowwise_split_input": _rowwise_replicated_input,
@@ -261,8 +238,14 @@ _UNSUPPORTED = (
 def parse_style(word: str, module: nn.Module) -> ParallelStyle:
     """Return the parallel style of a name; raise ValueError if the module does not support it."""
     word = _CLASSES.get(word, word)
+    if word in _UNSUPPORTED:
+        raise ValueError(
+            f"{word!r} is a style of transformers for experts or fused weights. Set tp_plan in the profile without it."
+        )
     if word not in STYLE_NAMES:
-        raise ValueError(_describe_unknown(word))
+        suggestion = find_nearest(word, [*STYLE_NAMES, *_CLASSES])
+        hint = f"did you mean {suggestion}?" if suggestion else f"styles are {', '.join(STYLE_NAMES)}"
+        raise ValueError(f"unknown style {word!r}; {hint}")
     if word.startswith("embedding_") and not isinstance(module, nn.Embedding):
         raise ValueError(f"{word} needs an nn.Embedding, but the module is a {type(module).__name__}")
     if "wise" in word and not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -273,15 +256,6 @@ def parse_style(word: str, module: nn.Module) -> ParallelStyle:
     return STYLE_NAMES[
         "embedding_rowwise" if word == "rowwise" and isinstance(module, nn.Embedding) else word
     ]()
-
-
-def _describe_unknown(word: str) -> str:
-    if word in _UNSUPPORTED:
-        return f"{word!r} is a style of transformers for experts or fused weights. Set tp_plan in the profile without it."
-    suggestion = find_nearest(word, [*STYLE_NAMES, *_CLASSES])
-    return f"unknown style {word!r}" + (
-        f"; did you mean {suggestion}?" if suggestion else f"; styles are {', '.join(STYLE_NAMES)}"
-    )
 
 
 def sharded_dimensions(module: nn.Module, style: ParallelStyle) -> dict[str, int]:
@@ -299,11 +273,6 @@ def has_sharded_output(style: ParallelStyle) -> bool:
     return isinstance(style, ColwiseParallel) and style.output_layouts != (Replicate(),)
 
 
-def is_replicated(style: ParallelStyle) -> bool:
-    """Return whether the module is replicated."""
-    return isinstance(style, _Replicated)
-
-
 _HEADS = (
     "n_head", "n_heads", "nhead", "num_attention_heads", "num_heads",
     "n_kv_heads", "num_key_value_heads", "num_kv_heads",
@@ -311,7 +280,7 @@ _HEADS = (
 """Attributes for the number of heads in configurations and modules."""
 
 
-def check_divisibility(model: nn.Module, tp: int, styles: Mapping[str, ParallelStyle]) -> None:
+def check_divisibility(model: nn.Module, tp: int, styles: Plan) -> None:
     """Raise ValueError if `tp` does not divide a dimension or a number of heads, or tied parameters differ in sharding."""
     sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if sharded:
@@ -319,8 +288,18 @@ def check_divisibility(model: nn.Module, tp: int, styles: Mapping[str, ParallelS
             f"{sharded[0]} is already sharded. Create or load the model without a plan: `prepare` shards it."
         )
     for name, style in styles.items():
-        _check_dimensions(name, model.get_submodule(name), tp, style)
-    for owner, attribute, heads in _heads(model, styles):
+        module = model.get_submodule(name)
+        for parameter, dimension in sharded_dimensions(module, style).items():
+            length = module.get_parameter(parameter).shape[dimension]
+            if length % tp:
+                cure = (
+                    f", or pad it to {length + tp - length % tp}" if isinstance(module, nn.Embedding) else ""
+                )
+                raise ValueError(
+                    f"parallel.tp={tp} does not divide dimension {dimension} of {name}.{parameter}, which is {length}. Choose a "
+                    f"tp that does{cure}, or remove {name} from the plan."
+                )
+    for owner, attribute, heads in _head_counts(model, styles):
         if heads % tp:
             divisors = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
             raise ValueError(
@@ -329,41 +308,23 @@ def check_divisibility(model: nn.Module, tp: int, styles: Mapping[str, ParallelS
     _check_tied(model, styles)
 
 
-def _check_dimensions(name: str, module: nn.Module, tp: int, style: ParallelStyle) -> None:
-    for parameter, dimension in sharded_dimensions(module, style).items():
-        length = module.get_parameter(parameter).shape[dimension]
-        if length % tp:
-            cure = f", or pad it to {length + tp - length % tp}" if isinstance(module, nn.Embedding) else ""
-            raise ValueError(
-                f"parallel.tp={tp} does not divide dimension {dimension} of {name}.{parameter}, which is {length}. Choose a tp "
-                f"that does{cure}, or remove {name} from the plan."
-            )
-
-
-def _heads(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, str, int]]:
+def _head_counts(model: nn.Module, styles: Plan) -> Iterator[tuple[str, str, int]]:
     """Yield the owner, the attribute and the number of heads of sharded attention."""
-    parents = dict.fromkeys(
-        name.rpartition(".")[0] for name, style in styles.items() if has_sharded_output(style)
-    )
-    for parent in parents:
-        yield from (
-            (parent or type(model).__name__, *entry) for entry in _head_counts(model.get_submodule(parent))
-        )
-    config = getattr(model, "config", None)
+    parents = {name.rpartition(".")[0] for name, style in styles.items() if has_sharded_output(style)}
+    holders: dict[str, Any] = {
+        parent or type(model).__name__: model.get_submodule(parent) for parent in sorted(parents)
+    }
     if any("att" in parent.lower() for parent in parents):
-        yield from (
-            ("model.config", *entry) for entry in _head_counts(getattr(config, "text_config", config))
-        )
+        config = getattr(model, "config", None)
+        holders["model.config"] = getattr(config, "text_config", config)
+    for owner, holder in holders.items():
+        for attribute in _HEADS:
+            count = getattr(holder, attribute, None)
+            if isinstance(count, int):
+                yield owner, attribute, count
 
 
-def _head_counts(holder: Any) -> Iterator[tuple[str, int]]:
-    for name in _HEADS:
-        count = getattr(holder, name, None)
-        if isinstance(count, int):
-            yield name, count
-
-
-def _check_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+def _check_tied(model: nn.Module, styles: Plan) -> None:
     first: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layout = _describe_sharding(model, name, styles)
@@ -375,10 +336,10 @@ def _check_tied(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
             )
 
 
-def _describe_sharding(model: nn.Module, name: str, styles: Mapping[str, ParallelStyle]) -> str:
+def _describe_sharding(model: nn.Module, name: str, styles: Plan) -> str:
     path, _, attribute = name.rpartition(".")
     style = styles.get(path)
-    if style is None or is_replicated(style):
+    if style is None or isinstance(style, _Replicated):
         return "whole"
     dimension = sharded_dimensions(model.get_submodule(path), style).get(attribute)
     return "copied" if dimension is None else f"divided along dimension {dimension}"
@@ -399,7 +360,8 @@ def check_replicated_gradients(models: Iterable[nn.Module], tp: DeviceMesh) -> N
         name: parameter
         for model in models
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not _is_sharded_by_tp(parameter)
+        # `fully_shard` shards equally on all ranks of a group.
+        if parameter.requires_grad and not is_sharded_by_tp(parameter)
     }
     if not replicated:
         return
@@ -414,19 +376,6 @@ def check_replicated_gradients(models: Iterable[nn.Module], tp: DeviceMesh) -> N
             "would diverge. Such a module is between colwise and rowwise, and sees a shard of the activations. Set it to "
             "replicated_with_grad_allreduce in parallel.tp_plan."
         )
-
-
-def _is_sharded_by_tp(parameter: nn.Parameter) -> bool:
-    """Return whether tensor parallelism shards a parameter; `fully_shard` shards equally on all ranks of a group."""
-    names: Mapping[str, object] = dict(
-        zip(
-            getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or (),
-            getattr(parameter, "placements", ()),
-            strict=False,
-        )
-    )
-    placement = names.get("tp")
-    return placement is not None and not getattr(placement, "is_replicate", bool)()
 
 
 def _gradient_norm(gradient: torch.Tensor | None) -> torch.Tensor:

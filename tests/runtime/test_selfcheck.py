@@ -70,7 +70,7 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_and_is_told_by_that_rank(ra
             "all_gather_slots",
             lambda self, slot: bytearray(slot) * self._size,
         ),
-        ("backends.distributed.DistributedBackend", "wrap_model", lambda _self, model, _options: model),
+        ("backends.distributed.DDPBackend", "wrap_model", lambda _self, model, _options: model),
     ],
 )
 def test_a_backend_that_does_not_do_its_work_is_found_out(pair, part, name, broken):

@@ -485,10 +485,6 @@ class XLABackend(_LazyBackend, StoreBackend):
             gradient.copy_(mean)
 
     @override
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        return model
-
-    @override
     def describe_wrapper(self, model: nn.Module) -> str:
         return "none (gradients are averaged in the graph)" if model in self._averaging else "none"
 
@@ -499,10 +495,6 @@ class XLABackend(_LazyBackend, StoreBackend):
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._averaging[model].sync() if model in self._averaging else nullcontext()
-
-    @override
-    def close(self) -> None:
-        return None
 
 
 def _read_counters() -> CompileCounts:

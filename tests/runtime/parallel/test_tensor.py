@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accel_runtime import Accelerator
@@ -78,13 +79,11 @@ class Words(nn.Module):
 # Plans ---------------------------------------------------------------------------------
 
 
-def words(plan):
-    return {division.name: division.word for division in plan}
-
-
 def test_a_pattern_stands_for_every_module_it_matches():
-    plan = words(plan_tensor_parallel(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep"))))
-    assert plan == {"layers.0.up": "colwise", "layers.1.up": "colwise", "head": "colwise_rep"}
+    plan = plan_tensor_parallel(Words(), (("layers.*.up", "colwise"), ("head", "colwise_rep")))
+    assert {name: style.output_layouts for name, style in plan.items()} == {
+        "layers.0.up": (Shard(-1),), "layers.1.up": (Shard(-1),), "head": (Replicate(),)
+    }  # fmt: skip
 
 
 def test_a_star_stands_for_no_dot():
@@ -96,7 +95,7 @@ def test_a_star_stands_for_no_dot():
 def test_a_models_own_plan_is_taken(name):
     model = Words()
     setattr(model, name, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
-    assert set(words(plan_tensor_parallel(model))) == {
+    assert set(plan_tensor_parallel(model)) == {
         f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")
     }
 
@@ -104,20 +103,20 @@ def test_a_models_own_plan_is_taken(name):
 def test_the_profiles_plan_wins_over_the_models():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise"}
-    assert words(plan_tensor_parallel(model, (("head", "colwise_rep"),))) == {"head": "colwise_rep"}
+    assert set(plan_tensor_parallel(model, (("head", "colwise_rep"),))) == {"head"}
 
 
 def test_a_plan_in_the_configuration_is_taken():
     model = Words()
     model.config = SimpleNamespace(base_model_tp_plan={"layers.*.up": "colwise"})
-    assert set(words(plan_tensor_parallel(model))) == {"layers.0.up", "layers.1.up"}
+    assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
 def test_a_plan_of_a_module_inside_counts_from_there():
     model = Words()
     for layer in model.layers:
         layer._tp_plan = {"up": "colwise", "down": "rowwise"}
-    assert set(words(plan_tensor_parallel(model))) == {
+    assert set(plan_tensor_parallel(model)) == {
         f"layers.{n}.{leaf}" for n in (0, 1) for leaf in ("up", "down")
     }
 
@@ -125,13 +124,13 @@ def test_a_plan_of_a_module_inside_counts_from_there():
 def test_a_models_own_plan_may_name_what_this_model_lacks():
     model = Words()
     model.tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "moe_tp_experts"}
-    assert set(words(plan_tensor_parallel(model))) == {"layers.0.up", "layers.1.up"}
+    assert set(plan_tensor_parallel(model)) == {"layers.0.up", "layers.1.up"}
 
 
 def test_a_plan_may_hold_torchs_own_styles():
     model = Words()
     model.tp_plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
-    assert words(plan_tensor_parallel(model))["layers.0.up"] == "ColwiseParallel"
+    assert plan_tensor_parallel(model)["layers.0.up"] is model.tp_plan["layers.*.up"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_torchs_own_attention_cannot_be_divided():
 def refused(model, tp, *entries):
     plan = plan_tensor_parallel(model, entries)
     with pytest.raises(ValueError) as caught:
-        tensor_parallel.check_divisibility(model, tp, {division.name: division.style for division in plan})
+        tensor_parallel.check_divisibility(model, tp, plan)
     return str(caught.value)
 
 
@@ -197,7 +196,7 @@ def test_heads_of_keys_and_values_are_read_from_the_configuration():
 def test_heads_do_not_matter_where_attention_stays_whole():
     model = Words(width=24, heads=3)
     plan = plan_tensor_parallel(model, (("layers.*.up", "colwise"), ("layers.*.attention.q", "colwise_rep")))
-    tensor_parallel.check_divisibility(model, 4, {division.name: division.style for division in plan})
+    tensor_parallel.check_divisibility(model, 4, plan)
 
 
 def test_tied_parameters_that_would_come_apart_are_named():
