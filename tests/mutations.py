@@ -212,8 +212,8 @@ MUTATIONS = (
     Mutation(
         "fully_shard wrap",
         "accel_runtime/parallel/fully_shard.py",
-        "        for _, module, policy in plan:",
-        "        for _, module, policy in plan[-1:]:",
+        "        *((module, inner_policy) for _, module in units),",
+        "",
         ("tests/runtime/parallel",),
     ),
     Mutation(
