@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable_worker import (
+    ReadingRNG,
     WorkerBatch,
     WorkerReader,
     WorkerTask,
@@ -155,11 +156,9 @@ class IterableSource(Source):
         epoch_states = self._epoch_states(start, local_states)
         progress = _StreamProgress(start, epoch_states, self._loader.num_workers)
         loop.state_at = lambda _: progress.state_dict()
-        steps = self._read_steps(start, epoch_states, local_states, progress)
-        steps = _check_workers(self._drop_skipped(steps, start.get("skip", 0), progress))
-        for info, batches, is_last in _check_ranks(
-            _mark_last(steps, self._loader.num_workers), self._backend
-        ):
+        steps = _check_workers(self._read_steps(start, epoch_states, local_states, progress))
+        marked = _mark_last(steps, self._loader.num_workers)
+        for info, batches, is_last in _check_ranks(marked, self._backend):
             progress.advance(info)
             loop.step_info = self.sharding.step_info(info.num_samples, is_last=is_last)
             yield from batches
@@ -213,45 +212,55 @@ class IterableSource(Source):
         if not is_local:
             restore_states({"generators": epoch_states["generators"]}, self._generators)
         resumed, no_workers = is_inside_epoch(start), self._loader.num_workers == 0
-        # A live epoch is read from the global generators, in turn with the script's own draws.
-        live = bool(start.get("live") and start.get("restored")) if resumed else is_local
         is_first = (
             self._backend.data_rank.rank == 0
             and not resumed
             and fingerprint_states(epoch_states) == fingerprint_states(local_states)
         )
-        isolated = None if is_local else IsolatedRNG(epoch_states)
-        reading = self._build_reading_rng(epoch_states) if no_workers and not live else None
-        # A live epoch is replayed under its own states up to the saved offset, and continues live from there.
-        replay, epoch_start = (
-            self._build_reading_rng(epoch_states) if no_workers and resumed and needed else None
-            for needed in (live and start.get("position"), True)
-        )
-        stream = self._build_stream(start, WorkerReader(self._task, start, reading, replay, epoch_start))
+        rng, live_key = ReadingRNG(), {}
+        context: AbstractContextManager[None] = nullcontext()
+        if no_workers:
+            # A live epoch is read from the global generators, in turn with the script's own draws.
+            live = bool(start.get("live") and start.get("restored")) if resumed else is_local
+            live_key = {"live": True} if live else {}
+            rng = self._build_reading_rng(start, epoch_states, live=live)
+        elif not (is_local or is_first):
+            context = IsolatedRNG(epoch_states)()  # only the workers' seed is drawn in this process
+        stream = self._build_stream(start, WorkerReader(self._task, start, rng))
         iterations = stream.iterations
-        live_key = {"live": True} if no_workers and live else {}
         progress.epoch_keys = lambda: live_key | stream.worker_keys(iterations)
         # Inside an epoch the seed for workers has been drawn before, and the generator restored is past that draw.
         stream.choose_generator(
             spare=bool(start.get("walks")) or (no_workers and resumed and not self._generators)
         )
-        steps = iter(self._group_by_step(stream))
-        # With workers, only their seed is drawn in this process.
-        with nullcontext() if isolated is None or no_workers or is_first else isolated():
+        steps = self._group_by_step(stream, start.get("skip", 0), progress)
+        with context:
             first = next(steps, None)
-        if reading and is_first:
-            reading.take_over()  # on the first data rank, global states advance as on one process
+        if rng.isolated is not None and is_first:
+            rng.isolated.take_over()  # on the first data rank, global states advance as on one process
         if first is not None:
             yield first
             yield from steps
 
-    def _build_reading_rng(self, epoch_states: dict[str, Any]) -> IsolatedRNG:
+    def _build_reading_rng(
+        self, start: dict[str, Any], epoch_states: dict[str, Any], *, live: bool
+    ) -> ReadingRNG:
         """Return the random states that a loader without workers reads an epoch under."""
-        reading = IsolatedRNG(epoch_states)
-        if not self._generators:
-            with reading():  # torch draws a seed for workers even without workers
-                torch.empty((), dtype=torch.int64).random_()
-        return reading
+
+        def build() -> IsolatedRNG:
+            reading = IsolatedRNG(epoch_states)
+            if not self._generators:
+                with reading():  # torch draws a seed for workers even without workers
+                    torch.empty((), dtype=torch.int64).random_()
+            return reading
+
+        resumed = is_inside_epoch(start)
+        # A live epoch is replayed under its own states up to the saved offset, and continues live from there.
+        return ReadingRNG(
+            None if live else build(),
+            build() if resumed and live and start.get("position") else None,
+            build() if resumed else None,
+        )
 
     def _build_stream(self, start: dict[str, Any], reader: WorkerReader) -> _StreamLoader:
         """Return the loader for an iteration; persistent workers keep theirs as long as no state is loaded."""
@@ -261,23 +270,19 @@ class IterableSource(Source):
         self._persistent = stream if self._loader.persistent_workers else None
         return stream
 
-    def _group_by_step(self, stream: _StreamLoader) -> _Steps:
+    def _group_by_step(self, stream: _StreamLoader, skip: int, progress: _StreamProgress) -> _Steps:
+        """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves."""
         num_others = len(self._task.ranks) - 1
         stream.infos.clear()
         stream.iterations += 1
         batches = iter(stream.loader)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             step = [batch, *islice(batches, num_others)]
             info, *_ = [stream.infos.popleft() for _ in step]
-            yield info, step
-
-    def _drop_skipped(self, steps: _Steps, skip: int, progress: _StreamProgress) -> _Steps:
-        """Drop the steps that workers which read their own part could not skip themselves."""
-        for step, (info, batches) in enumerate(steps):
-            if info.worker is not None and step < skip:
+            if info.worker is not None and number < skip:
                 progress.advance(info)
             else:
-                yield info, batches
+                yield info, step
 
 
 class _StreamLoader:

@@ -18,12 +18,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import override
 
 from accel_runtime import nested
+from accel_runtime.data.map_style import hash_seed, seed_worker
 from accel_runtime.data.sharding import BatchSharding, batch_slices
-from accel_runtime.data.worker_rng import hash_seed, seed_worker
 from accel_runtime.rng import IsolatedRNG, are_equal, current_states, restore_states, to_bytes
 from accel_runtime.torch_internals import generate_numpy_state, set_worker_info
 
 __all__ = [
+    "ReadingRNG",
     "WorkerBatch",
     "WorkerReader",
     "WorkerTask",
@@ -75,6 +76,17 @@ class WorkerTask:
         return self.sharding.padded_size if self.sharding.pads_to_full_size else 0
 
 
+class ReadingRNG(NamedTuple):
+    """Random states that an iteration over a stream without workers reads under."""
+
+    isolated: IsolatedRNG | None = None
+    """States to read under; None uses the global ones."""
+    replay: IsolatedRNG | None = None
+    """States to replay samples before the saved offset under, and those read ahead of it; None uses `isolated`."""
+    epoch_start: IsolatedRNG | None = None
+    """States at the start of the epoch, if that was in another process; None uses `isolated`."""
+
+
 class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
     """Dataset that replaces a stream and yields, for every global batch, the batches of some ranks.
 
@@ -85,32 +97,19 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
     Args:
         task: The dataset and the batches to make of it.
         start: The state to begin at, in the first iteration; the next ones begin at the start.
-        isolated: The random states to read under without workers; None uses the global ones.
-        replay: The random states to replay samples before the saved offset under, and those read ahead of it; by default
-            those of the remaining samples.
-        epoch_start: The random states at the start of the epoch, if that was in another process.
+        rng: The random states of the first iteration without workers; the next ones read under `isolated`.
     """
 
-    def __init__(
-        self,
-        task: WorkerTask,
-        start: dict[str, Any],
-        isolated: IsolatedRNG | None = None,
-        replay: IsolatedRNG | None = None,
-        epoch_start: IsolatedRNG | None = None,
-    ) -> None:
+    def __init__(self, task: WorkerTask, start: dict[str, Any], rng: ReadingRNG) -> None:
         self._task = task
         self._start = start
-        self._isolated = isolated
-        self._replay = replay
-        self._epoch_start = epoch_start
+        self._rng = rng
         self._view: _WorkerView | None = None
 
     @override
     def __iter__(self) -> Iterator[tuple[WorkerBatch, list[Any]]]:
         start, self._start = self._start, {}
-        replay, self._replay = self._replay, None
-        epoch_start, self._epoch_start = self._epoch_start, None
+        rng, self._rng = self._rng, ReadingRNG(self._rng.isolated)
         view = self._begin_view(start)
         worker_states = start.get("workers")
         if worker_states is not None and (view is None or len(worker_states) != view.count):
@@ -120,16 +119,12 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
             return
         if view is not None:
             own = view.own_rng
+            # Another one for the start, as reading goes on with the first.
             epoch_start = IsolatedRNG() if worker_states is None or own is None else copy.copy(own)
+            rng = ReadingRNG(IsolatedRNG(), None, epoch_start)
             if "reading" in state:
                 view.own_rng = None  # the state has the random states to read under
-        source = StreamReader(
-            self._task.dataset,
-            self._task.head_size,
-            isolated=self._isolated,
-            replay=replay,
-            epoch_start=epoch_start,
-        )
+        source = StreamReader(self._task.dataset, self._task.head_size, rng)
         try:
             source.open(state.get("state"), state.get("reading"))
             reads_all = view is None or not view.is_split()
@@ -168,7 +163,6 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
             # A stream that all workers read completely is read as by the first of them.
             view.seed_as(0)
             view.run_init(init, 0)
-        self._isolated = IsolatedRNG()
         view.iteration += 1
         return view
 
@@ -324,28 +318,18 @@ class StreamReader:
     Args:
         dataset: The dataset to read.
         head_size: How many samples of the start may be requested at the end.
-        isolated: The random states to read under; None uses the global ones.
-        replay: The random states to replay samples before the offset under.
-        epoch_start: The random states at the start of the epoch; by default `isolated`.
+        rng: The random states to read under.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        head_size: int,
-        *,
-        isolated: IsolatedRNG | None = None,
-        replay: IsolatedRNG | None = None,
-        epoch_start: IsolatedRNG | None = None,
-    ) -> None:
+    def __init__(self, dataset: Any, head_size: int, rng: ReadingRNG) -> None:
         self._dataset = dataset
         self._has_state = all(
             callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
         )
         self._head_size = head_size
-        self._final_context: _Context = nullcontext if isolated is None else isolated
-        self._context: _Context = self._final_context if replay is None else replay
-        self._head_context: _Context = self._final_context if epoch_start is None else epoch_start
+        self._final_context: _Context = rng.isolated or nullcontext
+        self._context: _Context = rng.replay or self._final_context
+        self._head_context: _Context = rng.epoch_start or self._final_context
         self._head: list[Any] = []
         self._initial_state: Any = None
         self._iterator: Iterator[Any] = iter(())

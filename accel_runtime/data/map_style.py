@@ -1,10 +1,12 @@
-"""Source for map-style datasets: one order on all ranks, iterated from any offset."""
+"""Source for map-style datasets: one order on all ranks, iterated from any offset, and a seed for every batch of workers."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import pickle
+import random
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,17 +14,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from typing_extensions import override
 
@@ -41,11 +45,18 @@ from accel_runtime.data.source import (
     sampler_of_loader,
     yields_single_samples,
 )
-from accel_runtime.data.worker_rng import BatchSeed, draw_epoch_seed, seed_batches
-from accel_runtime.rng import KINDS, IsolatedRNG, broadcast_from_first, capture_states, restore_states
+from accel_runtime.rng import (
+    KINDS,
+    IsolatedRNG,
+    broadcast_from_first,
+    capture_states,
+    fingerprint_states,
+    hash_text,
+    restore_states,
+)
 from accel_runtime.topology import Topology
 
-__all__ = ["MapStyleSource", "SampleOrder"]
+__all__ = ["MapStyleSource", "SampleOrder", "hash_seed", "seed_worker"]
 
 _Record = Callable[[StepInfo], None]
 
@@ -73,10 +84,18 @@ class MapStyleSource(Source):
         all_ranks: bool = False,
     ) -> None:
         self._backend = Single(Topology(), backend.device) if all_ranks else backend
-        self._order = build_order(loader, sharding, self._backend, seed)
         sampler = sampler_of_loader(loader)
+        self._order: EpochOrder
+        if type(sampler) is BatchSampler:
+            self._order = SampleOrder(sampler.sampler, sharding, self._backend, seed)
+        elif yields_single_samples(loader):
+            self._order = SampleOrder(sampler, sharding, self._backend, seed)
+        else:
+            self._order = BatchOrder(sampler, sharding, self._backend)
         self._generator = loader.generator
-        self._generators = _generators(loader, sampler, getattr(sampler, "sampler", None))
+        parts = (loader, sampler, getattr(sampler, "sampler", None))
+        generators = [getattr(part, "generator", None) for part in parts]
+        self._generators = tuple({id(g): g for g in generators if g is not None}.values())
         self._steps = _StepSampler(
             self._order,
             sampler,
@@ -90,11 +109,6 @@ class MapStyleSource(Source):
             self._iterated = seed_batches(self.inner, self._steps.batch_seed)
             # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches.
             vars(self.inner)["_get_iterator"] = partial(_get_inner_iterator, self._iterated)
-
-    @property
-    def sharding(self) -> BatchSharding:
-        """Return the sharding of the batches."""
-        return self._order.sharding
 
     @override
     @contextmanager
@@ -237,7 +251,7 @@ class _StepSampler(Sampler[Any]):
         stride = self._order.stride
         local_stride, rest = divmod(stride, self._order.sharding.world_size)
         offset = self._start[0] + step * stride + rank * local_stride
-        return BatchSeed(self.seed, offset, rank if rest else 0)
+        return self.seed, offset, rank if rest else 0
 
     def start_at(self, offset: int, epoch: int, epoch_rng: IsolatedRNG, *, resumed: bool) -> None:
         """Set where the next iterator starts."""
@@ -286,12 +300,6 @@ class _StepSampler(Sampler[Any]):
 
 def _get_inner_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
     return type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
-
-
-def _generators(*parts: Any) -> tuple[Any, ...]:
-    """Return the distinct generators of a loader and its samplers."""
-    generators = [getattr(part, "generator", None) for part in parts]
-    return tuple({id(g): g for g in generators if g is not None}.values())
 
 
 _TORCH_SAMPLERS = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -380,29 +388,27 @@ class SampleOrder(EpochOrder):
 
     @override
     def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        order, head = self._order_from(offset, self._seeded_sampler(epoch), eager=eager)
+        sampler = self.source
+        if self.seed is not None and type(sampler) is RandomSampler:
+            sampler = copy.copy(sampler)
+            sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
+        order, head = self._order_from(offset, sampler, eager=eager)
         return self.sharding.split_samples(order, head)
 
     def _order_from(
         self, offset: int, sampler: Any, *, eager: bool
     ) -> tuple[Iterable[Index], Sequence[Index] | None]:
         """Return the order from `offset` on and, unless that is 0, the first step of the epoch."""
-        if type(sampler) is SequentialSampler:
+        kind, threads = type(sampler), self._backend.ranks_are_threads
+        if kind is SequentialSampler:
             indices = range(len(sampler))
             return indices[offset:], indices[: self.stride] if offset else None
-        threads = self._backend.ranks_are_threads
-        if offset and _is_permutation(sampler) and not threads:
-            return _draw_permutation(sampler, offset, self.stride)
-        is_torch = type(sampler) in _TORCH_SAMPLERS and not threads
-        drawn = iter(sampler) if is_torch else self._draw(sampler, eager=eager)
+        if kind is RandomSampler and offset and not threads:
+            is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+            if is_permutation:
+                return _draw_permutation(sampler, offset, self.stride)
+        drawn = iter(sampler) if kind in _TORCH_SAMPLERS and not threads else self._draw(sampler, eager=eager)
         return _split_at(drawn, offset, self.stride)
-
-    def _seeded_sampler(self, epoch: int) -> Any:
-        if self.seed is None or type(self.source) is not RandomSampler:
-            return self.source
-        sampler = copy.copy(self.source)
-        sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
-        return sampler
 
 
 class BatchOrder(EpochOrder):
@@ -423,35 +429,12 @@ class BatchOrder(EpochOrder):
         return self.sharding.group_batches(order, head)
 
 
-def build_order(
-    loader: DataLoader[Any], sharding: BatchSharding, backend: Backend, seed: int | None
-) -> EpochOrder:
-    """Return the order of a loader."""
-    sampler = sampler_of_loader(loader)
-    if type(sampler) is BatchSampler:
-        return SampleOrder(sampler.sampler, sharding, backend, seed)
-    single_samples = yields_single_samples(loader)
-    return (
-        SampleOrder(sampler, sharding, backend, seed)
-        if single_samples
-        else BatchOrder(sampler, sharding, backend)
-    )
-
-
 def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:
     """Return the items from `offset` on and, unless that is 0, the first `stride` items."""
     if not offset:
         return drawn, None
     head_items = list(islice(drawn, max(offset, stride)))
     return chain(head_items[offset:], drawn), head_items[:stride]
-
-
-def _is_permutation(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
 
 
 def _draw_permutation(sampler: RandomSampler, offset: int, stride: int) -> tuple[Iterator[int], list[int]]:
@@ -503,3 +486,97 @@ def _fingerprint(items: list[Any]) -> torch.Tensor:
     for start in range(0, len(items), 4096):
         digest.update(pickle.dumps(items[start : start + 4096]))
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+
+
+BatchSeed = tuple[int, int, int]
+"""Parts of the seed of one batch, which depend neither on the worker nor on the time: the seed of the epoch, the offset of
+its first sample in the epoch, and the rank it belongs to, if ranks share an offset (otherwise 0)."""
+
+
+class _SeededIndices(NamedTuple):
+    """Message to a worker: what to fetch, and with which seed."""
+
+    indices: Any
+    """Indices of the samples, or one index with `batch_size=None`."""
+    seed: BatchSeed
+
+
+def draw_epoch_seed(states: dict[str, Any], epoch: int) -> int:
+    """Return the seed that all batches of an epoch share, from torch's random states at its start and its number.
+
+    The number matters for persistent workers: they draw nothing at the start of an epoch, so states may not change.
+    """
+    kinds = ("generators", "torch")
+    return hash_seed(epoch, fingerprint_states({kind: states[kind] for kind in kinds if kind in states}))
+
+
+def seed_worker(seed: int) -> None:
+    """Seed torch, Python and, if it is loaded, NumPy."""
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device too
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+def seed_batches(loader: DataLoader[Any], seed: Callable[[int], BatchSeed]) -> DataLoader[Any]:
+    """Return a copy of a loader with workers that fetches its n-th batch under the seed `seed(n)`."""
+    return copy_loader(
+        loader,
+        dataset=_SeededDataset(loader.dataset),
+        worker_init_fn=_UnwrappingInit(loader.worker_init_fn),
+        **{sampler_attribute(loader): _SeededSampler(sampler_of_loader(loader), seed)},
+    )
+
+
+class _SeededSampler(Sampler[_SeededIndices]):
+    """Sampler that adds a seed to everything that another one yields."""
+
+    def __init__(self, source: Any, seed: Callable[[int], BatchSeed]) -> None:
+        self._source = source
+        self._seed = seed
+
+    @override
+    def __iter__(self) -> Iterator[_SeededIndices]:
+        # Not a generator: the source must be notified of a new iteration at once.
+        return map(self._add_seed, enumerate(iter(self._source)))
+
+    def _add_seed(self, item: tuple[int, Any]) -> _SeededIndices:
+        return _SeededIndices(item[1], self._seed(item[0]))
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+class _SeededDataset(Dataset[Any]):
+    """Dataset that seeds the generators before each batch; the collate function then draws from them too."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, item: _SeededIndices) -> Any:
+        seed_worker(hash_seed(*item.seed))
+        getitems = getattr(self.dataset, "__getitems__", None)
+        return getitems(item.indices) if getitems else [self.dataset[index] for index in item.indices]
+
+    @override
+    def __getitem__(self, item: _SeededIndices) -> Any:
+        seed_worker(hash_seed(*item.seed))
+        return self.dataset[item.indices]
+
+
+class _UnwrappingInit:
+    """`worker_init_fn` that shows the worker the script's own dataset, and then calls the script's function."""
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch guards it against assignment
+        if self._init is not None:
+            self._init(worker)
+
+
+def hash_seed(*numbers: int) -> int:
+    """Return a seed that depends on all numbers."""
+    return hash_text(" ".join(map(str, numbers)))
