@@ -14,7 +14,7 @@ from accel_runtime.collectives.handshake import MismatchError, call_at_site
 from accel_runtime.collectives.objects import all_gather_objects, scatter_objects
 from accel_runtime.collectives.tensors import check_rank, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
-from accel_runtime.nested import FlattenedData, flatten_data
+from accel_runtime.nested import flatten_data
 from accel_runtime.topology import DataRank
 
 __all__ = [
@@ -51,21 +51,19 @@ def gather_samples(
         MismatchError: Data or calls differ between ranks. Raised on every rank.
         StallError: A rank does not join.
     """
-    if not backend.pads_batches and backend.data_rank.context_parallel_size == 1:
-        return data
-    gathered_steps = GatheredSteps.of(steps)
-    flat = flatten_data(data)
+    sizes = GatheredSteps(tuple(step.num_valid for step in steps), tuple(step.batch_sizes for step in steps))
     if backend.data_rank.world_size == backend.data_rank.context_parallel_size == 1:
-        return _trim_single_process(data, gathered_steps, flat, as_objects=as_objects)
+        return _trim_single_process(data, sizes, as_objects=as_objects) if steps else data
+    flat = flatten_data(data)
     if as_objects or flat.unsupported is not None or not flat.tensors:
-        return _gather_objects(data, gathered_steps, backend, as_objects=as_objects)
-    call = call_at_site(f"gather_for_metrics{_describe_steps(gathered_steps)}", flat.structure, free="first")
+        return _gather_objects(data, sizes, backend, as_objects=as_objects)
+    call = call_at_site(f"gather_for_metrics{_describe_steps(sizes)}", flat.structure, free="first")
     gathered = gather_tensors(call, flat, backend)
     tensors = []
     for index, concatenated in enumerate(gathered.tensors):
         rows = [rank_rows[index] for rank_rows in gathered.rows]
         unique, counts = _drop_duplicate_rows(concatenated, rows, backend.data_rank)
-        tensors.append(gathered_steps.select_rows(unique, counts) if flat.specs[index].shape else unique)
+        tensors.append(sizes.select_rows(unique, counts) if flat.specs[index].shape else unique)
     return replace_tensors(data, tensors)
 
 
@@ -143,12 +141,11 @@ def _drop_duplicate_rows(
     return torch.cat(pieces), [len(piece) for piece in pieces]
 
 
-def _trim_single_process(data: Any, steps: GatheredSteps, flat: FlattenedData, *, as_objects: bool) -> Any:
+def _trim_single_process(data: Any, steps: GatheredSteps, *, as_objects: bool) -> Any:
     """Return the data of a single process without padding."""
-    if not steps.sizes:
-        return data
     if as_objects and isinstance(data, (list, tuple)):
         return steps.merge_lists([data])
+    flat = flatten_data(data)
     if flat.unsupported is not None or not flat.tensors:
         return trim_padding(data, steps)
     return nested.map_tensors(lambda tensor: trim_padding(tensor, steps), data)
@@ -171,11 +168,6 @@ class GatheredSteps(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]
     """By step and rank, the number of samples with padding."""
 
-    @classmethod
-    def of(cls, steps: Sequence[StepInfo]) -> GatheredSteps:
-        """Return what ranks must have in common of step infos."""
-        return cls(tuple(step.num_valid for step in steps), tuple(step.batch_sizes for step in steps))
-
     @property
     def totals(self) -> list[int]:
         """The number of samples of each rank."""
@@ -188,16 +180,14 @@ class GatheredSteps(NamedTuple):
             joined: `[sum(rows), ...]`, rank by rank.
             rows: The number of rows of each rank.
         """
-        if not self.sizes or self._is_row_per_rank(rows):
+        if not self.sizes:
+            return joined
+        if set(rows) == {1} and set(self.totals) != {1}:  # one row for several samples, such as a loss
             return joined
         per_sample = self._rows_per_sample(rows)
         if len(self.sizes) == 1 and self.valid == self.sizes:
             return joined
         return joined.index_select(0, self._row_indices(per_sample).to(joined.device))
-
-    def _is_row_per_rank(self, rows: Sequence[int]) -> bool:
-        """Return whether every rank gave a single row for several samples, such as a loss."""
-        return set(rows) == {1} and set(self.totals) != {1}
 
     def _rows_per_sample(self, rows: Sequence[int]) -> int:
         totals = self.totals

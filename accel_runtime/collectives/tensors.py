@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -149,16 +149,31 @@ class GatheredData(NamedTuple):
 
     tensors: list[torch.Tensor]
     rows: Sequence[Sequence[int]]
-    """The number of rows that each rank contributed to each tensor; 1 for a scalar."""
+    """By rank, the first dimension of each tensor it contributed; 1 for a scalar."""
 
 
 def gather_tensors(call: CollectiveCall, flat: FlattenedData, backend: Backend) -> GatheredData:
-    """Gather flattened data for a given call."""
+    """Gather flattened tensors for a given call; their first dimensions may differ."""
     if flat.unsupported is not None:
         backend.handshake.exchange(call)
         refuse_non_tensors(flat, None)
-    result: GatherResult = gather_uneven(call, flat, backend)
-    return GatheredData(result.concatenate(), result.rows)
+    plan = _plan_transfer(flat.specs)
+    indices, layout = plan.kinds["cpu"]
+    start = len(plan.rows)
+
+    def write(buffer: memoryview) -> None:
+        buffer[:start] = plan.rows
+        if plan.inline:
+            pack_into_memory([flat.tensors[index] for index in indices], layout, buffer[start:])
+
+    inline = layout.size if plan.inline else 0
+    # Ranks whose shapes are equal know each other's numbers of rows.
+    result = backend.handshake.exchange(call, start + inline, write, only_if_different=not inline)
+    if not result.identical:
+        return _gather_ragged(call, flat, plan, result.payloads, backend)
+    payloads = result.payloads
+    assert isinstance(payloads, torch.Tensor)
+    return _gather_equal(call, flat, plan, payloads[:, start:], backend)
 
 
 def refuse_non_tensors(flat: FlattenedData, data: Any) -> Any:
@@ -190,6 +205,10 @@ def check_rank(rank: int, backend: Backend) -> None:
         )
 
 
+# gloo cannot reduce these dtypes.
+_GLOO_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
 def _to_exact_dtype(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     if reduction == "mean" and is_integer:
@@ -201,29 +220,25 @@ def _reduce(
     call: CollectiveCall, flat: FlattenedData, reduction: Reduction, backend: Backend
 ) -> list[torch.Tensor]:
     on_cpu = [i for i, spec in enumerate(flat.specs) if spec.device == "cpu"]
-    layout = build_layout(
-        tuple(flat.specs[i].dtype for i in on_cpu), tuple(tuple(flat.specs[i].shape) for i in on_cpu)
-    )
+    layout = build_layout(tuple(flat.specs[i] for i in on_cpu))
     inline = layout.size <= PAYLOAD
-    tensors = [flat.tensors[i] for i in on_cpu]
-    result = backend.handshake.exchange(call, layout.size if inline else 0, build_packer(tensors, layout))
+    pack = partial(pack_into_memory, [flat.tensors[i] for i in on_cpu], layout)
+    result = backend.handshake.exchange(call, layout.size if inline else 0, pack)
     refuse_non_tensors(flat, None)
     reduced: dict[int, torch.Tensor] = {}
     if inline and on_cpu:
         rows = result.payloads
         assert isinstance(rows, torch.Tensor)
-        shapes = [flat.specs[index].shape for index in on_cpu]
-        totals = unpack_combined(rows, layout, shapes, lambda rows: _reduce_rows(rows, reduction))
+        totals = unpack_combined(rows, layout, partial(_reduce_rows, reduction=reduction))
         reduced |= zip(on_cpu, totals, strict=True)
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, spec in enumerate(flat.specs):
         if index not in reduced:
             groups.setdefault((spec.device, spec.dtype), []).append(index)
-    for indices in groups.values():
+    for (_, dtype), indices in groups.items():
         joined = torch.cat([flat.tensors[index].reshape(-1) for index in indices])
-        parts = torch.split(
-            _all_reduce(joined, reduction, backend), [flat.tensors[i].numel() for i in indices]
-        )
+        total = backend.all_reduce(joined.to(_GLOO_DTYPES.get(dtype, dtype)), reduction).to(dtype)
+        parts = torch.split(total, [flat.tensors[i].numel() for i in indices])
         reduced |= {i: part.view(flat.specs[i].shape) for i, part in zip(indices, parts, strict=True)}
     return [reduced[index] for index in range(len(flat.tensors))]
 
@@ -237,25 +252,14 @@ def _reduce_rows(stack: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     return stack.amax(0) if reduction == "max" else stack.amin(0)
 
 
-# gloo cannot reduce these dtypes.
-_GLOO_DTYPES = {torch.bool: torch.uint8, torch.int16: torch.int32}
-
-
-def _all_reduce(flat: torch.Tensor, reduction: Reduction, backend: Backend) -> torch.Tensor:
-    dtype = flat.dtype
-    return backend.all_reduce(flat.to(_GLOO_DTYPES.get(dtype, dtype)), reduction).to(dtype)
-
-
 def _broadcast(call: CollectiveCall, flat: FlattenedData, source: int, backend: Backend) -> None:
     on_cpu = [i for i, spec in enumerate(flat.specs) if spec.device == "cpu"]
-    shapes = tuple(tuple(flat.specs[i].shape) for i in on_cpu)
-    layout = build_layout(tuple(flat.specs[i].dtype for i in on_cpu), shapes)
+    layout = build_layout(tuple(flat.specs[i] for i in on_cpu))
     cpu_tensors = [flat.tensors[i] for i in on_cpu]
     is_source = backend.topology.rank == source
     inline = layout.size <= PAYLOAD
-    result = backend.handshake.exchange(
-        call, layout.size if inline and is_source else 0, build_packer(cpu_tensors, layout)
-    )
+    pack = partial(pack_into_memory, cpu_tensors, layout)
+    result = backend.handshake.exchange(call, layout.size if inline and is_source else 0, pack)
     refuse_non_tensors(flat, None)
     row = result.payloads[source]
     if not inline:
@@ -264,7 +268,7 @@ def _broadcast(call: CollectiveCall, flat: FlattenedData, source: int, backend: 
             pack_into(cpu_tensors, layout, row)
         backend.handshake.scatter_bytes([row] * backend.topology.world_size, row, source, call)
     if not is_source:
-        _overwrite(cpu_tensors, unpack_row(row, layout, shapes))
+        _overwrite(cpu_tensors, unpack_row(row, layout))
     on_devices: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
     for spec, tensor in zip(flat.specs, flat.tensors, strict=True):
         if spec.device != "cpu":
@@ -316,68 +320,16 @@ def _plan_transfer(specs: tuple[TensorSpec, ...]) -> _TransferPlan:
     # A multiple of 16 bytes, to align the data that follow for any dtype.
     aligned = [*counts, *[0] * (len(counts) % 2)]
     rows = struct.pack(f"={len(aligned)}q", *aligned)
-    kinds: dict[str, list[int]] = {}
-    for index, spec in enumerate(specs):
-        kinds.setdefault(spec.device, []).append(index)
-    kinds.setdefault("cpu", [])
-    layouts = {
-        kind: (
-            indices,
-            build_layout(
-                tuple(specs[i].dtype for i in indices), tuple(tuple(specs[i].shape) for i in indices)
-            ),
-        )
-        for kind, indices in sorted(kinds.items())
-    }
-    inline = len(rows) + layouts["cpu"][1].size <= PAYLOAD
-    return _TransferPlan(rows, counts, layouts, inline)
-
-
-class GatherResult(NamedTuple):
-    """The tensors of all ranks."""
-
-    rows: Sequence[Sequence[int]]
-    """The first dimension of each tensor by rank; 1 for a scalar."""
-    concatenated: list[torch.Tensor] | None
-    """The concatenated tensors if all shapes were equal."""
-    pieces: list[list[torch.Tensor]]
-    """Otherwise, for every tensor, the piece of each rank."""
-
-    def concatenate(self) -> list[torch.Tensor]:
-        """Return the concatenated tensors."""
-        if self.concatenated is not None:
-            return self.concatenated
-        return [
-            torch.cat([piece if piece.dim() else piece.view(1) for piece in pieces]) for pieces in self.pieces
-        ]
-
-
-def gather_uneven(call: CollectiveCall, flat: FlattenedData, backend: Backend) -> GatherResult:
-    """Gather tensors whose first dimensions may differ."""
-    plan = _plan_transfer(flat.specs)
-    indices, layout = plan.kinds["cpu"]
-    tensors = [flat.tensors[index] for index in indices]
-    start = len(plan.rows)
-    pack = build_packer(tensors, layout)
-
-    def write(buffer: memoryview) -> None:
-        buffer[:start] = plan.rows
-        if plan.inline:
-            pack(buffer[start:])
-
-    inline = layout.size if plan.inline else 0
-    # Ranks whose shapes are equal know each other's numbers of rows.
-    result = backend.handshake.exchange(call, start + inline, write, only_if_different=not inline)
-    if result.identical:
-        payloads = result.payloads
-        assert isinstance(payloads, torch.Tensor)
-        return _gather_equal(call, flat, plan, payloads[:, start:], backend)
-    return _gather_ragged(call, flat, plan, result.payloads, backend)
+    kinds = {}
+    for kind in sorted({"cpu", *(spec.device for spec in specs)}):
+        indices = [index for index, spec in enumerate(specs) if spec.device == kind]
+        kinds[kind] = indices, build_layout(tuple(specs[index] for index in indices))
+    return _TransferPlan(rows, counts, kinds, len(rows) + kinds["cpu"][1].size <= PAYLOAD)
 
 
 def _gather_equal(
     call: CollectiveCall, flat: FlattenedData, plan: _TransferPlan, inline: torch.Tensor, backend: Backend
-) -> GatherResult:
+) -> GatheredData:
     gathered: dict[int, torch.Tensor] = {}
     for kind, (indices, layout) in plan.kinds.items():
         if kind == "cpu" and plan.inline:
@@ -389,10 +341,9 @@ def _gather_equal(
             rows_of_ranks = large
         else:
             rows_of_ranks = backend.all_gather(_pack_buffer(flat, indices, layout))
-        tensors = unpack_rows(rows_of_ranks, layout, [flat.specs[index].shape for index in indices])
-        gathered |= zip(indices, tensors, strict=True)
-    rows = [plan.counts] * backend.topology.world_size
-    return GatherResult(rows, [gathered[index] for index in range(len(gathered))], [])
+        gathered |= zip(indices, unpack_rows(rows_of_ranks, layout), strict=True)
+    tensors = [gathered[index] for index in range(len(gathered))]
+    return GatheredData(tensors, [plan.counts] * backend.topology.world_size)
 
 
 def _gather_ragged(
@@ -401,42 +352,32 @@ def _gather_ragged(
     plan: _TransferPlan,
     payloads: Sequence[torch.Tensor] | torch.Tensor,
     backend: Backend,
-) -> GatherResult:
+) -> GatheredData:
     start = len(plan.rows)
     rows = [blob[:start].view(torch.int64).tolist()[: len(flat.specs)] for blob in payloads]
-    plans = [_plan_transfer(_resized(flat.specs, counts)) for counts in rows]
+    plans = []
+    for counts in rows:
+        pairs = zip(flat.specs, counts, strict=True)
+        shapes = ((count, *spec.shape[1:]) if spec.shape else spec.shape for spec, count in pairs)
+        specs = (spec._replace(shape=shape) for spec, shape in zip(flat.specs, shapes, strict=True))
+        plans.append(_plan_transfer(tuple(specs)))
     pieces: list[list[torch.Tensor]] = [[] for _ in flat.specs]
     for kind, (indices, layout) in plan.kinds.items():
         layouts = [other.kinds[kind][1] for other in plans]
-        if kind == "cpu":
-            inline = [other.inline for other in plans]
-            outside = [
-                0 if fits else other_layout.size for fits, other_layout in zip(inline, layouts, strict=True)
-            ]
-            tensors_ = (
-                _pack_buffer(flat, indices, layout)
-                if not plan.inline
-                else torch.empty(0, dtype=torch.uint8, device="cpu")
-            )
-            large = backend.handshake.all_gather_bytes(tensors_, outside, call) if any(outside) else payloads
-            buffers = [payloads[r][start:] if fits else large[r] for r, fits in enumerate(inline)]
+        if kind != "cpu":
+            buffer = _pack_buffer(flat, indices, layout)
+            buffers = _gather_padded(buffer, [other_layout.size for other_layout in layouts], backend)
         else:
-            buffers = _gather_padded(
-                _pack_buffer(flat, indices, layout), [other_layout.size for other_layout in layouts], backend
-            )
-        for buffer, other_layout, counts in zip(buffers, layouts, rows, strict=True):
-            shapes = [tuple(spec.shape) for spec in _resized(flat.specs, counts)]
-            parts = unpack_row(buffer, other_layout, [shapes[index] for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                pieces[index].append(part)
-    return GatherResult(rows, None, pieces)
-
-
-def _resized(specs: tuple[TensorSpec, ...], rows: Sequence[int]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        spec._replace(shape=(count, *spec.shape[1:])) if spec.shape else spec
-        for spec, count in zip(specs, rows, strict=True)
-    )
+            # The tensors of ranks where they fit came with the handshake.
+            sizes = [0 if other.inline else other.kinds[kind][1].size for other in plans]
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            buffer = empty if plan.inline else _pack_buffer(flat, indices, layout)
+            large = backend.handshake.all_gather_bytes(buffer, sizes, call) if any(sizes) else payloads
+            buffers = [payloads[r][start:] if other.inline else large[r] for r, other in enumerate(plans)]
+        for buffer, other_layout in zip(buffers, layouts, strict=True):
+            for index, part in zip(indices, unpack_row(buffer, other_layout), strict=True):
+                pieces[index].append(part if part.dim() else part.view(1))
+    return GatheredData([torch.cat(each) for each in pieces], rows)
 
 
 def _pack_buffer(flat: FlattenedData, indices: Sequence[int], layout: PackedLayout) -> torch.Tensor:
@@ -472,17 +413,19 @@ class PackedLayout(NamedTuple):
     """The offset of each tensor in a row of bytes."""
 
     groups: tuple[_DtypeGroup, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """The shape of each tensor."""
     size: int
     """The number of bytes of a row."""
 
 
 @lru_cache(maxsize=1024)
-def build_layout(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...], ...]) -> PackedLayout:
+def build_layout(specs: tuple[TensorSpec, ...]) -> PackedLayout:
     """Return the layout for tensors of these dtypes and shapes, each dtype aligned."""
     indices: dict[torch.dtype, list[int]] = {}
-    for index, dtype in enumerate(dtypes):
-        indices.setdefault(dtype, []).append(index)
-    groups, start = [], 0
+    for index, spec in enumerate(specs):
+        indices.setdefault(spec.dtype, []).append(index)
+    groups, start, shapes = [], 0, tuple(tuple(spec.shape) for spec in specs)
     for dtype in sorted(indices, key=lambda dtype: (-dtype.itemsize, str(dtype))):
         members = indices[dtype]
         counts = tuple(math.prod(shapes[index]) for index in members)
@@ -493,7 +436,7 @@ def build_layout(dtypes: tuple[torch.dtype, ...], shapes: tuple[tuple[int, ...],
         start = stop
     # Rows follow each other, aligned for the widest dtype.
     wide = max((dtype.itemsize for dtype in indices), default=1)
-    return PackedLayout(tuple(groups), -(-start // wide) * wide)
+    return PackedLayout(tuple(groups), shapes, -(-start // wide) * wide)
 
 
 @torch.no_grad()
@@ -508,19 +451,13 @@ def pack_into(tensors: Sequence[torch.Tensor], layout: PackedLayout, row: torch.
             torch.cat(members if group.flat else [tensor.reshape(-1) for tensor in members], out=out)
 
 
-def build_packer(tensors: Sequence[torch.Tensor], layout: PackedLayout) -> Callable[[memoryview], None]:
-    """Return a function that packs tensors into a buffer of `layout.size` bytes."""
-
-    def write(buffer: memoryview) -> None:
-        if layout.size:
-            pack_into(tensors, layout, torch.frombuffer(buffer, dtype=torch.uint8))
-
-    return write
+def pack_into_memory(tensors: Sequence[torch.Tensor], layout: PackedLayout, buffer: memoryview) -> None:
+    """Write tensors into a buffer of `layout.size` bytes."""
+    if layout.size:  # torch.frombuffer refuses an empty buffer
+        pack_into(tensors, layout, torch.frombuffer(buffer, dtype=torch.uint8))
 
 
-def unpack_rows(
-    rows: torch.Tensor, layout: PackedLayout, shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
+def unpack_rows(rows: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
     """Unpack `[world_size, layout.size]` bytes and concatenate each tensor over the ranks, in new memory.
 
     `[n, ...]` becomes `[world_size * n, ...]` and a scalar `[world_size]`.
@@ -529,7 +466,7 @@ def unpack_rows(
     unpacked: dict[int, torch.Tensor] = {}
     for group in layout.groups:
         numbers = _group_values(rows, group)
-        group_shapes = [shapes[index] for index in group.indices]
+        group_shapes = [layout.shapes[index] for index in group.indices]
         gathered_shapes = [(world * shape[0], *shape[1:]) if shape else (world,) for shape in group_shapes]
         parts: Sequence[torch.Tensor]
         if len(group_shapes) > 1 and group.equal_shapes:
@@ -544,10 +481,7 @@ def unpack_rows(
 
 
 def unpack_combined(
-    rows: torch.Tensor,
-    layout: PackedLayout,
-    shapes: Sequence[tuple[int, ...]],
-    combine: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor, layout: PackedLayout, combine: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
     """Unpack the rows of all ranks, reduced by `combine` from `[world_size, n]` to `[n]`."""
     unpacked: dict[int, torch.Tensor] = {}
@@ -555,18 +489,16 @@ def unpack_combined(
         total = combine(_group_values(rows, group))
         parts: Sequence[torch.Tensor] = torch.split_with_sizes_copy(total, list(group.counts))  # type: ignore[func-returns-value,assignment]
         unpacked |= zip(group.indices, parts, strict=True)
-    return [unpacked[index].view(shape) for index, shape in enumerate(shapes)]
+    return [unpacked[index].view(shape) for index, shape in enumerate(layout.shapes)]
 
 
-def unpack_row(
-    row: torch.Tensor, layout: PackedLayout, shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
+def unpack_row(row: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
     """Unpack the row of one rank into views of it."""
     unpacked: dict[int, torch.Tensor] = {}
     for group in layout.groups:
         parts = torch.split(_group_values(row, group), list(group.counts))
         unpacked |= zip(group.indices, parts, strict=True)
-    return [unpacked[index].view(shape) for index, shape in enumerate(shapes)]
+    return [unpacked[index].view(shape) for index, shape in enumerate(layout.shapes)]
 
 
 def _group_values(rows: torch.Tensor, group: _DtypeGroup) -> torch.Tensor:

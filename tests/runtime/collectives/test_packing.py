@@ -13,6 +13,7 @@ from accel_runtime.collectives.tensors import (
     unpack_row,
     unpack_rows,
 )
+from accel_runtime.nested import TensorSpec
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 SHAPES = st.lists(st.integers(0, 3), max_size=3)
@@ -20,7 +21,7 @@ SPECS = st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6)
 
 
 def planned(specs):
-    return build_layout(tuple(dtype for dtype, _ in specs), tuple(tuple(shape) for _, shape in specs))
+    return build_layout(tuple(TensorSpec(dtype, tuple(shape), "cpu") for dtype, shape in specs))
 
 
 def drawn(specs):
@@ -39,7 +40,7 @@ def packed(specs, world):
 @given(SPECS, st.integers(1, 3))
 def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
     rows, everyone = packed(specs, world)
-    joined = unpack_rows(rows, planned(specs), [tuple(shape) for _, shape in specs])
+    joined = unpack_rows(rows, planned(specs))
     for got, own in zip(joined, zip(*everyone, strict=True), strict=True):
         wanted = torch.cat(own) if own[0].dim() else torch.stack(own)
         assert got.dtype == wanted.dtype
@@ -49,9 +50,7 @@ def test_any_tensors_of_several_ranks_come_back_joined(specs, world):
 @given(SPECS)
 def test_any_tensors_of_one_rank_come_back_as_views(specs):
     rows, everyone = packed(specs, 1)
-    for got, wanted in zip(
-        unpack_row(rows[0], planned(specs), [tuple(s) for _, s in specs]), everyone[0], strict=True
-    ):
+    for got, wanted in zip(unpack_row(rows[0], planned(specs)), everyone[0], strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)
 
@@ -59,7 +58,7 @@ def test_any_tensors_of_one_rank_come_back_as_views(specs):
 @given(SPECS, st.integers(1, 3))
 def test_any_tensors_are_combined_over_the_ranks(specs, world):
     rows, everyone = packed(specs, world)
-    last = unpack_combined(rows, planned(specs), [tuple(s) for _, s in specs], lambda numbers: numbers[-1])
+    last = unpack_combined(rows, planned(specs), lambda numbers: numbers[-1])
     for got, wanted in zip(last, everyone[-1], strict=True):
         assert torch.equal(got, wanted)
 
@@ -70,10 +69,10 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
         torch.tensor([1j, 2]).conj(),
         torch.ones(1).expand(3),
     ]
-    plan = build_layout(tuple(t.dtype for t in tensors), tuple(tuple(t.shape) for t in tensors))
+    plan = build_layout(tuple(TensorSpec(t.dtype, t.shape, "cpu") for t in tensors))
     row = torch.zeros(plan.size, dtype=torch.uint8)
     pack_into(tensors, plan, row)
-    for got, wanted in zip(unpack_row(row, plan, [t.shape for t in tensors]), tensors, strict=True):
+    for got, wanted in zip(unpack_row(row, plan), tensors, strict=True):
         assert torch.equal(got, wanted)
         assert not got.requires_grad
 
@@ -81,7 +80,7 @@ def test_what_is_not_contiguous_or_needs_a_gradient_is_packed_as_it_reads():
 def test_results_that_were_packed_together_do_not_share_memory():
     specs = [(torch.float32, [2])] * 3
     rows, _ = packed(specs, 2)
-    first, second, _ = unpack_rows(rows, planned(specs), [(2,)] * 3)
+    first, second, _ = unpack_rows(rows, planned(specs))
     before = second.clone()
     first.zero_()
     assert torch.equal(second, before)
