@@ -143,6 +143,13 @@ MUTATIONS = (
         ("tests/runtime/data/test_position.py",),
     ),
     Mutation(
+        "seed of a saved order",
+        "accel_runtime/data/map_style.py",
+        '        self._order.seed = start.get("seed", self._order.seed)',
+        "        pass",
+        ("tests/runtime/data/test_position.py",),
+    ),
+    Mutation(
         "order of an epoch that is begun again",
         "accel_runtime/data/source.py",
         '        return {key: start[key] for key in _EPOCH_KEYS if key in start} | {"begun": True}',

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pairs import pairwise_params
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from accel_runtime import Accelerator
+from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
@@ -353,6 +353,29 @@ def test_a_seed_of_its_own_draws_every_epoch_anew_and_says_it_from_its_number():
     assert epochs(1)[0] == second != first
     seeded = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(7 + 1))
     assert list(seeded) == second
+
+
+@pytest.mark.parametrize("seedable", [False, True], ids=["drawn with the epoch", "of all epochs"])
+def test_a_resumed_epoch_keeps_the_seed_of_its_order_in_a_process_of_another_seed(ranks, seedable):
+    def run(seed, seedable, steps, state=None):
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(use_seedable_sampler=seedable)
+        accelerator = Accelerator(dataloader_config=config)
+        loader = made(accelerator, "shuffled")
+        if state is not None:
+            loader.load_state_dict(state)
+        seen = gathered(accelerator, loader, steps)
+        state = loader.state_dict()
+        return seen, state, gathered(accelerator, loader) if steps is None else []
+
+    def continued(seedable):
+        uninterrupted, _, following = run(1, seedable, None)
+        begun, state, _ = run(1, seedable, 3)
+        rest, _, next_epoch = run(2, seedable, None, state)
+        # An order that is drawn with its epoch is another one in the next epoch.
+        return begun + rest == uninterrupted, next_epoch == following or not seedable, len(rest) > 0
+
+    assert ranks.run(continued, seedable) == [(True, True, True)] * ranks.size
 
 
 def test_a_sampler_that_is_told_the_epoch_is_told_at_every_walk(ranks):
