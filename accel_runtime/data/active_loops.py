@@ -68,7 +68,8 @@ class ActiveLoops:
 
     def __init__(self, rank: int, *, has_padding: bool) -> None:
         self._rank = rank
-        self._has_padding = has_padding
+        self.has_padding = has_padding
+        """If false, batches need not be recorded."""
         self._open: list[_LoopRecord] = []
         self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
         self._clock = 0
@@ -82,7 +83,7 @@ class ActiveLoops:
     @property
     def model_step(self) -> StepInfo | None:
         """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
-        return (self._find_model_step() if self._has_padding else None) or self.current_step
+        return (self._find_model_step() if self.has_padding else None) or self.current_step
 
     def open(self, loop: EpochIterator) -> _LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""
@@ -92,15 +93,14 @@ class ActiveLoops:
 
     def record_batch(self, record: _LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
-        if self._has_padding:
-            self._clock += 1
-            record.record(batch, self._clock)
+        self._clock += 1
+        record.record(batch, self._clock)
 
     def close(self, record: _LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
         self._open.remove(record)
         self._model_input = None
-        if finished and self._has_padding:
+        if finished and self.has_padding:
             self._finished.append(record)
 
     def record_model_input(self, inputs: Any) -> None:
@@ -115,7 +115,7 @@ class ActiveLoops:
         a loop that has just finished and returned as many samples, the innermost loop. Raises ValueError if the batch is
         unknown, or if `data` may belong to several steps with different padding.
         """
-        if not self._has_padding:
+        if not self.has_padding:
             return []
         if batch is not None:
             if info := self._find_step(_tensors(batch)):
@@ -144,7 +144,14 @@ class ActiveLoops:
         since = newest.times[0] if newest else 0
         for record in reversed(self._finished):
             if num_rows and record.times[0] > since and num_rows == record.num_rows(self._rank):
-                return self._steps_of_finished(record)
+                steps = [info for info, times in record.steps for _ in range(times)]
+                if len(steps) == 1 and steps[0].num_padding:
+                    raise ValueError(
+                        "gather_for_metrics() cannot tell if the data come from the loop that has just ended: they have "
+                        f"{num_rows} rows, as its only batch, which was padded. Gather inside the loop or with batch=batch; "
+                        "use gather() for data that are not from the loop."
+                    )
+                return steps
         if newest is None or newest.loop.step_info is None:
             return []
         info = newest.loop.step_info
@@ -156,17 +163,6 @@ class ActiveLoops:
                 "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
             )
         return [info]
-
-    def _steps_of_finished(self, record: _LoopRecord) -> Sequence[StepInfo]:
-        """Return all steps of a finished loop; raise ValueError if it had a single, padded one."""
-        steps = [info for info, times in record.steps for _ in range(times)]
-        if len(steps) == 1 and steps[0].num_padding:
-            raise ValueError(
-                "gather_for_metrics() cannot tell if the data come from the loop that has just ended: they have "
-                f"{record.num_rows(self._rank)} rows, as its only batch, which was padded. Gather inside the loop or with "
-                "batch=batch; use gather() for data that are not from the loop."
-            )
-        return steps
 
     def _abreast(self, record: _LoopRecord) -> Iterator[_LoopRecord]:
         """Return other loops that have advanced since this loop's last batch but one, so it is not nested in them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -132,7 +132,7 @@ class PreparedLoader(DataLoader[Any]):
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
-        record_batch = self._loops.record_batch if self._backend.pads_batches else None
+        record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
         finished = False
         try:
@@ -171,7 +171,11 @@ class PreparedLoader(DataLoader[Any]):
         """Yield the batches of an epoch, copied asynchronously if the script allows non-blocking copies."""
 
         def iterate(loop: EpochIterator) -> Iterator[Any]:
-            return _iterate_source(self._source, loop, start, replayed)
+            batches = self._source.iterate(loop, start)
+            if not replayed:
+                return batches
+            # They were loaded before the state was saved, so the restored generators are past those draws.
+            return _isolate_first(batches, replayed, IsolatedRNG(capture_states() | start.get("random", {})))
 
         put_on_device = self._options.put_on_device
         stream = self._backend.copy_stream if put_on_device and self._non_blocking else None
@@ -372,11 +376,9 @@ class PreparedLoader(DataLoader[Any]):
         vars(other)["_skip"] = self._skip + steps
         return other
 
-    @contextmanager
-    def override_even_batches(self, *, even_batches: bool) -> Iterator[None]:
+    def override_even_batches(self, *, even_batches: bool) -> AbstractContextManager[None]:
         """Return a context in which new epochs pad their last batch, or do not."""
-        with self._source.override_padding(pad_last=even_batches):
-            yield
+        return self._source.override_padding(pad_last=even_batches)
 
     def __getattr__(self, name: str) -> Any:
         # Attributes that a subclass of DataLoader computes are on the loader that is iterated over.
@@ -385,21 +387,8 @@ class PreparedLoader(DataLoader[Any]):
         return getattr(self._source.inner or self.dataset, name)
 
 
-def _iterate_source(
-    source: Source, loop: EpochIterator, start: dict[str, Any], replayed: int
-) -> Iterator[Any]:
-    """Yield the batches from `start`; the first `replayed` are loaded without drawing from the run's generators.
-
-    They were loaded before the state was saved, so the restored generators are past those draws.
-    """
-    if not replayed:
-        return source.iterate(loop, start)
-    return _isolate_first(
-        source.iterate(loop, start), replayed, IsolatedRNG(capture_states() | start.get("random", {}))
-    )
-
-
 def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) -> Iterator[Any]:
+    """Yield batches; the first `count` are loaded without drawing from the generators of the run."""
     for _ in range(count):
         with isolated():
             batch = next(batches, _END)

@@ -81,7 +81,10 @@ class PreshardedSource(Source):
                     f"The sampler yielded fewer samples than its length: batch {step} is missing."
                 )
             previous, counts = tuple(counts), count_samples(step, reader)
-            loop.step_info = self._step_info(previous, padding.batch_sizes, is_last=not any(counts))
+            pairs = zip(previous, padding.batch_sizes, strict=True)
+            sizes = tuple(size if self._pad_last else count or size for count, size in pairs)
+            scale = loss_scale(previous, data_rank.rank)
+            loop.step_info = StepInfo(previous, sizes, not any(counts), True, scale)
             fingerprints.add(batch, is_last=loop.step_info.is_last)
             yield batch if num_valid else copy.deepcopy(padding.batch)
 
@@ -133,9 +136,9 @@ class PreshardedSource(Source):
 
     def _exchange_counts(self, _: int, reader: _LocalReader) -> list[int]:
         """Return every rank's number of samples in its next batch; raise if a rank could not read it."""
-        local = torch.tensor([reader.num_valid, int(reader.failed)], device=self._backend.device)
+        local = torch.tensor([reader.num_valid, int(reader.error is not None)], device=self._backend.device)
         counts, failed = self._backend.all_gather(local).t().tolist()
-        if any(failed) and not reader.failed:
+        if any(failed) and reader.error is None:
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             raise RuntimeError(f"rank {ranks} could not read its data: see the error of that rank")
         reader.check()
@@ -172,12 +175,6 @@ class PreshardedSource(Source):
             [size or sizes[source] for size in sizes],
         )
 
-    def _step_info(self, num_valid: tuple[int, ...], padded_sizes: list[int], *, is_last: bool) -> StepInfo:
-        pairs = zip(num_valid, padded_sizes, strict=True)
-        batch_sizes = tuple(padded_sizes) if self._pad_last else tuple(count or size for count, size in pairs)
-        scale = loss_scale(num_valid, self._backend.data_rank.rank)
-        return StepInfo(num_valid, batch_sizes, is_last, True, scale)
-
 
 class _PaddingBatch(NamedTuple):
     """Batch for a rank that has no batch left."""
@@ -213,20 +210,17 @@ class _LocalReader:
         self._draws = draws
         self._rng_states: dict[str, Any] = {}
         self._batches = local.iterate(loop, start)
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Error of reading the next batch."""
         self.next_batch: Any = None
         self.num_valid = 0
         """Number of samples in the next batch; 0 at the end."""
         self._read()
 
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
     def check(self) -> None:
-        """Raise the error of reading the next batch, if there was one."""
-        if self._error is not None:
-            raise self._error
+        """Raise the error of reading the next batch, if any."""
+        if self.error is not None:
+            raise self.error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch taken, and the random states that the next one was read under."""
@@ -247,7 +241,7 @@ class _LocalReader:
         try:
             self.next_batch = next(self._batches, None)
         except Exception as error:  # noqa: BLE001 - raised after the exchange, as the other ranks wait in it
-            self._error, self.next_batch = error, None
+            self.error, self.next_batch = error, None
         info = self._loop.step_info
         self.num_valid = info.num_valid[0] if self.next_batch is not None and info is not None else 0
 
