@@ -1,9 +1,10 @@
-"""The backend of processes that shard models: `fully_shard`, tensor parallelism, or both."""
+"""The backend of processes that shard models: tensor parallelism, activation checkpointing, `fully_shard`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,33 +12,46 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
 from typing_extensions import override
 
-from accel_runtime.backends.ddp import GradientAveraging, operate_flat
+from accel_runtime.backends.base import Backend
+from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, operate_flat
 from accel_runtime.backends.distributed import DistributedBackend
+from accel_runtime.checkpoint.serialization import hash_tensor
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.options import DistributedType
-from accel_runtime.parallel.apply import (
-    BufferBroadcast,
-    ModelSharder,
-    UntracedBufferBroadcast,
-    broadcast_parameters,
-    list_parameter_groups,
-    shard_loaded_state,
-)
 from accel_runtime.parallel.dtensor import (
     GroupFacts,
     MeshSizes,
     ProcessMesh,
+    class_of,
     local_shard,
     refuse_sharded_saves,
     reshard_models,
+    shard_like,
 )
-from accel_runtime.parallel.fully_shard import GradientSync
-from accel_runtime.parallel.tensor_parallel import check_replicated_gradients
+from accel_runtime.parallel.fully_shard import (
+    GradientSync,
+    Units,
+    build_policy,
+    checkpoint_activations,
+    find_ignored,
+    find_units,
+    is_checkpointed,
+    parameters_of_unit,
+    shard_model,
+)
+from accel_runtime.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    check_replicated_gradients,
+    plan_tensor_parallel,
+)
 from accel_runtime.topology import Topology
+from accel_runtime.torch_internals import fsdp_state, list_buffers
+from accel_runtime.training.precision import FORMATS
 
-__all__ = ["FSDPBackend"]
+__all__ = ["BufferBroadcast", "FSDPBackend", "broadcast_parameters", "describe_layout"]
 
 
 class FSDPBackend(DistributedBackend):
@@ -60,12 +74,12 @@ class FSDPBackend(DistributedBackend):
         self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
         """The device mesh."""
         self.data_rank = self.mesh.data_rank
-        self._sharder = ModelSharder(self.mesh, settings, device)
+        self._settings = settings
         self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
 
     @override
     def set_sharding(self, settings: Settings) -> None:
-        self._sharder = ModelSharder(self.mesh, settings, self.device)
+        self._settings = settings
 
     @property
     @override
@@ -82,7 +96,7 @@ class FSDPBackend(DistributedBackend):
 
     @override
     def move_model(self, model: nn.Module) -> nn.Module:
-        # The sharder moves it shard by shard, since the full model may not fit on the device.
+        # `wrap_model` moves it shard by shard, since the full model may not fit on the device.
         return model
 
     @override
@@ -90,16 +104,38 @@ class FSDPBackend(DistributedBackend):
         if isinstance(model, FSDPModule):
             return model
         broadcast_parameters(model, self)
-        sharded = self._sharder.apply(model)
-        averaging = GradientAveraging(sharded.replicated, self._average, self.handshake)
+        ignored = self._shard(model)
+        replicated = [named for named in model.named_parameters() if named[1] in ignored]
+        averaging = GradientAveraging(replicated, self._average, self.handshake)
         refuse_sharded_saves(model)
-        self._gradient_syncs[model] = sync = GradientSync(sharded.gathered, averaging)
+        gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._gradient_syncs[model] = sync = GradientSync(gathered, averaging)
         if any(True for _ in model.buffers()):
             broadcast = BufferBroadcast(model, self.broadcast)
             buffers = UntracedBufferBroadcast(lambda: sync.wanted, lambda _: broadcast.broadcast_buffers())
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         return model
+
+    def _shard(self, model: nn.Module) -> set[nn.Parameter]:
+        """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
+        options, shards, tp = self._settings.fully_shard, self.mesh.sizes.averages, self.mesh.tp
+        units = find_units(model, options.wrap)
+        ignored = find_ignored(model, options.ignore) if shards else set()
+        plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
+        if options.activation_checkpointing:
+            checkpoint_activations(model, units)
+        if tp is not None:
+            apply_tensor_parallel(model, tp, plan)
+        if shards:
+            autocast_dtype = FORMATS[self._settings.mixed_precision].dtype
+            policy = build_policy(options, autocast_dtype, model.parameters())
+            shard_model(model, units, self.mesh.shard, options, policy, ignored)
+        # Not `model.to`, which replaces sharded tensors, and hooks on gradients stay with the old ones.
+        for tensor in ignored if shards else [*model.parameters(), *model.buffers()]:
+            if not (tensor.is_meta or hasattr(tensor, "device_mesh")):
+                tensor.data = tensor.data.to(self.device)
+        return ignored
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
         mesh = self.mesh.shard
@@ -127,11 +163,20 @@ class FSDPBackend(DistributedBackend):
     def list_parameter_groups(
         self, model: nn.Module, autocast_dtype: torch.dtype | None
     ) -> tuple[GroupFacts, ...]:
-        return list_parameter_groups(model, autocast_dtype)
+        groups: dict[GroupFacts, GroupFacts] = {}
+        for group in _iterate_groups(model, autocast_dtype):
+            key = replace(group, modules=(), bytes_here=0)
+            known = groups.setdefault(key, key)
+            groups[key] = replace(
+                known,
+                modules=known.modules + group.modules,
+                bytes_here=known.bytes_here + group.bytes_here,
+            )
+        return tuple(groups.values())
 
     @override
     def register_load_state_hook(self, optimizer: torch.optim.Optimizer) -> None:
-        shard_loaded_state(optimizer)
+        optimizer.register_load_state_dict_post_hook(_shard_state)
 
     @override
     def check_gradients(self, models: Sequence[nn.Module]) -> None:
@@ -149,3 +194,160 @@ class FSDPBackend(DistributedBackend):
     def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
         sync = self._gradient_syncs.get(model)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_layout(parameter: torch.Tensor) -> str:
+    """Describe how a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return "whole on every rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"dimension {index} of the mesh" for index in range(mesh.ndim))
+    texts = [
+        _describe_placement(name, mesh.size(index), parameter.placements[index])
+        for index, name in sorted(enumerate(names), key=lambda named: named[1] == "dp_replicate")
+    ]
+    return ", ".join(filter(None, texts)) or "whole on every rank"
+
+
+def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
+    """Yield the groups of parameters that are gathered together."""
+    units: Units = [
+        (name, module) for name, module in model.named_modules() if fsdp_state(module) is not None
+    ]
+    for name, module in units or [("", model)]:
+        policy = fsdp_state(module)._mp_policy if units else None  # noqa: SLF001
+        by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        for _, parameter in parameters_of_unit(module, units):
+            key = (
+                parameter.dtype,
+                parameter.requires_grad,
+                describe_layout(parameter),
+                isinstance(parameter, DTensor),
+            )
+            by_layout.setdefault(key, []).append(parameter)
+        for (dtype, learns, layout, sharded), members in by_layout.items():
+            gathered = policy if sharded else None
+            param = getattr(gathered, "param_dtype", None)
+            yield GroupFacts(
+                modules=(name,),
+                kind=class_of(module),
+                parameters=len(members),
+                elements=sum(member.numel() for member in members),
+                dtype=_dtype_name(dtype),
+                gradients=_dtype_name(dtype) if learns else "",
+                computes_in=_dtype_name(param or autocast_dtype or dtype),
+                reduces_in=_dtype_name(getattr(gathered, "reduce_dtype", None) or param or dtype)
+                if learns and units
+                else "",
+                layout=layout,
+                bytes_here=sum(local_shard(member).nbytes for member in members),
+                computed_again=is_checkpointed(module),
+            )
+
+
+def _describe_placement(name: str, size: int, placement: Placement) -> str:
+    ranks = f"over {size} rank{'s' if size > 1 else ''} of {name}"
+    if placement.is_replicate() and name == "dp_replicate":
+        return f"{size} copies" if size > 1 else ""
+    if placement.is_replicate():
+        return f"the same {ranks}"
+    if placement.is_partial():
+        return f"to be added up {ranks}"
+    dimension = getattr(placement, "dim", 0)
+    axis = "" if name == "dp_shard" and dimension == 0 else f" along dimension {dimension}"
+    return f"divided {ranks}{axis}"
+
+
+def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
+    """Broadcast the parameters and buffers of the first rank, as DDP does; only tensors that differ are sent.
+
+    Raises:
+        RuntimeError: Names, shapes or dtypes differ between ranks, or a tensor is on the meta device on some only.
+    """
+    if backend.topology.world_size == 1:
+        return
+    # Tied tensors are listed under their first name.
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    hashes_by_rank = backend.all_gather_objects(
+        {
+            name: (
+                f"{list(tensor.shape)} {_dtype_name(tensor.dtype)}",
+                None if tensor.is_meta else hash_tensor(tensor),
+            )
+            for name, tensor in tensors.items()
+        },
+        f"the tensors of {type(model).__name__}",
+    )
+    first = hashes_by_rank[0]
+    for rank, hashes in enumerate(hashes_by_rank):
+        if mismatch := _describe_mismatch(first, hashes):
+            raise RuntimeError(f"{type(model).__name__} differs between rank {rank} and rank 0: {mismatch}")
+    for name, tensor in tensors.items():
+        if any(hashes[name] != first[name] for hashes in hashes_by_rank):
+            with torch.no_grad():
+                tensor.copy_(backend.broadcast(tensor.detach().contiguous()))
+
+
+def _describe_mismatch(
+    first: dict[str, tuple[str, int | None]], other: dict[str, tuple[str, int | None]]
+) -> str:
+    for name in [*first, *other]:
+        if name not in first or name not in other:
+            return f"{name} is on one of them only"
+        if first[name][0] != other[name][0]:
+            return f"{name} is {other[name][0]}, and on rank 0 {first[name][0]}"
+        if (first[name][1] is None) != (other[name][1] is None):
+            return (
+                f"{name} is on the meta device on one of them only. Make the model on the meta device on all ranks, and call "
+                "accelerator.load_model(model, path) after prepare(): each rank reads its own part"
+            )
+    return ""
+
+
+def _shard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard the state that an optimizer loaded from full tensors, such as one of an unsharded run."""
+    for parameter, state in optimizer.state.items():
+        if hasattr(parameter, "device_mesh"):
+            for key, value in state.items():
+                is_full = isinstance(value, torch.Tensor) and not hasattr(value, "device_mesh")
+                if is_full and value.dim() and value.shape == parameter.shape:
+                    state[key] = shard_like(value, parameter, key)
+
+
+_disable_compiler: Any = torch.compiler.disable
+
+
+class BufferBroadcast:
+    """Broadcast the buffers of the first rank, such as running means, which forward passes change.
+
+    Buffers that are not in the state dict are constant tables, such as rotary embeddings, and may be large; they were
+    broadcast when the model was prepared.
+
+    Args:
+        model: The model.
+        broadcast: Broadcasts a tensor of the first rank, in place.
+    """
+
+    def __init__(self, model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._broadcast = broadcast
+        # By name, since a forward pass may replace a buffer.
+        self._owners = [
+            (module, name) for module in model.modules() for name in list_buffers(module, persistent=True)
+        ]
+
+    def broadcast_buffers(self) -> None:
+        """Broadcast the buffers; collective."""
+        buffers = (getattr(module, name) for module, name in self._owners)
+        shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
+        operate_flat(shards, self._broadcast)
+
+
+class UntracedBufferBroadcast(BufferAveraging):
+    """The hooks outside of compiled graphs, since the compiler cannot trace collectives."""
+
+    before = _disable_compiler(BufferAveraging.before)
+    after = _disable_compiler(BufferAveraging.after)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -85,44 +86,6 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
             if values:
                 setattr(tensor, kind, values)
     return model
-
-
-def copy_to_host(
-    state: Any,
-    identity: Callable[[torch.Tensor], Hashable],
-    fetch: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-) -> Any:
-    """Return nested state with its tensors on the CPU.
-
-    Args:
-        state: The state.
-        identity: Returns a key that is equal for tensors that share an XLA tensor.
-        fetch: Copies all of them to the CPU at once.
-    """
-
-    def is_lazy(leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
-
-    by_identity = {identity(leaf): leaf.detach() for leaf in nested.leaves(state) if is_lazy(leaf)}
-    on_host = dict(zip(by_identity, fetch(list(by_identity.values())), strict=True))
-    return nested.map_leaves(lambda leaf: on_host[identity(leaf)] if is_lazy(leaf) else leaf, state)
-
-
-class XLARandom:
-    """The random state of a device with the functions of torch's device modules; the state is a seed."""
-
-    def __init__(self, get: Callable[[], int], put: Callable[[int], None]) -> None:
-        self._get = get
-        self.manual_seed = put
-        """Begin with this number."""
-
-    def get_rng_state(self, _device: torch.device) -> torch.Tensor:
-        """Return the seed as eight bytes."""
-        return torch.frombuffer(bytearray(self._get().to_bytes(8, "little")), dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, _device: torch.device) -> None:
-        """Set the seed from eight bytes."""
-        self.manual_seed(int.from_bytes(bytes(state.tolist()), "little"))
 
 
 try:
@@ -233,11 +196,29 @@ def _broadcast_text(text: str) -> str:
     return first.decode()
 
 
+class _DeviceRandom:
+    """The random state of a device with the functions of torch's device modules; the state is a seed."""
+
+    manual_seed = staticmethod(_seed)
+
+    @staticmethod
+    def get_rng_state(_device: torch.device) -> torch.Tensor:
+        """Return the seed as eight bytes."""
+        return torch.frombuffer(bytearray(xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, _device: torch.device) -> None:
+        """Set the seed from eight bytes."""
+        _seed(int.from_bytes(bytes(state.tolist()), "little"))
+
+
 class _LazyBackend(Backend):
     """Common parts of the XLA backends: operations are recorded, and executed when the graph is cut."""
 
     static_shapes = True
     _num_batches = 0
+    _loader_options: Mapping[str, Any] = MappingProxyType({})
+    """Arguments for torch_xla's parallel loader."""
 
     @override
     def check_options(self, ddp_options: dict[str, Any], mixed_precision: MixedPrecision) -> None:
@@ -256,7 +237,7 @@ class _LazyBackend(Backend):
     @property
     @override
     def device_rng(self) -> Any:
-        return XLARandom(xm.get_rng_state, _seed)
+        return _DeviceRandom
 
     @override
     def synchronize(self) -> None:
@@ -264,7 +245,15 @@ class _LazyBackend(Backend):
 
     @override
     def state_to_host(self, state: Any) -> Any:
-        return copy_to_host(state, torch_xla._XLAC._xla_get_tensor_id, torch_xla._XLAC._xla_get_cpu_tensors)  # noqa: SLF001
+        identity = torch_xla._XLAC._xla_get_tensor_id  # noqa: SLF001 - equal for tensors that share an XLA tensor
+        fetch = torch_xla._XLAC._xla_get_cpu_tensors  # noqa: SLF001
+
+        def is_lazy(leaf: Any) -> bool:
+            return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+
+        by_identity = {identity(leaf): leaf.detach() for leaf in nested.leaves(state) if is_lazy(leaf)}
+        on_host = dict(zip(by_identity, fetch(list(by_identity.values())), strict=True))
+        return nested.map_leaves(lambda leaf: on_host[identity(leaf)] if is_lazy(leaf) else leaf, state)
 
     @override
     def move_model(self, model: nn.Module) -> nn.Module:
@@ -283,7 +272,7 @@ class _LazyBackend(Backend):
             return self._monitor_batches(
                 _with_seed_kept(prefetch_batches(batches_of, epoch, self._build_prefetcher))
             )
-        return self._monitor_batches(self._execute_each(batches_of(epoch)))
+        return self._monitor_batches(_execute_each(batches_of(epoch)))
 
     def _monitor_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches; the first replica monitors recompilation for all."""
@@ -320,20 +309,11 @@ class _LazyBackend(Backend):
             "graphs": f"{counts.compiled} compiled, {counts.fetched} values fetched by this process so far",
         }
 
-    def _execute_each(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and execute the graph of each before the next is loaded."""
-        for batch in batches:
-            yield batch
-            _execute_graph()
-
     def _build_prefetcher(self) -> DevicePrefetcher:
-        """Return the prefetcher of batches."""
-        return DevicePrefetcher(self._build_parallel_loader, self.device)
-
-    def _build_parallel_loader(self, batches: Any, **options: Any) -> Any:
-        """Return torch_xla's parallel loader, one batch ahead."""
-        return ParallelLoader(
-            batches, [self.device], loader_prefetch_size=1, device_prefetch_size=1, **options
+        """Return the prefetcher of batches through torch_xla's parallel loader, one batch ahead."""
+        options = {"loader_prefetch_size": 1, "device_prefetch_size": 1, **self._loader_options}
+        return DevicePrefetcher(
+            lambda batches: ParallelLoader(batches, [self.device], **options), self.device
         )
 
     @property
@@ -356,13 +336,7 @@ class SPMDBackend(SPMDPreparation, _LazyBackend, Single):
     def __init__(self, num_devices: int) -> None:
         super().__init__(Topology(), torch_xla.device())
         self._init_spmd(SPMDFunctions(xs, xm, torch_xla._XLAC, SpmdFullyShardedDataParallel), num_devices)  # noqa: SLF001
-
-    @override
-    def _build_prefetcher(self) -> DevicePrefetcher:
-        return DevicePrefetcher(
-            lambda batches: self._build_parallel_loader(batches, input_sharding=self._row_sharding),
-            self.device,
-        )
+        self._loader_options = {"input_sharding": self._row_sharding}
 
 
 class XLABackend(_LazyBackend, StoreBackend):
@@ -501,6 +475,13 @@ def _read_counters() -> CompileCounts:
     """Return the counters of torch_xla in this process."""
     fetches = met.metric_data("TransferFromDeviceTime")
     return CompileCounts(met.counter_value("UncachedCompile") or 0, fetches[0] if fetches else 0)
+
+
+def _execute_each(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches, and execute the graph of each before the next is loaded."""
+    for batch in batches:
+        yield batch
+        _execute_graph()
 
 
 def _execute_graph(*, wait: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_runtime.parallel.apply import BufferBroadcast
+from accel_runtime.backends.fsdp import BufferBroadcast
 
 
 def test_what_is_saved_travels_together_and_tables_stay():

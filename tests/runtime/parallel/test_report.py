@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_runtime.parallel.apply import describe_layout
+from accel_runtime.backends.fsdp import describe_layout
 
 PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
