@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_runtime.checkpoint.errors import format_names
+from accel_runtime.torch_internals import list_buffers
 
 __all__ = [
     "MetaModels",
@@ -120,7 +121,11 @@ def compute_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     Raises:
         ValueError: Nothing computes a buffer; the message names all of them, and all are restored.
     """
-    missing = list(_find_missing(model))
+    missing = []
+    for path, module in model.named_modules():
+        tables = list_buffers(module, persistent=False)
+        if buffers := {name: getattr(module, name) for name in tables if _is_meta(getattr(module, name))}:
+            missing.append((path, module, buffers))
     not_computed = []
     try:
         # Random numbers drawn here must not change those of the script.
@@ -148,16 +153,8 @@ def _check_computed(names: list[str]) -> None:
         )
 
 
-def _find_missing(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
-    for path, module in model.named_modules():
-        non_persistent = module._non_persistent_buffers_set  # noqa: SLF001 - no public name
-        buffers = {
-            name: buffer
-            for name, buffer in module._buffers.items()  # noqa: SLF001
-            if buffer is not None and buffer.is_meta and name in non_persistent
-        }
-        if buffers:
-            yield path, module, buffers
+def _is_meta(buffer: torch.Tensor | None) -> bool:
+    return buffer is not None and buffer.is_meta
 
 
 def _compute_buffers(

@@ -57,10 +57,8 @@ class GradientAveraging:
         handshake: Handshake,
     ) -> None:
         trainable = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-        self._names, self._parameters = (
-            [name for name, _ in trainable],
-            [parameter for _, parameter in trainable],
-        )
+        self._names = [name for name, _ in trainable]
+        self._parameters = [parameter for _, parameter in trainable]
         self._average, self._handshake = average, handshake
         self._compared: Sequence[bool] = ()
         self._num_no_sync = 0
@@ -403,18 +401,12 @@ def wrap_in_ddp(model: nn.Module, device_ids: list[int] | None, options: dict[st
         state = None
         if kind is DDPCommunicationHookType.POWER_SGD:
             state = powerSGD_hook.PowerSGDState(None, **options.get("comm_state_option", {}))
-        prepared.register_comm_hook(state, _build_comm_hook(kind, options.get("comm_wrapper")))
+        hook = _HOOKS[kind]
+        if (wrapper := options.get("comm_wrapper")) in _WRAPPERS:
+            hook = _WRAPPERS[wrapper](hook)
+        # A lambda, since DDP refuses torch's bf16 hooks without NCCL by name; gloo reduces bfloat16 too.
+        prepared.register_comm_hook(state, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     return prepared
-
-
-def _build_comm_hook(kind: DDPCommunicationHookType, wrapper: DDPCommunicationHookType | None) -> _Hook:
-    """Return the communication hook in the form that DDP calls."""
-    hook = _HOOKS[kind]
-    if wrapper in _WRAPPERS:
-        hook = _WRAPPERS[wrapper](hook)
-
-    # A lambda, since DDP refuses torch's bf16 hooks without NCCL by name; gloo reduces bfloat16 too.
-    return lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
 
 
 @contextmanager

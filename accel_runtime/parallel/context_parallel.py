@@ -203,7 +203,10 @@ class _Attention:
             raise ValueError(
                 "nested tensors cannot be divided along the sequence: pad them, or leave cp at 1"
             )
-        if _is_causal_bias(mask) or (causal and mask is not None):
+        # torch's CausalBias, without importing its slow module.
+        bias = sys.modules.get("torch.nn.attention.bias")
+        is_causal_bias = bias is not None and isinstance(mask, bias.CausalBias)
+        if is_causal_bias or (causal and mask is not None):
             raise ValueError(
                 "attention over divided sequences takes is_causal=True or a mask of tensors, one of them"
             )
@@ -237,12 +240,6 @@ class _Attention:
                 "row with this rank's keys; or is_causal=True and no mask"
             )
         return mask if rows in {1, num_queries} else slice_sequence(mask, -2, self._parts, self._rank)
-
-
-def _is_causal_bias(mask: object) -> bool:
-    """Return whether a mask is torch's CausalBias, without importing its slow module."""
-    module = sys.modules.get("torch.nn.attention.bias")
-    return module is not None and isinstance(mask, module.CausalBias)
 
 
 class _PatchedAttention(overrides.TorchFunctionMode):

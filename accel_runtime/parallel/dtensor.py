@@ -319,16 +319,12 @@ def gather_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:
     by_id: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in by_id:
-            full = _copy_to_cpu(value) if isinstance(value, torch.Tensor) else value
+            full = gather_tensor(value) if isinstance(value, torch.Tensor) else value
+            if keep and isinstance(full, torch.Tensor):
+                # On a mesh of one rank, `full_tensor` shares the memory of the parameter.
+                full = full.cpu() if full.device.type != "cpu" else full.clone()
             by_id[id(value)] = full if keep else None
     return {name: by_id[id(value)] for name, value in state.items()} if keep else {}
-
-
-def _copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
-    """Return a full copy of a tensor."""
-    full = gather_tensor(value)
-    # On a mesh of one rank, `full_tensor` shares the memory of the parameter.
-    return full.cpu() if full.device.type != "cpu" else full.clone()
 
 
 def refuse_sharded_saves(model: nn.Module) -> None:

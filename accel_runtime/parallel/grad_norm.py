@@ -165,7 +165,11 @@ def _local_norms(parts: Sequence[torch.Tensor | None], order: _Order, device: to
     empty = torch.full((), order.empty_norm, dtype=accumulation_dtype, device=device)
     norms = [empty] * len(parts)
     indices = {id(part): index for index, part in enumerate(parts) if part is not None}
-    for group in _group_tensors([part for part in parts if part is not None and part.numel()]):
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for part in parts:
+        if part is not None and part.numel():
+            groups.setdefault((part.device, part.dtype), []).append(part)
+    for group in groups.values():
         dtype = torch.promote_types(group[0].dtype, torch.float32)
         group_norms = foreach_norm(group, order.p, dtype)
         for part, norm in zip(group, group_norms, strict=True):
@@ -233,14 +237,6 @@ def _owns(tensor: torch.Tensor, *, single_group: bool) -> bool:
     return all(index == 0 for index, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
 
 
-def _group_tensors(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by device and dtype, as torch's foreach functions require."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
-
-
 _FoundInf = dict[torch.device, torch.Tensor]
 
 
@@ -254,7 +250,12 @@ def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Callable[[Any],
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reduce_partial_gradients(parameters)
-    found_inf = unscale(SimpleNamespace(param_groups=[{"params": [_local_parameter(p) for p in parameters]}]))
+    shards = []
+    for parameter in parameters:
+        shards.append(local_tensor(parameter).detach())
+        if parameter.grad is not None:
+            shards[-1].grad = local_tensor(parameter.grad)
+    found_inf = unscale(SimpleNamespace(param_groups=[{"params": shards}]))
     if not found_inf:
         return found_inf
     device_ = next(iter(found_inf))
@@ -262,11 +263,3 @@ def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Callable[[Any],
         torch.stack([value.to(device_) for value in found_inf.values()]).amax(), parameters
     )
     return {device: overflow.to(device) for device in found_inf}
-
-
-def _local_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a parameter with its gradient."""
-    shard = local_tensor(parameter).detach()
-    if parameter.grad is not None:
-        shard.grad = local_tensor(parameter.grad)
-    return shard

@@ -99,7 +99,13 @@ class ParallelismConfig(Configuration):
     @override
     def _check(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
-            _check_size(name, getattr(self, name), words=("auto",) if name == "dp_shard_size" else ())
+            size, may_be_auto = getattr(self, name), name == "dp_shard_size"
+            is_size = size is None or (type(size) is int and size > 0) or (may_be_auto and size == "auto")
+            if not is_size:
+                or_auto = ", or auto" if may_be_auto else ""
+                raise ValueError(
+                    f"ParallelismConfig: {name} must be a whole number above 0{or_auto}; it is {size!r}"
+                )
         _check_value("cp_backend", self.cp_backend, "torch")
         _check_value("sp_backend", self.sp_backend, "deepspeed")
         if (self.sp_size or 1) > 1 or self.sp_handler is not None:
@@ -331,14 +337,6 @@ def build_plugin(options: FullyShard) -> FullyShardedDataParallelPlugin:
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _check_size(name: str, value: object, words: tuple[str, ...]) -> None:
-    if value is None or value in words or (type(value) is int and value > 0):
-        return
-    raise ValueError(
-        f"ParallelismConfig: {name} must be a whole number above 0{''.join(f', or {w}' for w in words)}; it is {value!r}"
-    )
 
 
 def _check_value(name: str, value: str | None, expected: str) -> None:

@@ -327,22 +327,19 @@ def _head_counts(model: nn.Module, styles: Plan) -> Iterator[tuple[str, str, int
 def _check_tied(model: nn.Module, styles: Plan) -> None:
     first: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        layout = _describe_sharding(model, name, styles)
+        path, _, attribute = name.rpartition(".")
+        style = styles.get(path)
+        if style is None or isinstance(style, _Replicated):
+            layout = "whole"
+        else:
+            dimension = sharded_dimensions(model.get_submodule(path), style).get(attribute)
+            layout = "copied" if dimension is None else f"divided along dimension {dimension}"
         first_name, first_layout = first.setdefault(id(parameter), (name, layout))
         if layout != first_layout:
             raise ValueError(
                 f"{first_name} and {name} are one parameter, and the plan has the first {first_layout} and the second {layout}: set "
                 "matching styles for both modules (embedding: embedding_rowwise and head: colwise_rep), or for none"
             )
-
-
-def _describe_sharding(model: nn.Module, name: str, styles: Plan) -> str:
-    path, _, attribute = name.rpartition(".")
-    style = styles.get(path)
-    if style is None or isinstance(style, _Replicated):
-        return "whole"
-    dimension = sharded_dimensions(model.get_submodule(path), style).get(attribute)
-    return "copied" if dimension is None else f"divided along dimension {dimension}"
 
 
 _TOLERANCE = 1e-2

@@ -65,21 +65,17 @@ class AveragingCheck:
         """Record the gradients before a backward pass."""
         accumulation = self._accumulation
         if self._expects_model:
-            self._check_model()
+            self._expects_model = False
+            if not self._prepared and self._backend.topology.rank == 0:
+                _GRADIENTS_LOG.warning(
+                    "Gradients are not averaged over the %d processes in backward() at %s: no model is prepared, so each process "
+                    "trains weights of its own. Give the model to prepare(), also one in a DistributedDataParallel of your own.",
+                    self._backend.topology.world_size,
+                    call_site(),
+                )
         if self._models and accumulation.synced and not accumulation.no_sync_depth:
             for model in self._models:
                 model.begin_backward()
-
-    def _check_model(self) -> None:
-        """Warn if no model is prepared at the first backward pass."""
-        self._expects_model = False
-        if not self._prepared and self._backend.topology.rank == 0:
-            _GRADIENTS_LOG.warning(
-                "Gradients are not averaged over the %d processes in backward() at %s: no model is prepared, so each process "
-                "trains weights of its own. Give the model to prepare(), also one in a DistributedDataParallel of your own.",
-                self._backend.topology.world_size,
-                call_site(),
-            )
 
     def end_backward(self) -> None:
         """Warn if a model received gradients without a forward pass after which DDP averages them."""

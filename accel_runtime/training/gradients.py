@@ -138,7 +138,10 @@ class LossWeights:
 
         `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks.
         """
-        unit = self.unit = self._choose_unit(weight) if self.unit is None else self.unit
+        if self.unit is None:  # the expected sum of the weights of the first cycle: `[]`
+            total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
+            self.unit = torch.where(total > 0, total, 1.0)
+        unit = self.unit
         for group in groups:
             group.begin_backward(unit)
         pending_before = [group.pending for group in groups]
@@ -159,11 +162,6 @@ class LossWeights:
         for group, pending, reduced in zip(groups, pending_before, sums, strict=True):
             if group.has_weights:
                 group.divide(reduced if group.pending is pending else reduced + weight_sum, unit)
-
-    def _choose_unit(self, weight: LossWeight) -> torch.Tensor:
-        """Return the expected sum of the weights of the first cycle: `[]`."""
-        total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
-        return torch.where(total > 0, total, 1.0)
 
 
 @dataclass(frozen=True)

@@ -125,23 +125,22 @@ class SPMDPreparation(Backend):
         to_device: bool,
         loaded_by_workers: bool,
     ) -> Iterator[Any]:
-        if to_device and not loaded_by_workers:
-            batches_of = self._send_batches(batches_of)
-        return super().iterate_batches(
-            batches_of, epoch, to_device=to_device, loaded_by_workers=loaded_by_workers
-        )
-
-    def _send_batches(
-        self, walk: Callable[[EpochIterator], Iterator[Any]]
-    ) -> Callable[[EpochIterator], Iterator[Any]]:
-        """Return batches that are sent to the devices on request."""
         send = self._functions.model.send_cpu_data_to_device
 
         def send_tensor(tensor: torch.Tensor) -> torch.Tensor:
             on_device: torch.Tensor = send(tensor, self.device, self._row_sharding)[0]
             return on_device
 
-        return lambda loop: (nested.map_tensors(send_tensor, batch) for batch in walk(loop))
+        def send_batches(epoch: EpochIterator) -> Iterator[Any]:
+            return (nested.map_tensors(send_tensor, batch) for batch in batches_of(epoch))
+
+        sends = to_device and not loaded_by_workers
+        return super().iterate_batches(
+            send_batches if sends else batches_of,
+            epoch,
+            to_device=to_device,
+            loaded_by_workers=loaded_by_workers,
+        )
 
     @override
     def wrap_model(self, model: nn.Module, ddp_options: dict[str, Any]) -> nn.Module:
