@@ -144,12 +144,6 @@ class DistributedBackend(StoreBackend):
 
     A process group of the script is used as it is and never destroyed. CPU tensors use a group of their own, separate from
     the collectives of DDP and of the script.
-
-    Args:
-        topology: Rank and world size of this process.
-        device: The device of this process.
-        settings: Backend and timeout of the process group.
-        options: Arguments for `init_process_group`, which override `settings`.
     """
 
     def __init__(

@@ -55,14 +55,7 @@ __all__ = ["BufferBroadcast", "FSDPBackend", "broadcast_parameters", "describe_l
 
 
 class FSDPBackend(DistributedBackend):
-    """The backend of processes that shard every model.
-
-    Args:
-        topology: Rank and world size of this process.
-        device: The device of this process.
-        settings: The sharding, and the settings of `DistributedBackend`.
-        options: Arguments for `init_process_group`, which override `settings`.
-    """
+    """The backend of processes that shard every model."""
 
     shards_models = True
 
@@ -326,10 +319,6 @@ class BufferBroadcast:
 
     Buffers that are not in the state dict are constant tables, such as rotary embeddings, and may be large; they were
     broadcast when the model was prepared.
-
-    Args:
-        model: The model.
-        broadcast: Broadcasts a tensor of the first rank, in place.
     """
 
     def __init__(self, model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -155,10 +155,6 @@ class _Attention:
 
     Keys and values are gathered, and each rank computes the rows of its queries. With a causal mask a rank has a chunk of the
     front and one of the end of a sequence, so the work is balanced.
-
-    Args:
-        group: The context parallel ranks.
-        lengths: The lengths of local shards; empty if unknown.
     """
 
     def __init__(self, group: dist.ProcessGroup, lengths: set[int]) -> None:

@@ -99,11 +99,6 @@ class ProcessMesh:
     """The processes of a run as device meshes; created by all ranks together.
 
     Process groups are created with the first mesh that is used.
-
-    Args:
-        sizes: The sizes of the mesh.
-        device: The device of this process.
-        topology: Rank and world size of this process.
     """
 
     def __init__(self, sizes: MeshSizes, device: torch.device, topology: Topology) -> None:

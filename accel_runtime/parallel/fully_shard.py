@@ -203,13 +203,7 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 def build_policy(
     options: FullyShard, autocast_dtype: torch.dtype | None, parameters: Iterable[nn.Parameter] = ()
 ) -> MixedPrecisionPolicy:
-    """Return the mixed precision policy of parameters, gradients and outputs.
-
-    Args:
-        options: The settings.
-        autocast_dtype: The dtype of `mixed_precision`, or None.
-        parameters: The parameters of the model.
-    """
+    """Return the mixed precision policy of parameters, gradients and outputs."""
     param_dtype = _DTYPES.get(options.param_dtype, autocast_dtype)
     is_half = param_dtype in _HALF_DTYPES or any(
         p.requires_grad and p.dtype in _HALF_DTYPES for p in parameters
@@ -283,9 +277,6 @@ class CheckpointedForward:
 
     As an attribute of the module it keeps names, hooks and classes, runs while `fully_shard` has gathered the parameters, and
     is supported by torch.compile. Dropout is repeated exactly.
-
-    Args:
-        forward: The original forward pass.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -334,12 +325,7 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 class GradientSync:
-    """Switch gradient reduction of one model on and off.
-
-    Args:
-        gathered: The modules under `fully_shard`.
-        replicated: Averages the gradients of other parameters.
-    """
+    """Switch gradient reduction of one model on and off."""
 
     def __init__(self, gathered: Sequence[FSDPModule], replicated: GradientAveraging) -> None:
         # Weak references, to not keep the model alive.

@@ -147,12 +147,6 @@ class MicroBatch(AbstractContextManager[None]):
     """Context of one micro-batch: gradients stay local unless it completes a cycle.
 
     A micro-batch that fails before its backward pass is not counted.
-
-    Args:
-        accumulation: Counts the micro-batch.
-        is_last: If true, it is the last of the epoch.
-        no_sync: Returns the context in which a model's backward passes stay local.
-        models: The models to train.
     """
 
     def __init__(

@@ -205,10 +205,6 @@ class FirstInput:
 
     Rank 1 stores a fingerprint at its first forward pass, and rank 0 reads it at its second: by then DDP has
     synchronized with rank 1, and no rank has to wait.
-
-    Args:
-        backend: Stores the fingerprint.
-        divides_data: Returns whether a loader is prepared.
     """
 
     def __init__(self, backend: Backend, divides_data: Callable[[], bool]) -> None:

@@ -115,10 +115,6 @@ class LossWeights:
 
     Inside a cycle every loss is multiplied by its weight over a unit that is the same on all ranks, so gradients keep their
     magnitude (fp16 would overflow). At its end, the gradients are divided by the weights of all ranks.
-
-    Args:
-        backend: Sums the weights of the ranks.
-        accumulation: Counts accumulation cycles.
     """
 
     def __init__(self, backend: Backend, accumulation: Accumulation) -> None:

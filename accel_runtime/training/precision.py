@@ -110,14 +110,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 class Precision:
-    """Autocast and loss scaling on one device.
-
-    Args:
-        mixed_precision: A key of `FORMATS`.
-        device: The device of the computation.
-        autocast_options: Arguments for `torch.autocast`.
-        scaler_options: Arguments for `torch.amp.GradScaler`.
-    """
+    """Autocast and loss scaling on one device."""
 
     def __init__(
         self,
@@ -195,11 +188,6 @@ class AutocastForward:
 
     Half-precision outputs are converted to float32: a loss computed from them outside the model would otherwise be
     computed in half precision too.
-
-    Args:
-        forward: The original forward pass.
-        autocast: Returns the context.
-        converts_outputs: Returns whether outputs in half precision are converted to float32.
     """
 
     def __init__(

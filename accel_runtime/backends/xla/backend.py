@@ -327,11 +327,7 @@ class SingleXLABackend(_LazyBackend, Single):
 
 
 class SPMDBackend(SPMDPreparation, _LazyBackend, Single):
-    """The backend of one process on all devices of a machine (SPMD); XLA inserts the collectives.
-
-    Args:
-        num_devices: The number of devices.
-    """
+    """The backend of one process on all devices of a machine (SPMD); XLA inserts the collectives."""
 
     def __init__(self, num_devices: int) -> None:
         super().__init__(Topology(), torch_xla.device())
@@ -340,13 +336,7 @@ class SPMDBackend(SPMDPreparation, _LazyBackend, Single):
 
 
 class XLABackend(_LazyBackend, StoreBackend):
-    """The backend of several replicas, which torch_xla started as threads or processes.
-
-    Args:
-        topology: Rank and world size of this replica.
-        device: The device of this replica.
-        host_group: The host group of this replica.
-    """
+    """The backend of several replicas, which torch_xla started as threads or processes."""
 
     def __init__(self, topology: Topology, device: torch.device, host_group: HostGroup) -> None:
         super().__init__(topology, device, host_group.transport)

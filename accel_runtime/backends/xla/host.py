@@ -190,12 +190,7 @@ class HostGroup:
 
 
 class DevicePrefetcher:
-    """Copy batches to a device through torch_xla's parallel loader.
-
-    Args:
-        build_loader: Builds the parallel loader of an iterable.
-        device: The device.
-    """
+    """Copy batches to a device through torch_xla's parallel loader."""
 
     def __init__(self, build_loader: Callable[[Any], Any], device: torch.device) -> None:
         self._queue: queue.SimpleQueue[list[torch.Tensor] | None] = queue.SimpleQueue()
@@ -230,10 +225,6 @@ def build_step_hook(num_batches: Callable[[], int], execute: Callable[[], object
     """Return a function for an optimizer to call after each step, which limits the size of the recorded graph.
 
     Prepared loaders execute the graph; the hook does it for steps without a new batch.
-
-    Args:
-        num_batches: Returns the number of batches that loaders have yielded.
-        execute: Executes the recorded graph.
     """
     last_count = -1
 
@@ -286,12 +277,7 @@ class _StepCounts(NamedTuple):
 
 
 class RecompilationMonitor:
-    """Warn once about loops that compile a graph or fetch a value at every step.
-
-    Args:
-        counts: Reads the counters.
-        device: The device whose transfers are recorded.
-    """
+    """Warn once about loops that compile a graph or fetch a value at every step."""
 
     def __init__(self, counts: Callable[[], CompileCounts], device: torch.device) -> None:
         self._counts, self._device = counts, device

@@ -227,14 +227,7 @@ def partition_spec(dimension: int, rank: int) -> tuple[str | None, ...]:
 def start_spmd(
     settings: Settings, topology: Topology, runtime: Any, is_initialized: Callable[[], bool]
 ) -> int:
-    """Enable SPMD if the settings request it, and return the number of devices, else 0.
-
-    Args:
-        settings: The settings of the launcher.
-        topology: Rank and world size in the environment.
-        runtime: `torch_xla.runtime`.
-        is_initialized: Returns whether torch_xla has initialized its devices.
-    """
+    """Enable SPMD if the settings request it, and return the number of devices, else 0."""
     if not settings.spmd:
         check_spmd(runtime.is_spmd())
         return 0
