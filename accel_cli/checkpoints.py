@@ -199,12 +199,12 @@ def _describe_item(manifest: Manifest, item: str) -> dict[str, Any]:
         dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.bytes
     return {
         "name": item,
-        "class": manifest.about.get(item, ""),
+        "class": manifest.class_names.get(item, ""),
         "tensors": len(tensors),
         "bytes": sum(dtypes.values()),
         "dtypes": dtypes,
         "files": sorted({chunk.file for stored in tensors.values() for chunk in stored.chunks}),
-        "differs_between_ranks": item in manifest.own or any("#" in name for name in tensors),
+        "differs_between_ranks": item in manifest.values_by_rank or any("#" in name for name in tensors),
     }
 
 

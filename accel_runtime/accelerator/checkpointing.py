@@ -125,11 +125,13 @@ class CheckpointMethods(AcceleratorProperties):
         """Write a checkpoint with all other processes or without them, and return its directory."""
         self._backend.synchronize()
         rank, world_size = (0, 1) if alone else (self.process_index, self.num_processes)
-        share = (lambda item: [item]) if alone else self._build_share("save_state")
-        marks, shared = self._resume_policy.origin.marks, self.settings.shared_files
+        all_gather = (lambda item: [item]) if alone else self._build_all_gather("save_state")
+        origin, shared = self._resume_policy.origin, self.settings.shared_files
         from accel_runtime.checkpoint.save import SaveOperation  # noqa: PLC0415 - slow to import
 
-        saving = SaveOperation(share, rank, world_size, self._file_system, run=marks, shared=shared)
+        saving = SaveOperation(
+            all_gather, rank, world_size, self._file_system, run=origin.identity, shared=shared
+        )
         numbered = retention.automatic is not None
         place = saving.begin(retention.target, _absolute(output_dir), numbered=numbered)
         state = self._training_state(alone=alone)
@@ -144,15 +146,15 @@ class CheckpointMethods(AcceleratorProperties):
             if len(hooked) == len(model_states)
             else {i: item for i, item in enumerate(model_states) if any(item is other for other in hooked)}
         )
-        saving.take(state.items(remaining), state.step, self._backend.state_to_host)
+        saving.collect(state.items(remaining), state.step, self._backend.state_to_host)
         retention.saved(place.target)
         if not in_background:
-            self._finish(saving, retention, share)
+            self._finish(saving, retention, all_gather)
             return os.fspath(place.target)
-        share = share if alone else self._backend.open_object_channel()
+        all_gather = all_gather if alone else self._backend.open_object_channel()
         saving.stage(self._staging)
         self._background_writer.start(
-            lambda: self._finish(saving, retention, share),
+            lambda: self._finish(saving, retention, all_gather),
             place.target,
             lambda: saving.progress,
             [prepared.optimizer for prepared in self._optimizers],
@@ -199,18 +201,18 @@ class CheckpointMethods(AcceleratorProperties):
         self._load_attempted = True
         self._background_writer.wait()
         self._backend.synchronize()
-        share = self._build_share("load_state")
+        all_gather = self._build_all_gather("load_state")
         if (
             input_dir is not None
-            and share(self.process_index == 0 and is_accelerate_checkpoint(Path(input_dir)))[0]
+            and all_gather(self.process_index == 0 and is_accelerate_checkpoint(Path(input_dir)))[0]
         ):
             path, state = Path(input_dir).absolute(), self._training_state()
             items = state.items(without=self._run_load_hooks(path), strict=strict)
-            return restore_accelerate_checkpoint(path, state, items, share, strict=strict)
+            return restore_accelerate_checkpoint(path, state, items, all_gather, strict=strict)
         from accel_runtime.checkpoint.load import LoadOperation  # noqa: PLC0415 - slow to import
 
         loading = LoadOperation(
-            share,
+            all_gather,
             self.process_index,
             self.num_processes,
             strict=strict,
@@ -226,7 +228,7 @@ class CheckpointMethods(AcceleratorProperties):
                 loading.verify(checkpoint)
                 loading.run_hooks(lambda: loaded_by_hooks.extend(self._run_load_hooks(checkpoint.path)))
             # Buffers of models on the meta device that no checkpoint contains are computed before any state changes.
-            with errors_on_all_ranks(share):
+            with errors_on_all_ranks(all_gather):
                 self._compute_buffers(stack)
             loading.load(
                 checkpoint,
@@ -267,7 +269,7 @@ class CheckpointMethods(AcceleratorProperties):
             )
         if not self._resume_policy.possible:
             return None
-        with errors_on_all_ranks(self._build_share("resume")) as step:
+        with errors_on_all_ranks(self._build_all_gather("resume")) as step:
             step.value = self._choose_path()
         path = step.values[0]
         if path is None:
@@ -332,8 +334,10 @@ class CheckpointMethods(AcceleratorProperties):
 
             handles.append(prepared.optimizer.register_step_post_hook(reserve))
 
-    def _finish(self, saving: SaveOperation, retention: RetentionPolicy, share: AllGatherObjects) -> None:
-        if saving.finish(share) is not None:
+    def _finish(
+        self, saving: SaveOperation, retention: RetentionPolicy, all_gather: AllGatherObjects
+    ) -> None:
+        if saving.finish(all_gather) is not None:
             retention.prune(self._file_system)
 
     def _compute_buffers(self, stack: ExitStack) -> None:
@@ -369,7 +373,7 @@ class CheckpointMethods(AcceleratorProperties):
     def _original_models(self) -> list[nn.Module]:
         return [self._backend.unwrap_model(model) for model in self._models]
 
-    def _build_share(self, operation: str) -> AllGatherObjects:
+    def _build_all_gather(self, operation: str) -> AllGatherObjects:
         """Return the function that gathers an object from all processes for an operation."""
         if self.num_processes == 1:
             return lambda item: [item]

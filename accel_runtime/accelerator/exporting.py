@@ -174,13 +174,13 @@ class ExportMethods(AcceleratorProperties):
         """
         self._backend.synchronize()
         module = self.unwrap_model(model)
-        share = partial(all_gather_objects, "load_model", handshake=self._backend.handshake)
+        all_gather = partial(all_gather_objects, "load_model", handshake=self._backend.handshake)
         reshard_models([module])
         if is_streamed(module):
-            loader = WeightLoader(share, self.process_index, self.num_processes, self._meta_models)
+            loader = WeightLoader(all_gather, self.process_index, self.num_processes, self._meta_models)
             loader.load(module, Path(directory))
             return
-        with errors_on_all_ranks(share):
+        with errors_on_all_ranks(all_gather):
             current = self._backend.state_to_host(module.state_dict())
             state = match_weights(find_weights(Path(directory)), module, current)
         module.load_state_dict(state)

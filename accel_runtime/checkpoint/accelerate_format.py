@@ -48,12 +48,12 @@ class _RestorePlan:
 
 
 def restore_accelerate_checkpoint(
-    path: Path, run: TrainingState, items: Sequence[StateItem], share: AllGatherObjects, *, strict: bool
+    path: Path, run: TrainingState, items: Sequence[StateItem], all_gather: AllGatherObjects, *, strict: bool
 ) -> Checkpoint:
     """Restore items from a checkpoint of Accelerate; return it with a manifest of what is known."""
-    with errors_on_all_ranks(share):
+    with errors_on_all_ranks(all_gather):
         plan = _plan_restore(path, run, items, strict=strict)
-    with errors_on_all_ranks(share):
+    with errors_on_all_ranks(all_gather):
         for item in items:
             if item.name in plan.trees:
                 item.restore(plan.trees[item.name])

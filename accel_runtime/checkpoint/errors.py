@@ -37,14 +37,14 @@ class CollectiveStep:
 
 
 @contextmanager
-def errors_on_all_ranks(share: AllGatherObjects) -> Iterator[CollectiveStep]:
+def errors_on_all_ranks(all_gather: AllGatherObjects) -> Iterator[CollectiveStep]:
     """Raise `CheckpointError` on every rank if the block fails on any rank; else exchange `step.value`."""
     step, error = CollectiveStep(), None
     try:
         yield step
     except Exception as raised:  # noqa: BLE001 - the other ranks wait for the outcome, whatever it is
         error = raised
-    outcomes = share((None if error is None else _describe_error(error), step.value))
+    outcomes = all_gather((None if error is None else _describe_error(error), step.value))
     failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
     if not failed:
         step.values = [value for _, value in outcomes]

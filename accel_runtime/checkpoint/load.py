@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
 
 from accel_runtime.checkpoint.directory import find_checkpoint, find_previous_checkpoint, list_untracked_files
 from accel_runtime.checkpoint.errors import (
@@ -20,18 +29,19 @@ from accel_runtime.checkpoint.errors import (
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.filesystem import FileSystem, parallel_map, read_exactly
 from accel_runtime.checkpoint.manifest import (
     Checkpoint,
+    Chunk,
     TensorEntry,
     find_damage,
     rank_tensor_name,
     read_checkpoint,
     select_rank_files,
 )
+from accel_runtime.checkpoint.safetensors_file import tensor_bytes
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
-from accel_runtime.checkpoint.storage import ShardReader, dtype_from_name
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
 
 __all__ = ["LoadOperation"]
@@ -48,17 +58,17 @@ class LoadOperation:
     """
 
     def __init__(
-        self, share: AllGatherObjects, rank: int, world_size: int, *, strict: bool, copies: int = 1
+        self, all_gather: AllGatherObjects, rank: int, world_size: int, *, strict: bool, copies: int = 1
     ) -> None:
         self._copies = copies
-        self._share, self._rank, self._world_size, self._strict = share, rank, world_size, strict
+        self._all_gather, self._rank, self._world_size, self._strict = all_gather, rank, world_size, strict
         self._disk = FileSystem()
         self._lock: int | None = None
         self._verified = False
 
     def open(self, choose: Callable[[], Path], directory: str | None = None) -> Checkpoint:
         """Return the checkpoint that rank 0 chooses, and protect it from removal until `close`."""
-        with errors_on_all_ranks(self._share) as step:
+        with errors_on_all_ranks(self._all_gather) as step:
             chosen = (Path(), "")
             if self._rank == 0:
                 path = choose()
@@ -70,7 +80,7 @@ class LoadOperation:
             step.value = directory, chosen
         path, save = step.values[0][1]
         directories = [each for each, _ in step.values]
-        with errors_on_all_ranks(self._share):
+        with errors_on_all_ranks(self._all_gather):
             check_same_directory("load_state", directories)
             with suppress(OSError):
                 self._lock = self._disk.lock(path, shared=True)
@@ -92,21 +102,21 @@ class LoadOperation:
 
     def run_hooks(self, call: Callable[[], None]) -> None:
         """Call the load hooks of the script."""
-        with errors_on_all_ranks(self._share):
+        with errors_on_all_ranks(self._all_gather):
             call()
 
     def load(self, checkpoint: Checkpoint, items: Sequence[StateItem]) -> list[str]:
         """Restore items; without `strict`, return a sentence for each thing that was left out."""
         reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
-        with errors_on_all_ranks(self._share):
+        with errors_on_all_ranks(self._all_gather):
             left_out = self._check_fit(checkpoint, reader, items)
         saved_items = [item for item in items if item.name in checkpoint.manifest.items]
         if not self._verified:
             self._verify(checkpoint, [item.name for item in saved_items])
         try:
-            with errors_on_all_ranks(self._share):
+            with errors_on_all_ranks(self._all_gather):
                 trees = reader.read(saved_items)
-            with errors_on_all_ranks(self._share):
+            with errors_on_all_ranks(self._all_gather):
                 for item in saved_items:
                     item.moved = reader.moved
                     item.restore(trees[item.name])
@@ -127,7 +137,7 @@ class LoadOperation:
         common = [item for item in items if item.name in manifest.items]
         reader.check(common)
         mismatches = [
-            f"{_add_class(name, manifest.about.get(name))}: it is in the checkpoint and not prepared here"
+            f"{_add_class(name, manifest.class_names.get(name))}: it is in the checkpoint and not prepared here"
             for name in manifest.items
             if name not in names
         ]
@@ -147,7 +157,7 @@ class LoadOperation:
 
     def _verify(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         chunks = select_rank_files(checkpoint, names, self._rank, self._world_size)
-        with errors_on_all_ranks(self._share) as step:
+        with errors_on_all_ranks(self._all_gather) as step:
             step.value = find_damage(checkpoint, chunks)
         if damage := [sentence for sentences in step.values for sentence in sentences]:
             raise CheckpointError("\n".join([*damage[:_SHOWN], _suggest_previous(checkpoint.path)]))
@@ -181,7 +191,9 @@ class StateReader:
         self._checkpoint, self._manifest = checkpoint, checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
-            read_model_parallel_size(self._text("window", 0)) if "window" in self._manifest.items else copies
+            read_model_parallel_size(self._encoded("window", 0))
+            if "window" in self._manifest.items
+            else copies
         )
         self.moved = self._manifest.world_size != world_size or saved_copies != copies
         """Whether another world size or another number of model-parallel ranks saved the checkpoint."""
@@ -190,7 +202,7 @@ class StateReader:
         """Return a sentence for each reason that the state of an item does not fit."""
         try:
             return item.find_mismatches(
-                self._text(item.name, self._rank), self._entries(item.name, self._rank)
+                self._encoded(item.name, self._rank), self._entries(item.name, self._rank)
             )
         except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
@@ -199,14 +211,13 @@ class StateReader:
 
     def check(self, items: Sequence[StateItem]) -> None:
         """Raise `CheckpointError` if a state cannot be deserialized; empty tensors replace the real ones."""
-        for name, entry in self._manifest.tensors.items():
-            dtype_from_name(name, entry)
+        _ = self._metadata
         for item in items:
             all_ranks = range(self._manifest.world_size if item.merge_needs_all_ranks else 1)
             for rank in all_ranks if self._differs(item) else [self._rank]:
                 empty = dict.fromkeys(self._tensor_names(item.name, rank), torch.empty(0))
                 try:
-                    deserialize(self._text(item.name, rank), empty)
+                    deserialize(self._encoded(item.name, rank), empty)
                 except CheckpointError as error:
                     raise CheckpointError(
                         f"{self._checkpoint.path}: the state of {item.name} is damaged: {error}"
@@ -224,7 +235,7 @@ class StateReader:
         for item in (item for item in items if item.name in ranks):
             rank = ranks[item.name]
             entries, names = self._entries(item.name, rank), self._tensor_names(item.name, rank)
-            live = item.targets(self._text(item.name, rank), entries)
+            live = item.targets(self._encoded(item.name, rank), entries)
             for name, entry in entries.items():
                 targets[names[name]] = live[name] if name in live else _empty_like(entry)
         self._fetch(targets)
@@ -249,28 +260,55 @@ class StateReader:
 
     def _deserialize(self, item: str, rank: int, tensors: Mapping[str, torch.Tensor]) -> Any:
         by_name = {name: tensors[stored] for name, stored in self._tensor_names(item, rank).items()}
-        return deserialize(self._text(item, rank), by_name)
-
-    def _fetch(self, targets: dict[str, torch.Tensor]) -> None:
-        reader, metadata = ShardReader(self._checkpoint), self._metadata
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+        return deserialize(self._encoded(item, rank), by_name)
 
     @cached_property
     def _metadata(self) -> Metadata:
-        return ShardReader(self._checkpoint).read_metadata()
+        """The layout of the tensors for DCP; `CheckpointError` names a tensor of an unknown or wrong dtype."""
+        tensors, storage = {}, dict[MetadataIndex, Chunk]()
+        for name, entry in self._manifest.tensors.items():
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointError(
+                    f"{name} is of dtype {entry.dtype[:60]!r}, which torch {torch.__version__} does not have"
+                )
+            if entry.bytes != math.prod(entry.shape) * dtype.itemsize:
+                raise CheckpointError(
+                    f"{name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have {entry.bytes} bytes"
+                )
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.shape), chunks)
+            storage |= {MetadataIndex(name, c.offsets, number): c for number, c in enumerate(entry.chunks)}
+        return Metadata(tensors, storage_data=storage)  # type: ignore[arg-type]
+
+    def _fetch(self, targets: dict[str, torch.Tensor]) -> None:
+        """Read tensors by their names in the manifest, as DCP plans it for sharded ones."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        files: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in planner.finish_plan(planner.create_local_plan()).items:
+            chunk: Chunk = self._metadata.storage_data[item.storage_index]
+            files.setdefault(chunk.file, []).append((chunk, item))
+
+        def read(name: str) -> None:
+            with (self._checkpoint.path / name).open("rb", buffering=0) as file:
+                for chunk, item in files[name]:
+                    dtype = getattr(torch, self._manifest.tensors[item.storage_index.fqn].dtype)
+                    target = planner.resolve_tensor(item).detach()
+                    _read_box(file, chunk, dtype, item, target)
+                    planner.commit_tensor(item, target)
+
+        parallel_map(read, files)
 
     def _differs(self, item: StateItem) -> bool:
         """Return whether the saved states may differ between ranks and the ranks have changed."""
-        differ = item.name in self._manifest.own or any(
+        differ = item.name in self._manifest.values_by_rank or any(
             "#" in name for name in self._manifest.tensors_of(item.name)
         )
         return self.moved and (item.merge_needs_all_ranks or differ)
 
-    def _text(self, item: str, rank: int) -> Any:
-        own = self._manifest.own.get(item)
+    def _encoded(self, item: str, rank: int) -> Any:
+        own = self._manifest.values_by_rank.get(item)
         if own is None:
             return self._manifest.values[item]
         return own[rank] if rank < len(own) else own[0]
@@ -293,3 +331,20 @@ class StateReader:
 
 def _empty_like(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+
+
+def _read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: torch.Tensor) -> None:
+    """Read a box of a chunk: contiguous rows from the file, then the requested columns of them."""
+    sizes, offsets, lengths = chunk.sizes, tuple(item.storage_offsets), tuple(item.lengths)
+    row = math.prod(sizes[1:]) * dtype.itemsize
+    start, rows = (chunk.start + offsets[0] * row, lengths[0]) if sizes else (chunk.start, 1)
+    whole_rows = lengths[1:] == sizes[1:]
+    direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+    if whole_rows and direct:
+        read_exactly(file, tensor_bytes(target), start)
+        return
+    buffer = torch.empty((rows, *sizes[1:]) if sizes else (), dtype=dtype)
+    read_exactly(file, tensor_bytes(buffer), start)
+    for dimension in range(1, len(sizes)):
+        buffer = buffer.narrow(dimension, offsets[dimension], lengths[dimension])
+    target.copy_(buffer)

@@ -135,8 +135,8 @@ class RunOrigin:
         )
 
     @property
-    def marks(self) -> dict[str, str]:
-        """Identity that is stored in the checkpoints of this run."""
+    def identity(self) -> dict[str, str]:
+        """Return the identity that is stored in the checkpoints of this run."""
         names = {"launch": self.launch, "slurm_job": self.slurm_job}
         return {name: value for name, value in names.items() if value}
 

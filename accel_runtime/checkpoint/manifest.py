@@ -69,6 +69,8 @@ version of accel reads all versions up to these.
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")
 """Names of directories on the way to or from a checkpoint's name: the name, the state, and the save."""
+_STORED_KEYS = {"values_by_rank": "own", "class_names": "about"}
+"""Keys in the file of fields with another name."""
 _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n', re.DOTALL)
 
 
@@ -137,12 +139,12 @@ class Manifest:
     """Versions of accel and torch."""
     values: Mapping[str, Any]
     """Serialized state of each item that is equal on all ranks."""
-    own: Mapping[str, list[Any]] = field(default_factory=dict)
+    values_by_rank: Mapping[str, list[Any]] = field(default_factory=dict)
     """Serialized states of each other item, one for each rank."""
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """All files except the manifest, including those of hooks."""
-    about: Mapping[str, str] = field(default_factory=dict)
+    class_names: Mapping[str, str] = field(default_factory=dict)
     """Class name of each item that restores an object of the script."""
     run: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run: `launch`, `slurm_job`."""
@@ -150,7 +152,7 @@ class Manifest:
     @property
     def items(self) -> list[str]:
         """Names of all items."""
-        return sorted({*self.values, *self.own})
+        return sorted({*self.values, *self.values_by_rank})
 
     @property
     def bytes(self) -> int:
@@ -182,7 +184,8 @@ class Manifest:
 
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
-        body = json.dumps({"format": FORMAT, "sections": SECTIONS} | asdict(self), separators=(",", ":"))
+        stored = {_STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        body = json.dumps({"format": FORMAT, "sections": SECTIONS} | stored, separators=(",", ":"))
         return f'{{"checksum":"{hash_bytes(body.encode())}",\n"checkpoint":{body}}}\n'
 
     @classmethod
@@ -209,7 +212,8 @@ class Manifest:
             manifest = cls(
                 **_select_fields(cls, body)
                 | {
-                    "own": body["own"],
+                    "values_by_rank": body["own"],
+                    "class_names": body.get("about", {}),
                     "tensors": {name: _parse_tensor(entry) for name, entry in body["tensors"].items()},
                     "files": {
                         name: FileEntry(**_select_fields(FileEntry, file))
@@ -282,9 +286,6 @@ def _parse_tensor(entry: Mapping[str, Any]) -> TensorEntry:
 
 def _check_layout(manifest: Manifest) -> None:
     """Raise `ValueError` or `TypeError` if a path leads out of the directory or chunks do not cover their tensor exactly."""
-    for name in ("values", "own", "about", "versions", "run"):
-        if not isinstance(value := getattr(manifest, name), dict):
-            raise TypeError(f"{name} is {type(value).__name__}, not an object")
     for name in manifest.files:
         path = PurePosixPath(name)
         inside = name and path.as_posix() == name and not path.is_absolute() and ".." not in path.parts

@@ -245,7 +245,7 @@ def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> Item
         raise RequestError(
             f"{checkpoint.path} has no rank {rank}: {manifest.world_size} process(es) wrote it. Ranks count from 0."
         )
-    tree = manifest.own[item][rank] if item in manifest.own else manifest.values[item]
+    tree = manifest.values_by_rank[item][rank] if item in manifest.values_by_rank else manifest.values[item]
     contents = ItemContents({}, {}, [])
     first: dict[str, str] = {}
     for name, tensor in _iterate_leaves(tree, ""):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from typing_extensions import override
 
 import accel_runtime
 from accel_runtime.backends.base import Backend
@@ -32,20 +36,34 @@ from accel_runtime.checkpoint.errors import (
     check_same_directory,
     errors_on_all_ranks,
 )
-from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error, format_size, write_text
+from accel_runtime.checkpoint.filesystem import (
+    FileSystem,
+    add_path_to_error,
+    format_size,
+    parallel_map,
+    write_text,
+)
 from accel_runtime.checkpoint.manager import StagingBuffers
 from accel_runtime.checkpoint.manifest import (
     NAME,
     UNFINISHED,
+    Chunk,
     FileEntry,
     Manifest,
+    TensorEntry,
     hash_bytes,
     hash_file,
+    item_of_tensor,
     rank_tensor_name,
+)
+from accel_runtime.checkpoint.safetensors_file import (
+    TensorPart,
+    copy_to_host,
+    shard_file_name,
+    write_safetensors,
 )
 from accel_runtime.checkpoint.serialization import hash_tensor, serialize
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
-from accel_runtime.checkpoint.storage import ShardSavePlanner, ShardWriter, tensor_entries
 from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.env import variable_name
 
@@ -55,10 +73,15 @@ __all__ = [
     "write_without_missing_ranks",
 ]
 
+_LOG = logging.getLogger("accel_runtime.checkpoint")
 _ATTEMPTS = 100
 """Number of names that a save tries."""
 _SMALL = 1 << 16
 """Largest rank-specific tensor, in bytes, that rank 0 writes for its rank: fewer files for little data."""
+_FILE_BYTES = 1 << 28
+"""Smallest file that is worth splitting, so that threads share the work and files stay few."""
+_FILES = 16
+"""Approximate largest number of files for each rank."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class SaveOperation:
 
     def __init__(  # noqa: PLR0913 - the last two have defaults
         self,
-        share: AllGatherObjects,
+        all_gather: AllGatherObjects,
         rank: int,
         world_size: int,
         disk: FileSystem,
@@ -91,8 +114,10 @@ class SaveOperation:
         shared: bool = True,
     ) -> None:
         self._run, self._shared = dict(run or {}), shared
-        self._share, self._rank, self._world_size, self._disk = share, rank, world_size, disk
+        self._all_gather, self._rank, self._world_size, self._disk = all_gather, rank, world_size, disk
         self._planner = ShardSavePlanner()
+        self._files: dict[str, FileEntry] = {}
+        self._planned = 0
         self._lock: int | None = None
         self._directory_seen_by_all, self._sees_directory = True, True
 
@@ -139,23 +164,36 @@ class SaveOperation:
     @property
     def progress(self) -> str:
         """Bytes that this rank has written, and those it has to write."""
-        return f"{format_size(self._writer.written)} of {format_size(self._writer.planned)}"
+        written = sum(file.bytes for file in list(self._files.values()))
+        return f"{format_size(written)} of {format_size(self._planned)}"
 
-    def take(
-        self, items: Sequence[StateItem], step: int, hosted: Callable[[Any], Any] = lambda state: state
+    def collect(
+        self, items: Sequence[StateItem], step: int, to_host: Callable[[Any], Any] = lambda state: state
     ) -> None:
-        """Collect the state of all items, made ready for files by `hosted`, and plan which rank writes what."""
+        """Collect the state of all items, made ready for files by `to_host`, and plan which rank writes what."""
         try:
             self._state = _collect_state(
-                items, self._share, self._rank, self._world_size, hosted, send_all=not self._sees_directory
+                items,
+                self._all_gather,
+                self._rank,
+                self._world_size,
+                to_host,
+                send_all=not self._sees_directory,
             )
         except BaseException:
             self._abort()
             raise
-        self._classes = {item.name: item.class_name for item in items if item.class_name}
-        self._steps = step
-        self._writer = ShardWriter(self._paths.scratch, self._paths.save, self._disk)
-        self._plan()
+        self._class_names = {item.name: item.class_name for item in items if item.class_name}
+        self._num_steps = step
+        with self._step() as plan_step:
+            self._planner.set_up_planner(self._tensors_to_write(), is_coordinator=self._rank == 0)
+            plan_step.value = self._planner.create_local_plan()
+        with self._step():
+            plans, self._metadata = self._planner.create_global_plan(list(plan_step.values))
+            self._local_plan = self._planner.finish_plan(_name_files(plans)[self._rank])
+            self._planned = sum(item.tensor_storage_size() or 0 for item in self._local_plan.items)
+            if self._rank == 0:
+                self._check_free_space()
 
     def stage(self, staging: StagingBuffers) -> None:
         """Copy what this rank writes, so that training can continue during the write."""
@@ -163,17 +201,18 @@ class SaveOperation:
             live = {item.index: self._planner.resolve_data(item) for item in self._local_plan.items}
             self._planner.staged = staging.copy_tensors(live)
 
-    def finish(self, share: AllGatherObjects) -> Manifest | None:
+    def finish(self, all_gather: AllGatherObjects) -> Manifest | None:
         """Write all files and publish the checkpoint; return the manifest on rank 0.
 
-        `share` is used from here on: a save in the background has a process group of its own. If the save fails, an
+        `all_gather` is used from here on: a save in the background has a process group of its own. If the save fails, an
         earlier checkpoint of the same name is unchanged and nothing of this one remains.
         """
-        self._share = share
+        self._all_gather = all_gather
         with self._step() as step:
-            results = self._writer.write_data(self._local_plan, self._planner).value()
+            files: Mapping[str, list[int]] = self._local_plan.storage_data
+            chunks = parallel_map(lambda file: self._write_file(*file), files.items())
             self._planner.staged = {}
-            step.value = results, self._writer.files
+            step.value = [chunk for written in chunks for chunk in written], self._files
         written, manifest = step.values, None
         with self._step():
             if self._rank == 0:
@@ -183,17 +222,20 @@ class SaveOperation:
         self._unlock()
         return manifest
 
-    def _plan(self) -> None:
-        planner, writer = self._planner, self._writer
-        with self._step() as step:
-            planner.set_up_planner(self._tensors_to_write(), is_coordinator=self._rank == 0)
-            step.value = planner.create_local_plan()
-        plans: list[SavePlan] = list(step.values)
-        with self._step():
-            plans, self._metadata = planner.create_global_plan(plans)
-            self._local_plan = planner.finish_plan(writer.prepare_global_plan(plans)[self._rank])
-            if self._rank == 0:
-                self._check_free_space()
+    def _write_file(self, name: str, indices: Sequence[int]) -> list[tuple[str, Chunk]]:
+        """Write one file of this rank; return its chunks by the names of their tensors."""
+        items = [self._local_plan.items[index] for index in indices]
+        parts = [_build_part(item, self._planner) for item in items]
+        metadata = {"format": "pt", "save": self._paths.save}
+        written = write_safetensors(self._paths.scratch / name, parts, metadata, self._disk)
+        self._files[name] = written.file
+        return [
+            (
+                item.index.fqn,
+                Chunk(name, start, part.bytes, checksum, part.offsets or (0,) * len(part.shape), part.shape),
+            )
+            for item, part, (start, checksum) in zip(items, parts, written.locations, strict=True)
+        ]
 
     def _tensors_to_write(self) -> dict[str, torch.Tensor]:
         tensors = self._state.tensors
@@ -220,21 +262,22 @@ class SaveOperation:
                 f"{format_size(free)} are free."
             )
 
-    def _commit(self, written: Sequence[tuple[list[Any], dict[str, FileEntry]]]) -> Manifest:
-        paths, metadata = self._paths, self._metadata
-        self._writer.finish(metadata, [results for results, _ in written])
+    def _commit(
+        self, written: Sequence[tuple[Sequence[tuple[str, Chunk]], Mapping[str, FileEntry]]]
+    ) -> Manifest:
+        paths = self._paths
         files = {name: file for _, rank_files in written for name, file in rank_files.items()}
         manifest = Manifest(
             save=paths.save,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._world_size,
-            step=self._steps,
+            step=self._num_steps,
             versions={"accel": accel_runtime.__version__, "torch": str(torch.__version__)},
             values=self._state.values,
-            own=self._state.own,
-            tensors=tensor_entries(metadata),
+            values_by_rank=self._state.values_by_rank,
+            tensors=_build_entries(self._metadata, [chunk for chunks, _ in written for chunk in chunks]),
             files=files | _sync_hook_files(paths.scratch, files, self._disk),
-            about=self._classes,
+            class_names=self._class_names,
             run=self._run,
         )
         write_text(paths.scratch / NAME, manifest.text(), self._disk)
@@ -245,7 +288,7 @@ class SaveOperation:
     def _step(self) -> Iterator[CollectiveStep]:
         """Run a step on all ranks; if it fails on any, raise on all and remove what was written."""
         try:
-            with errors_on_all_ranks(self._share) as step:
+            with errors_on_all_ranks(self._all_gather) as step:
                 yield step
         except BaseException:
             self._abort()
@@ -309,7 +352,7 @@ class RankState:
 
     values: dict[str, Any] = field(default_factory=dict)
     """JSON of the items that are equal on all ranks."""
-    own: dict[str, list[Any]] = field(default_factory=dict)
+    values_by_rank: dict[str, list[Any]] = field(default_factory=dict)
     """JSON of the other items, one for each rank."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that this rank may write; DCP chooses the rank if several may."""
@@ -317,47 +360,64 @@ class RankState:
 
 def _collect_state(  # noqa: PLR0913 - one call
     items: Sequence[StateItem],
-    share: AllGatherObjects,
+    all_gather: AllGatherObjects,
     rank: int,
     world_size: int,
-    hosted: Callable[[Any], Any],
+    to_host: Callable[[Any], Any],
     *,
     send_all: bool,
 ) -> RankState:
     """Serialize all items; what differs between ranks is kept for each, written by rank 0 if small or `send_all`."""
-    texts: dict[str, Any] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    with errors_on_all_ranks(share) as step:
+    state = RankState()
+    with errors_on_all_ranks(all_gather) as step:
         for item in items:
-            texts[item.name], item_tensors = serialize(hosted(item.tree()), item.name)
-            tensors.update(item_tensors)
-        step.value = _fingerprint(texts, tensors) if world_size > 1 else ({}, {})
+            state.values[item.name], tensors = serialize(to_host(item.tree()), item.name)
+            state.tensors |= tensors
+        if world_size > 1:
+            # A sharded tensor has no hash: every rank writes its shard.
+            step.value = (
+                {name: hash_bytes(json.dumps(value).encode()) for name, value in state.values.items()},
+                {name: None if is_sharded(t) else hash_tensor(t) for name, t in state.tensors.items()},
+            )
     if world_size == 1:
-        return RankState(texts, {}, tensors)
-    _check_same_items([hashes for hashes, _ in step.values])
-    differing_items = _find_differing([hashes for hashes, _ in step.values])
-    differing_tensors = _find_differing([hashes for _, hashes in step.values])
-    state = RankState({name: text for name, text in texts.items() if name not in differing_items})
-    specific = {name: tensor for name, tensor in tensors.items() if name in differing_tensors}
-    large = {name: tensor for name, tensor in specific.items() if tensor.nbytes > _SMALL and not send_all}
-    if differing_items or differing_tensors:
-        small = {name: tensor.cpu() for name, tensor in specific.items() if name not in large}
-        gathered = share(({name: texts[name] for name in differing_items}, small))
-        state.own = {name: [sent[name] for sent, _ in gathered] for name in sorted(differing_items)}
-        for number, (_, sent) in enumerate(gathered if rank == 0 else ()):
-            state.tensors |= {rank_tensor_name(name, number): tensor for name, tensor in sent.items()}
-    state.tensors |= {name: tensor for name, tensor in tensors.items() if name not in differing_tensors}
-    state.tensors |= {rank_tensor_name(name, rank): tensor for name, tensor in large.items()}
-    return state
+        return state
+    item_hashes, tensor_hashes = zip(*step.values, strict=True)
+    _check_same_items(item_hashes)
+    return _separate_ranks(
+        state,
+        _find_differing(item_hashes),
+        _find_differing(tensor_hashes),
+        all_gather,
+        rank,
+        send_all=send_all,
+    )
 
 
-def _fingerprint(
-    texts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, str], dict[str, int | None]]:
-    """Return the hashes of JSON and tensors by name; None for a sharded tensor."""
-    return {name: hash_bytes(json.dumps(text).encode()) for name, text in texts.items()}, {
-        name: None if is_sharded(tensor) else hash_tensor(tensor) for name, tensor in tensors.items()
-    }
+def _separate_ranks(  # noqa: PLR0913 - one call
+    state: RankState,
+    items: set[str],
+    tensors: set[str],
+    all_gather: AllGatherObjects,
+    rank: int,
+    *,
+    send_all: bool,
+) -> RankState:
+    """Return the state without the items and tensors that differ between ranks, and with those of each rank."""
+    result = RankState({name: value for name, value in state.values.items() if name not in items})
+    sent = {}
+    for name, tensor in state.tensors.items():
+        if name not in tensors:
+            result.tensors[name] = tensor
+        elif tensor.nbytes > _SMALL and not send_all:
+            result.tensors[rank_tensor_name(name, rank)] = tensor
+        else:
+            sent[name] = tensor.cpu()
+    if items or tensors:
+        gathered = all_gather(({name: state.values[name] for name in items}, sent))
+        result.values_by_rank = {name: [values[name] for values, _ in gathered] for name in sorted(items)}
+        for number, (_, received) in enumerate(gathered if rank == 0 else ()):
+            result.tensors |= {rank_tensor_name(name, number): tensor for name, tensor in received.items()}
+    return result
 
 
 def _check_same_items(hashes: Sequence[Mapping[str, str]]) -> None:
@@ -378,7 +438,84 @@ def _find_differing(hashes: Sequence[Mapping[str, Any]]) -> set[str]:
     }
 
 
-_LOG = logging.getLogger("accel_runtime.checkpoint")
+class ShardSavePlanner(DefaultSavePlanner):
+    """Save planner of DCP for a flat dict of tensors, which may be replaced by copies after planning."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.staged: dict[MetadataIndex, torch.Tensor] = {}
+        """Copies that replace the tensors of the plan."""
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        staged = self.staged.get(write_item.index)
+        if staged is not None:
+            return staged
+        tensor: torch.Tensor = self.lookup_object(write_item.index)
+        return tensor.detach()
+
+
+def _name_files(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Add the files of each rank to its plan: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on."""
+    rank_files = [_split_into_files(plan.items) for plan in plans]
+    counts = Counter(item for files in rank_files for item, _ in files)
+    numbers: Counter[str] = Counter()
+    named_plans = []
+    for plan, files in zip(plans, rank_files, strict=True):
+        names = {}
+        for item, indices in files:
+            numbers[item] += 1
+            names[shard_file_name(item, numbers[item], counts[item])] = indices
+        named_plans.append(replace(plan, storage_data=names))
+    return named_plans
+
+
+def _split_into_files(items: Sequence[WriteItem]) -> list[tuple[str, list[int]]]:
+    """Distribute the parts of a rank over files; return item name and part indices of each file."""
+    sizes = [item.tensor_storage_size() or 0 for item in items]
+    limit = max(_FILE_BYTES, sum(sizes) // _FILES)
+    files: list[tuple[str, list[int]]] = []
+    open_files: dict[str, tuple[list[int], set[str]]] = {}
+    filled: Counter[str] = Counter()
+    for index, (item, size) in enumerate(zip(items, sizes, strict=True)):
+        kind, name = item_of_tensor(item.index.fqn), item.index.fqn
+        indices, names = open_files.get(kind, ([], set()))
+        # The name in the file is that of the tensor, so a file has at most one part of a tensor.
+        if not indices or filled[kind] + size > limit or name in names:
+            indices, names = open_files[kind] = [], set()
+            filled[kind] = 0
+            files.append((kind, indices))
+        indices.append(index)
+        names.add(name)
+        filled[kind] += size
+    return files
+
+
+def _build_part(item: WriteItem, planner: ShardSavePlanner) -> TensorPart:
+    data = item.tensor_data
+    assert data is not None
+    sizes, dtype = tuple(data.chunk.sizes), data.properties.dtype
+    return TensorPart(
+        item.index.fqn.split("/", 1)[1],
+        str(dtype).removeprefix("torch."),
+        sizes,
+        math.prod(sizes) * dtype.itemsize,
+        lambda: [copy_to_host(planner.resolve_data(item))],
+        None if sizes == tuple(data.size) else tuple(data.chunk.offsets),
+    )
+
+
+def _build_entries(metadata: Metadata, chunks: Sequence[tuple[str, Chunk]]) -> dict[str, TensorEntry]:
+    """Return the tensors of the manifest."""
+    by_name: dict[str, list[Chunk]] = {}
+    for name, chunk in sorted(chunks, key=lambda named: named[1].offsets):
+        by_name.setdefault(name, []).append(chunk)
+    entries = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        entries[name] = TensorEntry(dtype, tuple(tensor.size), tuple(by_name[name]))
+    return entries
 
 
 def save_without_missing_ranks(

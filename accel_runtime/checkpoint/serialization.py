@@ -50,24 +50,24 @@ def serialize(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return _Serializer(tensors).pack(tree, name), tensors
 
 
-def deserialize(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def deserialize(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the tree for JSON and tensors by name; raise `CheckpointError` if the JSON is not valid."""
     try:
-        return _build(text, tensors)
+        return _build(encoded, tensors)
     except KeyError as error:
         raise CheckpointError(f"{error.args[0]!r} is missing") from error
     except (TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointError(str(error)) from error
 
 
-def _build(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(text, list):
-        return [_build(item, tensors) for item in text]
-    if not isinstance(text, dict):
-        return text
-    if _KEY not in text:
-        return {key: _build(value, tensors) for key, value in text.items()}
-    return _build_special(text, tensors)
+def _build(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(encoded, list):
+        return [_build(item, tensors) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if _KEY not in encoded:
+        return {key: _build(value, tensors) for key, value in encoded.items()}
+    return _build_special(encoded, tensors)
 
 
 class _Serializer:
@@ -204,15 +204,15 @@ def _serialize_scalar(item: Any) -> dict[str, Any] | None:
     return None
 
 
-def _build_special(text: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    kind = text[_KEY]
+def _build_special(encoded: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    kind = encoded[_KEY]
     if kind == "tensor":
-        return tensors[text["name"]]
+        return tensors[encoded["name"]]
     if kind == "ndarray":
-        return _build(text["tensor"], tensors).numpy()
+        return _build(encoded["tensor"], tensors).numpy()
     if kind in _SCALARS:
-        return _SCALARS[kind](text)
-    return _CONTAINERS[kind](_build(text["items"], tensors), text)
+        return _SCALARS[kind](encoded)
+    return _CONTAINERS[kind](_build(encoded["items"], tensors), encoded)
 
 
 def _parse_dtype(name: str) -> torch.dtype:
@@ -222,23 +222,23 @@ def _parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _parse_numpy(text: dict[str, Any]) -> Any:
+def _parse_numpy(encoded: dict[str, Any]) -> Any:
     import numpy as np  # noqa: PLC0415 - NumPy is optional, as in torch
 
-    if not _NUMPY.fullmatch(text["dtype"]):
-        raise CheckpointError(f"{text['dtype']!r} is not a numeric dtype")
-    return np.frombuffer(base64.b64decode(text["base64"]), np.dtype(text["dtype"]))[0]
+    if not _NUMPY.fullmatch(encoded["dtype"]):
+        raise CheckpointError(f"{encoded['dtype']!r} is not a numeric dtype")
+    return np.frombuffer(base64.b64decode(encoded["base64"]), np.dtype(encoded["dtype"]))[0]
 
 
 _SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "int": lambda text: int(text["hex"], 16),
-    "float": lambda text: float(text["value"]),
-    "complex": lambda text: complex(text["value"]),
-    "bytes": lambda text: base64.b64decode(text["base64"]),
-    "bytearray": lambda text: bytearray(base64.b64decode(text["base64"])),
-    "dtype": lambda text: _parse_dtype(text["value"]),
-    "device": lambda text: torch.device(text["value"]),
-    "path": lambda text: Path(text["value"]),
+    "int": lambda encoded: int(encoded["hex"], 16),
+    "float": lambda encoded: float(encoded["value"]),
+    "complex": lambda encoded: complex(encoded["value"]),
+    "bytes": lambda encoded: base64.b64decode(encoded["base64"]),
+    "bytearray": lambda encoded: bytearray(base64.b64decode(encoded["base64"])),
+    "dtype": lambda encoded: _parse_dtype(encoded["value"]),
+    "device": lambda encoded: torch.device(encoded["value"]),
+    "path": lambda encoded: Path(encoded["value"]),
     "numpy": _parse_numpy,
 }
 _CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
@@ -246,8 +246,10 @@ _CONTAINERS: dict[str, Callable[[list[Any], dict[str, Any]], Any]] = {
     "dict": lambda items, _: dict(items),
     "OrderedDict": lambda items, _: OrderedDict(items),
     "Counter": lambda items, _: Counter(dict(items)),
-    "deque": lambda items, text: deque(items, text["maxlen"]),
-    "defaultdict": lambda items, text: defaultdict(text["factory"] and _FACTORIES[text["factory"]], items),
+    "deque": lambda items, encoded: deque(items, encoded["maxlen"]),
+    "defaultdict": lambda items, encoded: defaultdict(
+        encoded["factory"] and _FACTORIES[encoded["factory"]], items
+    ),
 }
 
 

@@ -49,11 +49,11 @@ class StateItem(ABC):
     def tree(self) -> Any:
         """Return the state for `serialize`; its tensors may be the live ones."""
 
-    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:  # noqa: ARG002 - what others look at
+    def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:  # noqa: ARG002 - what others look at
         """Return a sentence for each reason that a serialized state does not fit, before tensors are read."""
         return []
 
-    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:  # noqa: ARG002
+    def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:  # noqa: ARG002
         """Return live tensors to read into, by saved name; other tensors are read into new ones on the CPU."""
         return {}
 
@@ -84,10 +84,10 @@ class StatefulItem(StateItem):
         return self._object.state_dict()
 
     @override
-    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         if not isinstance(self._object, nn.Module):
             return {}
-        return select_matching(match_tensors(text, self._object.state_dict()), tensors)
+        return select_matching(match_tensors(encoded, self._object.state_dict()), tensors)
 
     @override
     def restore(self, tree: Any) -> None:
@@ -149,26 +149,26 @@ class ModelItem(StateItem):
         return dict(self._state)
 
     @override
-    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
-        missing = [name for name in self._state if name not in text]
-        unexpected = [name for name in text if name not in self._state]
+    def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
+        missing = [name for name in self._state if name not in encoded]
+        unexpected = [name for name in encoded if name not in self._state]
         reasons = []
         if missing:
             reasons.append(f"{self.name}: missing in the checkpoint: {format_names(missing)}")
         if unexpected:
             reasons.append(f"{self.name}: not in the model here: {format_names(unexpected)}")
-        live = match_tensors(text, self._state)
+        live = match_tensors(encoded, self._state)
         for name, tensor in live.items():
             if name in tensors and (mismatch := describe_mismatch(tensors[name], tensor)):
                 reasons.append(f"{name} is {mismatch}")
         return reasons
 
     @override
-    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         if self._memory is not None and list_meta_tensors(self._model):
             self._memory.materialize(self._model)
             self._state = self._model.state_dict()
-        return select_matching(match_tensors(text, self._state), tensors)
+        return select_matching(match_tensors(encoded, self._state), tensors)
 
     @override
     def restore(self, tree: Any) -> None:
@@ -219,12 +219,12 @@ class OptimizerItem(StateItem):
         } | self._unowned_state()
 
     @override
-    def find_mismatches(self, text: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
-        if text.get("format") == "torch":
-            return self._compare_group_sizes(text["state_dict"]["param_groups"])
-        if "groups" not in text:
+    def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
+        if encoded.get("format") == "torch":
+            return self._compare_group_sizes(encoded["state_dict"]["param_groups"])
+        if "groups" not in encoded:
             return []
-        saved, names = _list_parameters(text["groups"]), self._parameter_names()
+        saved, names = _list_parameters(encoded["groups"]), self._parameter_names()
         missing = [name for name in names if name not in set(saved)]
         unexpected = [name for name in saved if name not in set(names)]
         reasons = []
@@ -232,21 +232,21 @@ class OptimizerItem(StateItem):
             reasons.append(f"{self.name}: the checkpoint does not have {format_names(missing)}")
         if unexpected:
             reasons.append(f"{self.name}: the optimizer here does not have {format_names(unexpected)}")
-        reasons += [] if reasons else self._find_moved_parameters(text["groups"])
-        for name, tensor in match_tensors(text.get("parameters", {}), self._unowned_parameters()).items():
+        reasons += [] if reasons else self._find_moved_parameters(encoded["groups"])
+        for name, tensor in match_tensors(encoded.get("parameters", {}), self._unowned_parameters()).items():
             if name in tensors and (mismatch := describe_mismatch(tensors[name], tensor)):
                 reasons.append(f"{name} is {mismatch}")
         return reasons
 
     @override
-    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         targets = select_matching(
-            match_tensors(text.get("parameters", {}), self._unowned_parameters()), tensors
+            match_tensors(encoded.get("parameters", {}), self._unowned_parameters()), tensors
         )
         for name, parameter in zip(
             self._parameter_names(), _list_parameters(self._optimizer.param_groups), strict=True
         ):
-            for key, value in text.get("state", {}).get(name, {}).items():
+            for key, value in encoded.get("state", {}).get(name, {}).items():
                 entry = tensors.get(tensor_name_of(value))
                 if entry is not None:
                     live = self._optimizer.state.get(parameter, {}).get(key)
@@ -350,18 +350,18 @@ def _choose_target(entry: TensorEntry, live: Any, parameter: torch.Tensor) -> to
     return torch.empty(entry.shape, dtype=dtype)
 
 
-def match_tensors(text: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def match_tensors(encoded: Any, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return live tensors by the names of the saved ones at the same keys."""
     matches: dict[str, torch.Tensor] = {}
-    for key, value in text.items():
+    for key, value in encoded.items():
         if tensor_name_of(value) and is_tensor(state.get(key)):
             matches.setdefault(tensor_name_of(value), state[key])
     return matches
 
 
-def tensor_name_of(text: Any) -> str:
+def tensor_name_of(encoded: Any) -> str:
     """Return the name of the tensor that JSON represents, or an empty string."""
-    return str(text["name"]) if isinstance(text, dict) and text.get("$") == "tensor" else ""
+    return str(encoded["name"]) if isinstance(encoded, dict) and encoded.get("$") == "tensor" else ""
 
 
 def select_matching(

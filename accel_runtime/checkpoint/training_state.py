@@ -172,11 +172,11 @@ class AccumulationItem(StateItem):
         return capture_accumulation(self._accumulation, self._gradients, self._copies)
 
     @override
-    def targets(self, text: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         parameters = {name: parameter for parameter, name in self._gradients.parameter_names().items()}
         targets = {}
-        for name in text.get("averaged", ()):
-            stored, parameter = tensor_name_of(text["gradients"].get(name)), parameters.get(name)
+        for name in encoded.get("averaged", ()):
+            stored, parameter = tensor_name_of(encoded["gradients"].get(name)), parameters.get(name)
             if stored in tensors and is_sharded(parameter) and parameter is not None:
                 dtype = getattr(torch, tensors[stored].dtype)
                 targets[stored] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -327,9 +327,9 @@ def _split_gradient(tree: Tree, name: str, *, sharded: bool) -> tuple[Any, Any]:
     return reduced, unsynced
 
 
-def read_model_parallel_size(text: Any) -> int:
+def read_model_parallel_size(encoded: Any) -> int:
     """Return the number of model-parallel ranks that saved an accumulation cycle, from its JSON or tree."""
-    return int(text.get("copies", 1)) if isinstance(text, dict) else 1
+    return int(encoded.get("copies", 1)) if isinstance(encoded, dict) else 1
 
 
 def merge_accumulation(trees: Sequence[Tree], world_size: int, copies: int = 1) -> Tree:
@@ -438,8 +438,8 @@ def _distribute_weights(
     groups: list[dict[str, torch.Tensor | None]], world_size: int
 ) -> dict[str, torch.Tensor | None]:
     pending = _present_values(groups, "pending")
-    share = torch.stack(pending).sum() / world_size if pending else None
-    return {"pending": share, "total": next(iter(_present_values(groups, "total")), None)}
+    local_weight = torch.stack(pending).sum() / world_size if pending else None
+    return {"pending": local_weight, "total": next(iter(_present_values(groups, "total")), None)}
 
 
 def _present_values(groups: list[dict[str, torch.Tensor | None]], key: str) -> list[torch.Tensor]:

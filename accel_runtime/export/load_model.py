@@ -241,7 +241,7 @@ class WeightLoader:
     `memory` materializes models on the meta device.
     """
 
-    share: AllGatherObjects
+    all_gather: AllGatherObjects
     rank: int
     world_size: int
     memory: MetaModels
@@ -251,13 +251,13 @@ class WeightLoader:
 
         The model is unchanged if the weights do not fit; the error says if reading failed half-way.
         """
-        with errors_on_all_ranks(self.share):
+        with errors_on_all_ranks(self.all_gather):
             files = self._check(model, path)
         with ExitStack() as stack:
-            with errors_on_all_ranks(self.share), _value_errors_as_checkpoint_errors():
+            with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
                 stack.enter_context(compute_buffers(model, self.memory.device))
             try:
-                with errors_on_all_ranks(self.share):
+                with errors_on_all_ranks(self.all_gather):
                     self._fill(model, files)
             except CheckpointError as error:
                 raise CheckpointError(

@@ -277,8 +277,8 @@ def export_sharded_model(  # noqa: PLR0913 - the facts of one call
 
     A writer has the tensors of one file in memory, other ranks one tensor.
     """
-    share = partial(all_gather_objects, _CALL, handshake=backend.handshake)
-    with errors_on_all_ranks(share):
+    all_gather = partial(all_gather_objects, _CALL, handshake=backend.handshake)
+    with errors_on_all_ranks(all_gather):
         plan = ExportPlan.from_state(model.state_dict(keep_vars=True), limit, tied)
     export = ExportWriter(plan, folder, writer=backend.topology.rank)
     writes = is_writer(backend.topology, each_machine=each_machine)

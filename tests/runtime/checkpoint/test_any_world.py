@@ -219,7 +219,7 @@ def put(folder, kind, disk=FileSystem, shared=True):
     model, optimizer = net(kind, 1)
     saving = SaveOperation(*share(), disk(), shared=shared)
     saving.begin(lambda: Path(folder))
-    saving.take(items(model, optimizer), 1)
+    saving.collect(items(model, optimizer), 1)
     mine = sum(item.tensor_storage_size() for item in saving._local_plan.items)
     saving.finish(share()[0])
     return whole(model, optimizer), mine

@@ -48,10 +48,10 @@ def manifests(draw):
         step=draw(st.integers(0, 2**60)),
         versions={"accel": "1"},
         values=draw(st.dictionaries(st.text(), json_values, max_size=3)),
-        own=draw(st.dictionaries(st.text(), states, max_size=2)),
+        values_by_rank=draw(st.dictionaries(st.text(), states, max_size=2)),
         tensors=tensors,
         files=files,
-        about=draw(st.dictionaries(st.text(), st.text(), max_size=2)),
+        class_names=draw(st.dictionaries(st.text(), st.text(), max_size=2)),
     )
 
 

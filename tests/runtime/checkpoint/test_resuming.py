@@ -84,7 +84,7 @@ def test_where_the_only_checkpoint_is_damaged_a_run_does_not_begin_anew_in_silen
 
 
 def test_the_marks_of_a_run_are_what_it_was_started_with():
-    assert RunOrigin.from_env({"ACCEL_LAUNCH": "x", "SLURM_JOB_ID": "7"}).marks == {
+    assert RunOrigin.from_env({"ACCEL_LAUNCH": "x", "SLURM_JOB_ID": "7"}).identity == {
         "launch": "x",
         "slurm_job": "7",
     }
