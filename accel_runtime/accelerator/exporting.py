@@ -17,7 +17,7 @@ from accel_runtime.checkpoint.errors import errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import parse_size
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.export import objects
-from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed, match_weights
+from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
 from accel_runtime.export.objects import refuse_sharded, write_object
 from accel_runtime.export.save_model import (
     ExportPlan,
@@ -182,7 +182,8 @@ class ExportMethods(AcceleratorProperties):
             return
         with errors_on_all_ranks(all_gather):
             current = self._backend.state_to_host(module.state_dict())
-            state = match_weights(find_weights(Path(directory)), module, current)
+            weights = find_weights(Path(directory))
+            state = weights.read(weights.match(current))
         module.load_state_dict(state)
         self._backend.synchronize()
 

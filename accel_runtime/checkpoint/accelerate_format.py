@@ -17,7 +17,7 @@ from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Manifest, Tensor
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
 from accel_runtime.checkpoint.training_state import TrainingState, number_name
-from accel_runtime.export.load_model import find_sharded_weights, list_shards, read_weights
+from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.rng import derive_rng_state
@@ -304,8 +304,8 @@ def _find_model_file(folder: Path, index: int) -> tuple[Path, Callable[[Path], A
     """Return the file of a model in Accelerate's order of preference, and its reader."""
     suffix = f"_{index}" if index else ""
     candidates: list[tuple[str, Callable[[Path], Any]]] = [
-        (f"model{suffix}.safetensors", lambda path: dict(read_weights([path], path).tensors)),
-        (f"model{suffix}.safetensors.index.json", lambda path: dict(find_sharded_weights(path).tensors)),
+        (f"model{suffix}.safetensors", lambda path: find_weights(path).read()),
+        (f"model{suffix}.safetensors.index.json", lambda path: find_weights(path).read()),
         (f"pytorch_model{suffix}.bin", _read_weights),
         (f"pytorch_model{suffix}.bin.index.json", _read_sharded_weights),
     ]

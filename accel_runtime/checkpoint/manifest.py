@@ -252,8 +252,9 @@ def rank_tensor_name(tensor: str, rank: int) -> str:
 
 def _check_sections(sections: Any, body: dict[str, Any], path: Path) -> None:
     """Raise `CheckpointError` if only a newer accel can read a section."""
-    if not isinstance(sections, dict):
-        raise CheckpointError(f"{path} cannot be used: sections is {type(sections).__name__}, not an object")
+    for key in ("sections", "values", "own", "about", "versions", "run"):
+        if not isinstance(value := body.get(key, {}), dict):
+            raise CheckpointError(f"{path} cannot be used: {key} is {type(value).__name__}, not an object")
     for name, version in sections.items():
         if name in SECTIONS and (type(version) is not int or not 1 <= version <= SECTIONS[name]):
             raise CheckpointError(

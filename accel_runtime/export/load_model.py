@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from accel_runtime.big_modeling import MetaModels, compute_buffers, list_meta_tensors
@@ -32,13 +31,10 @@ from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
 
 __all__ = [
     "WeightLoader",
-    "find_sharded_weights",
     "find_weights",
     "is_streamed",
     "list_shards",
     "list_weight_files",
-    "match_weights",
-    "read_weights",
 ]
 
 _WEIGHTS_SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -48,13 +44,71 @@ _LISTED = 10
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Weights of an export; tensors are read when they are used."""
+    """Weights in files, before they are read."""
 
     source: Path
     """The weight file or the index."""
-    tensors: Mapping[str, torch.Tensor]
+    slices: Mapping[str, TensorSlice]
     ties: Mapping[str, str]
     """Aliases that are left out, with the name that is kept, as far as the files tell."""
+    checksums: Mapping[str, str]
+    """Checksums by file, if there is an index."""
+
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Raise `CheckpointError` if a file does not have the checksum in its index; ranks divide the files."""
+        for number, (file, expected) in enumerate(self.checksums.items()):
+            if number % world_size != rank:
+                continue
+            with (self.source.parent / file).open("rb") as opened:
+                checksum = hash_file(opened)
+            if checksum != expected:
+                raise CheckpointError(
+                    f"{self.source.parent / file} does not match {self.source}: it is damaged, or from another export "
+                    f"({CHECKSUMS} is {checksum} and should be {expected})"
+                )
+
+    def match(
+        self,
+        state: Mapping[str, Any],
+        mismatches: Sequence[str] = (),
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> dict[str, TensorSlice]:
+        """Return the tensors by the names of a model's state, with aliases; ranks divide the comparison of their values.
+
+        `CheckpointError` lists `mismatches` and names, shapes and dtypes that differ from the state.
+        """
+        slices = add_aliases(self.slices, state, self.ties)
+        mismatches = [
+            *(f"missing: {name}" for name in sorted(state.keys() - slices.keys())),
+            *(f"unexpected: {name}" for name in sorted(slices.keys() - state.keys())),
+            *(
+                problem
+                for name in sorted(state.keys() & slices.keys())
+                if (problem := _describe_mismatch(name, slices[name], state[name]))
+            ),
+            *mismatches,
+        ]
+        aliases = find_aliases({name: state[name] for name in state if isinstance(state[name], torch.Tensor)})
+        for number, (name, kept) in enumerate(aliases.items()):
+            is_mine = number % world_size == rank and name in slices and kept in slices
+            if is_mine and slices[name] != slices[kept] and not are_equal(slices[name], slices[kept]):
+                mismatches.append(f"{name} and {kept} are one tensor in the model and differ in the file")
+        if mismatches:
+            more = f"\n  and {len(mismatches) - _LISTED} more" if len(mismatches) > _LISTED else ""
+            lines = "".join(f"\n  {line}" for line in mismatches[:_LISTED])
+            raise CheckpointError(
+                f"{self.source} does not fit the model, which was not changed:{lines}{more}"
+            )
+        return slices
+
+    def read(self, slices: Mapping[str, TensorSlice] | None = None) -> dict[str, torch.Tensor]:
+        """Verify all files and read their tensors, or those of the result of `match`; aliases share one tensor."""
+        self.verify()
+        named = self.slices if slices is None else slices
+        tensors = {stored: stored.read() for stored in dict.fromkeys(named.values())}
+        return {name: tensors[stored] for name, stored in named.items()}
 
 
 def list_weight_files(path: Path) -> tuple[Path, bool]:
@@ -70,99 +124,28 @@ def list_weight_files(path: Path) -> tuple[Path, bool]:
 
 
 def find_weights(path: Path) -> WeightFiles:
-    """Return the weights in a directory, of a file, or of an index."""
-    source, several = list_weight_files(path)
-    return find_sharded_weights(source) if several else read_weights([source], source)
-
-
-def find_sharded_weights(index: Path) -> WeightFiles:
-    """Return the weights of an index; verify the checksums of its files."""
-    files, file_of, checksums = read_index(index)
-    for file, expected in checksums.items():
-        verify_file(index, file, expected)
-    weights = read_weights(files, index)
-    check_all_present(index, file_of, weights.tensors)
-    return weights
-
-
-def read_index(index: Path) -> tuple[list[Path], dict[str, str], dict[str, str]]:
-    """Return files, file names by tensor, and checksums by file of an index."""
-    file_of, checksums = _parse_index(index)
-    return _list_files(index, file_of), file_of, checksums
-
-
-def verify_file(index: Path, file: str, expected: str) -> None:
-    """Raise `CheckpointError` if a file does not have the checksum in its index."""
-    with (index.parent / file).open("rb") as opened:
-        checksum = hash_file(opened)
-    if checksum != expected:
-        raise CheckpointError(
-            f"{index.parent / file} does not match {index}: it is damaged, or from another export "
-            f"({CHECKSUMS} is {checksum} and should be {expected})"
-        )
-
-
-def check_all_present(index: Path, names: Iterable[str], present: Iterable[str]) -> None:
-    """Raise `CheckpointError` if files do not contain all tensors of their index."""
-    if missing := sorted(set(names) - set(present)):
-        raise CheckpointError(f"{index} lists {format_names(missing, _LISTED)}, but no file contains it")
+    """Return the weights in a directory, of a file, or of an index; only headers are read."""
+    source, is_index = list_weight_files(path)
+    file_of, checksums = _parse_index(source) if is_index else ({}, {})
+    slices: dict[str, TensorSlice] = {}
+    metadata: dict[str, str] = {}
+    for file in _list_files(source, file_of) if is_index else [source]:
+        file_slices, file_metadata = read_headers(file)
+        slices |= file_slices
+        metadata |= file_metadata
+    if missing := sorted(file_of.keys() - slices.keys()):
+        raise CheckpointError(f"{source} lists {format_names(missing, _LISTED)}, but no file contains it")
+    ties = {name: kept for name, kept in metadata.items() if name != "format" and kept in slices}
+    return WeightFiles(source, slices, ties, checksums)
 
 
 def list_shards(index: Path) -> list[Path]:
     """Return the files of an index."""
-    file_of, _ = _parse_index(index)
-    return _list_files(index, file_of)
+    return _list_files(index, _parse_index(index)[0])
 
 
-def read_weights(files: list[Path], source: Path) -> WeightFiles:
-    """Return the tensors of safetensors files."""
-    tensors: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in list(file.keys())}
-                metadata |= file.metadata() or {}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    metadata.pop("format", None)
-    return WeightFiles(source, tensors, {name: kept for name, kept in metadata.items() if kept in tensors})
-
-
-def match_weights(
-    weights: WeightFiles, model: nn.Module, live: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return weights as the state dict of a model; raise `CheckpointError` if names, shapes or dtypes differ.
-
-    `live` replaces the state dict of a model whose own tensors do not show its aliases.
-    """
-    live = model.state_dict() if live is None else live
-    state = add_aliases(
-        weights.tensors, {k: v for k, v in live.items() if isinstance(v, torch.Tensor)}, weights.ties
-    )
-    raise_mismatch(weights.source, list_mismatches(state, live) + _list_torn_aliases(state, live))
-    return state
-
-
-def list_mismatches(stored: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Return a line for each stored tensor that does not fit the state of a model."""
-    return [
-        *(f"missing: {name}" for name in sorted(live.keys() - stored.keys())),
-        *(f"unexpected: {name}" for name in sorted(stored.keys() - live.keys())),
-        *(
-            problem
-            for name in sorted(live.keys() & stored.keys())
-            if (problem := _describe_mismatch(name, stored[name], live[name]))
-        ),
-    ]
-
-
-def raise_mismatch(source: Path, mismatches: Sequence[str]) -> None:
-    """Raise `CheckpointError` if there are mismatches."""
-    if mismatches:
-        more = f"\n  and {len(mismatches) - _LISTED} more" if len(mismatches) > _LISTED else ""
-        lines = "".join(f"\n  {line}" for line in mismatches[:_LISTED])
-        raise CheckpointError(f"{source} does not fit the model, which was not changed:{lines}{more}")
+def _list_files(index: Path, file_of: Mapping[str, str]) -> list[Path]:
+    return [index.parent / file for file in sorted(set(file_of.values()))]
 
 
 def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
@@ -173,29 +156,6 @@ def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
     if not torch.can_cast(stored.dtype, live.dtype):
         return f"{name} is {stored.dtype} in the file, which cannot be cast to {live.dtype}"
     return None
-
-
-def _list_torn_aliases(state: Mapping[str, torch.Tensor], live: Mapping[str, Any]) -> list[str]:
-    """Return a line for each tied weight that has two values in the file."""
-    ties = find_aliases({name: value for name, value in live.items() if isinstance(value, torch.Tensor)})
-    return [
-        f"{name} and {kept} are one tensor in the model and differ in the file"
-        for name, kept in ties.items()
-        if name in state
-        and kept in state
-        and state[name] is not state[kept]
-        and not _equal_with_nan(state[name], state[kept])
-    ]
-
-
-def _equal_with_nan(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.shape == second.shape and bool(
-        torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
-    )
-
-
-def _list_files(index: Path, file_of: Mapping[str, str]) -> list[Path]:
-    return [index.parent / file for file in sorted(set(file_of.values()))]
 
 
 def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -223,18 +183,6 @@ def is_streamed(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Weights in files, before they are read."""
-
-    source: Path
-    slices: Mapping[str, TensorSlice]
-    ties: Mapping[str, str]
-    """Aliases that are left out, with the name that is kept, as far as the files tell."""
-    checksums: Mapping[str, str]
-    """Checksums by file, if there is an index."""
-
-
-@dataclass(frozen=True)
 class WeightLoader:
     """Loads weights into models in parts; every rank calls `load`.
 
@@ -251,87 +199,34 @@ class WeightLoader:
 
         The model is unchanged if the weights do not fit; the error says if reading failed half-way.
         """
-        with errors_on_all_ranks(self.all_gather):
-            files = self._check(model, path)
+        with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
+            weights = find_weights(path)
+            state = model.state_dict(keep_vars=True)
+            slices = weights.match(
+                state, _list_computed(model, state), rank=self.rank, world_size=self.world_size
+            )
+            for name, tensor in state.items():
+                box_of(tensor, name)
+            weights.verify(self.rank, self.world_size)
         with ExitStack() as stack:
             with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
                 stack.enter_context(compute_buffers(model, self.memory.device))
             try:
                 with errors_on_all_ranks(self.all_gather):
-                    self._fill(model, files)
+                    self._fill(model, slices)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{error}\nThe model is now inconsistent ({files.source} was loaded partially). Load it again."
+                    f"{error}\nThe model is now inconsistent ({weights.source} was loaded partially). Load it again."
                 ) from error
 
-    def _check(self, model: nn.Module, path: Path) -> _Files:
-        files = _read_files(path)
-        state = model.state_dict(keep_vars=True)
-        slices = _add_file_aliases(files, state)
-        raise_mismatch(
-            files.source,
-            list_mismatches(slices, state)
-            + _list_computed(model, state)
-            + self._list_torn_aliases(slices, state),
-        )
-        with _value_errors_as_checkpoint_errors():
-            for name, tensor in state.items():
-                box_of(tensor, name)
-        for number, (file, expected) in enumerate(files.checksums.items()):
-            if number % self.world_size == self.rank:
-                verify_file(files.source, file, expected)
-        return _Files(files.source, slices, files.ties, files.checksums)
-
-    def _list_torn_aliases(self, slices: Mapping[str, TensorSlice], state: Mapping[str, Any]) -> list[str]:
-        """Return a line for each tied weight with two values in the files; ranks divide the comparison."""
-        first: dict[int, str] = {}
-        mismatches = []
-        for number, (name, tensor) in enumerate(state.items()):
-            kept = first.setdefault(id(tensor), name)
-            is_mine = number % self.world_size == self.rank
-            if (
-                kept != name
-                and is_mine
-                and slices[kept] != slices[name]
-                and not are_equal(slices[kept], slices[name])
-            ):
-                mismatches.append(f"{name} and {kept} are one tensor in the model and differ in the file")
-        return mismatches
-
-    def _fill(self, model: nn.Module, files: _Files) -> None:
+    def _fill(self, model: nn.Module, slices: Mapping[str, TensorSlice]) -> None:
         self.memory.materialize(model)
         done: set[int] = set()
         with torch.no_grad():
             for name, tensor in model.state_dict(keep_vars=True).items():
                 if id(tensor) not in done:
                     done.add(id(tensor))
-                    read_into(local_shard(tensor), files.slices[name], box_of(tensor, name))
-
-
-def _read_files(path: Path) -> _Files:
-    source, several = list_weight_files(path)
-    files, file_of, checksums = read_index(source) if several else ([source], {}, {})
-    slices: dict[str, TensorSlice] = {}
-    metadata: dict[str, str] = {}
-    for file in files:
-        file_slices, file_metadata = read_headers(file)
-        slices |= file_slices
-        metadata |= file_metadata
-    check_all_present(source, file_of, slices)
-    return _Files(
-        source, slices, {name: kept for name, kept in metadata.items() if kept in slices}, checksums
-    )
-
-
-def _add_file_aliases(files: _Files, state: Mapping[str, Any]) -> dict[str, TensorSlice]:
-    """Return the tensors of files by name, with the aliases that they leave out."""
-    slices = dict(files.slices)
-    name_of = {id(tensor): name for name, tensor in state.items() if name in files.slices}
-    for name in state.keys() - files.slices.keys():
-        source = name_of.get(id(state[name])) or files.ties.get(name)
-        if source is not None:
-            slices[name] = files.slices[source]
-    return slices
+                    read_into(local_shard(tensor), slices[name], box_of(tensor, name))
 
 
 def _list_computed(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -377,6 +272,16 @@ class TensorSlice:
     def nbytes(self) -> int:
         """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """Return the full tensor on the CPU."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                read_exactly(file, tensor_bytes(tensor), self.start)
+        except OSError as error:
+            raise CheckpointError(f"{self.file} cannot be read: {error}") from error
+        return tensor
 
 
 def read_headers(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:

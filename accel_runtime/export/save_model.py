@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 CHECKSUMS = "xxh3_64"
 """Key in the index for the checksums of shards: shards of two exports cannot be mixed."""
+_T = TypeVar("_T")
 _RESERVED = "__metadata__"
 _UNFINISHED = ".unfinished-"
 _EXPORT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
@@ -227,35 +229,28 @@ def find_aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()
     # Aliases are header metadata, where `format` has another meaning.
     for name in sorted(state, key=lambda name: (name != "format", name in excluded, name)):
         tensor = state[name]
-        if (
-            tensor.numel()
-            and not tensor.is_meta
-            and (first := kept.setdefault(_memory_key(tensor), name)) != name
-        ):
+        if tensor.numel() and (first := kept.setdefault(_memory_key(tensor), name)) != name:
             aliases[name] = first
     return aliases
 
 
 def add_aliases(
-    tensors: Mapping[str, torch.Tensor],
-    live: Mapping[str, torch.Tensor],
-    ties: Mapping[str, str] | None = None,
-) -> dict[str, torch.Tensor]:
+    stored: Mapping[str, _T], live: Mapping[str, Any], ties: Mapping[str, str] | None = None
+) -> dict[str, _T]:
     """Add the aliases that a file leaves out, as tied in the live state, else as the metadata of the file says."""
-    name_of = {
-        _memory_key(tensor): name for name, tensor in live.items() if name in tensors and tensor.numel()
-    }
-    complete = dict(tensors)
-    for name in live.keys() - tensors.keys():
-        source = name_of.get(_memory_key(live[name])) or (ties or {}).get(name)
-        if source is not None and source in tensors:
-            complete[name] = tensors[source]
+    keys = {name: _memory_key(value) for name, value in live.items() if isinstance(value, torch.Tensor)}
+    name_of = {key: name for name, key in keys.items() if name in stored and live[name].numel()}
+    complete = dict(stored)
+    for name in keys.keys() - stored.keys():
+        source = name_of.get(keys[name]) or (ties or {}).get(name)
+        if source is not None and source in stored:
+            complete[name] = stored[source]
     return complete
 
 
 def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    if hasattr(tensor, "device_mesh"):
-        # A local shard may be empty, without an address, and the result must be equal on all ranks.
+    if hasattr(tensor, "device_mesh") or tensor.is_meta:
+        # Without an address, as an empty local shard has none, and the result must be equal on all ranks.
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
     return tensor.device, memory, tensor.dtype, tuple(tensor.shape), tensor.stride()

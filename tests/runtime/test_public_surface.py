@@ -61,7 +61,10 @@ INTERNAL = {
     *("FullyShardedDataParallelPlugin.fully_shard", "ParallelismConfig.parallel", "TorchDynamoPlugin.name"),
     *(
         f"Manifest.{name}"
-        for name in ("about", "files", "own", "parsed", "parts", "run", "tensors", "tensors_of", "text")
+        for name in (
+            *("class_names", "files", "parsed", "parts", "run", "tensors", "tensors_of", "text"),
+            "values_by_rank",
+        )
     ),
     "Manifest.values",
 }

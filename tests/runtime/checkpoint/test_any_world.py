@@ -212,7 +212,7 @@ def whole(model, optimizer):
 
 def share():
     accelerator = Accelerator()
-    return accelerator._build_share("test"), accelerator.process_index, accelerator.num_processes
+    return accelerator._build_all_gather("test"), accelerator.process_index, accelerator.num_processes
 
 
 def put(folder, kind, disk=FileSystem, shared=True):

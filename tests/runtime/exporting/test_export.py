@@ -19,7 +19,7 @@ from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem, parse_size
-from accel_runtime.export.load_model import find_weights, match_weights
+from accel_runtime.export.load_model import find_weights
 from accel_runtime.export.save_model import INDEX, SINGLE, ExportPlan, export_model
 
 DTYPES = [
@@ -126,8 +126,8 @@ def states(draw):
 def test_every_tensor_comes_back_bit_for_bit(tmp_path_factory, state, limit):
     folder = written(state, tmp_path_factory.mktemp("export"), limit)
     weights = find_weights(folder)
-    assert weights.tensors.keys() | weights.ties.keys() == state.keys()
-    assert all(same(tensor, state[name]) for name, tensor in weights.tensors.items())
+    assert weights.slices.keys() | weights.ties.keys() == state.keys()
+    assert all(same(tensor, state[name]) for name, tensor in weights.read().items())
     assert all(state[name].data_ptr() == state[kept].data_ptr() for name, kept in weights.ties.items())
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -271,7 +271,7 @@ def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_n
             written(new, folder, LIMITS[after], disk=Faulty(number))
         assert not list(folder.glob(".*"))
         try:
-            found = find_weights(folder).tensors
+            found = find_weights(folder).read()
         except CheckpointError as error:
             outcomes.append("none")
             assert before == after != "one file"
@@ -280,14 +280,14 @@ def test_a_disk_that_fails_at_any_call_leaves_one_export_or_says_that_there_is_n
             outcomes.append("old" if same(found["a"], old["a"]) else "new")
             assert all(same(found[name], {"old": old, "new": new}[outcomes[-1]][name]) for name in "abc")
         written(new, folder, LIMITS[after])
-        assert all(same(tensor, new[name]) for name, tensor in find_weights(folder).tensors.items())
+        assert all(same(tensor, new[name]) for name, tensor in find_weights(folder).read().items())
     assert outcomes.index("old") == 0
     assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
 
 
 def test_nan_and_negative_zero_are_what_they_are(tmp_path):
     state = {"x": torch.tensor([float("nan"), -0.0, 0.0, float("inf")])}
-    assert same(find_weights(written(state, tmp_path)).tensors["x"], state["x"])
+    assert same(find_weights(written(state, tmp_path)).read()["x"], state["x"])
 
 
 def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothing_else_does(tmp_path):
@@ -323,7 +323,7 @@ def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):
     name = "model-00002-of-00002.safetensors"
     (one / name).write_bytes((two / name).read_bytes())
     with pytest.raises(CheckpointError, match=rf"{name} does not match .*{INDEX}"):
-        find_weights(one)
+        find_weights(one).read()
 
 
 def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
@@ -332,7 +332,7 @@ def test_an_index_of_another_writer_is_read_without_checksums(tmp_path):
     (tmp_path / INDEX).write_text(
         json.dumps({"metadata": {"total_size": 32}, "weight_map": index["weight_map"]})
     )
-    assert same(find_weights(tmp_path).tensors["b"], torch.ones(4))
+    assert same(find_weights(tmp_path).read()["b"], torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_everything_that_does_not_fit_is_told(tmp_path):
     state |= {"beyond": torch.zeros(1), "inner.weight": torch.zeros(2, 3), "count": torch.tensor(1.5)}
     state["head.weight"] = state["embed.weight"] + 1
     with pytest.raises(CheckpointError, match="does not fit the model, which was not changed") as refused:
-        match_weights(find_weights(written(state, tmp_path)), model)
+        find_weights(written(state, tmp_path)).match(model.state_dict())
     for line in (
         "missing: inner.bias",
         "unexpected: beyond",
@@ -386,7 +386,8 @@ def test_everything_that_does_not_fit_is_told(tmp_path):
 def test_a_model_without_ties_takes_tied_weights_as_the_file_tells(tmp_path):
     model, loose = Tied(), Tied()
     loose.head.weight = nn.Parameter(torch.zeros(5, 3))
-    loose.load_state_dict(match_weights(find_weights(written(model.state_dict(), tmp_path)), loose))
+    weights = find_weights(written(model.state_dict(), tmp_path))
+    loose.load_state_dict(weights.read(weights.match(loose.state_dict())))
     assert same(loose.head.weight.data, model.embed.weight.data)
 
 
@@ -394,7 +395,8 @@ def test_numbers_become_what_the_model_has(tmp_path):
     model = nn.Linear(2, 2)
     written(model.state_dict(), tmp_path)
     half = nn.Linear(2, 2).to(torch.bfloat16)
-    half.load_state_dict(match_weights(find_weights(tmp_path), half))
+    weights = find_weights(tmp_path)
+    half.load_state_dict(weights.read(weights.match(half.state_dict())))
     assert half.weight.dtype is torch.bfloat16
     assert half.weight.equal(model.weight.to(torch.bfloat16))
 
