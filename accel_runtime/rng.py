@@ -296,9 +296,8 @@ def restore_rng_state(tree: Tree, device: torch.device, module: Any = None) -> N
 def derive_rng_state(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
     """Return the states of a rank of another world size, from those of the old ranks in order.
 
-    A stream that was equal on several ranks is kept on all. Any other is seeded anew on each rank, from all the old
-    states, the
-    rank and the world size.
+    A stream that was equal on several ranks is kept on all. Any other is seeded anew on each rank, from all the
+    old states, the rank and the world size.
     """
     kinds = dict.fromkeys(kind for tree in trees for kind in tree)
     return {

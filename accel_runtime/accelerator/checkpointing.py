@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.big_modeling import compute_buffers
-from accel_runtime.checkpoint.accelerate_format import is_accelerate_checkpoint, restore_accelerate_checkpoint
+from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
+from accel_runtime.checkpoint.directory import is_accelerate_checkpoint
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import FileSystem
 from accel_runtime.checkpoint.manager import (
@@ -242,9 +243,9 @@ class CheckpointMethods(AcceleratorProperties):
     def resume(self, input_dir: _Path | None = None) -> Checkpoint | None:
         """Load a checkpoint and continue exactly after the last batch before it; prepare all objects before.
 
-        Each loader continues after the last batch it yielded, so the script skips nothing:
-        `for epoch in range(loader.epoch, epochs)`. If that was the last batch of an epoch, the loop over the loader
-        ends immediately, and the code after the epoch runs.
+        Each loader continues after the last batch it yielded, so the script skips nothing: `for epoch in
+        range(loader.epoch, epochs)`. If that was the last batch of an epoch, the loop over the loader ends
+        immediately, and the code after the epoch runs.
 
         Args:
             input_dir: The directory of a checkpoint. None means a checkpoint with an automatic name: with

@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
-from accel_runtime.checkpoint.manifest import NAME, Checkpoint, Manifest, TensorEntry
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem
-from accel_runtime.checkpoint.training_state import TrainingState, number_name
+from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.rng import derive_rng_state
 from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.gradients import numbered_name
 
 __all__ = [
-    "is_accelerate_checkpoint",
     "read_accelerate_checkpoint",
     "read_rng_states",
     "restore_accelerate_checkpoint",
@@ -35,42 +35,29 @@ _UNCHECKED = {"loader", "window", "counters", "random", "replicas"}
 """Items that Accelerate does not write, or in another form."""
 
 
-@dataclass(frozen=True)
-class _RestorePlan:
-    """States to restore, and reasons for what is not restored."""
-
-    checkpoint: AccelerateCheckpoint
-    trees: Mapping[str, Any]
-    mismatches: Sequence[str]
-    """Reasons for states that should be restored."""
-    lost: Sequence[str]
-    """States that Accelerate does not save."""
-
-
 def restore_accelerate_checkpoint(
     path: Path, run: TrainingState, items: Sequence[StateItem], all_gather: AllGatherObjects, *, strict: bool
 ) -> Checkpoint:
     """Restore items from a checkpoint of Accelerate; return it with a manifest of what is known."""
     with errors_on_all_ranks(all_gather):
-        plan = _plan_restore(path, run, items, strict=strict)
+        checkpoint = read_accelerate_checkpoint(path, run.backend.topology.rank, run.backend.device)
+        trees, left_out = _plan_restore(checkpoint, run, items, strict=strict)
     with errors_on_all_ranks(all_gather):
         for item in items:
-            if item.name in plan.trees:
-                item.restore(plan.trees[item.name])
+            if item.name in trees:
+                item.restore(trees[item.name])
     if run.backend.topology.rank == 0:
-        _LOG.warning(
-            "%s was written by Accelerate, and loaded without: %s",
-            path,
-            "; ".join([*plan.mismatches, *plan.lost]),
-        )
-    return Checkpoint(path, _build_manifest(path, plan.checkpoint, run.step))
+        _LOG.warning("%s was written by Accelerate, and loaded without: %s", path, "; ".join(left_out))
+    saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    saved_items = dict.fromkeys(checkpoint.items)
+    return Checkpoint(path, Manifest("", saved_at, checkpoint.world_size, run.step, {}, saved_items))
 
 
 def _plan_restore(
-    path: Path, run: TrainingState, items: Sequence[StateItem], *, strict: bool
-) -> _RestorePlan:
-    topology, device = run.backend.topology, run.backend.device
-    checkpoint = read_accelerate_checkpoint(path, topology.rank, device)
+    checkpoint: AccelerateCheckpoint, run: TrainingState, items: Sequence[StateItem], *, strict: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the states to restore by item, and reasons for what is not restored."""
+    path, topology = checkpoint.path, run.backend.topology
     trees = {name: tree for name, tree in checkpoint.items.items() if name != "counters"}
     for item in items:
         if isinstance(item, ModelItem) and item.name in trees:
@@ -78,47 +65,21 @@ def _plan_restore(
     errors = []
     if checkpoint.world_size not in {0, topology.world_size}:
         try:
-            trees["random"] = derive_rng_state(
-                read_rng_states(path, device), topology.rank, topology.world_size
-            )
+            streams = read_rng_states(path, run.backend.device)
+            trees["random"] = derive_rng_state(streams, topology.rank, topology.world_size)
         except CheckpointError as error:
             errors = [f"random: {error}"]
             trees.pop("random", None)
     trees["counters"] = {"steps": [_count_steps(trees, index) for index in range(len(run.optimizers))]}
-    trees["window"] = _empty_accumulation(run.accumulation)
-    reasons = list(dict.fromkeys([*_find_mismatches(checkpoint, trees, items), *errors]))
-    if reasons and strict:
-        listed = "\n".join(f"  {sentence}" for sentence in reasons)
+    # The state between two accumulation cycles.
+    fresh = Accumulation(run.accumulation.plugin).state_dict()
+    trees["window"] = {"accumulation": fresh, "unit": None, "used": [], "gradients": {}, "weights": {}}
+    mismatches = list(dict.fromkeys([*_find_mismatches(checkpoint, trees, items), *errors]))
+    if mismatches and strict:
+        listed = "\n".join(f"  {sentence}" for sentence in mismatches)
         raise CheckpointError(
             f"{path} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
         )
-    return _RestorePlan(checkpoint, trees, reasons, [*_list_lost(checkpoint, run)])
-
-
-def _find_mismatches(
-    checkpoint: AccelerateCheckpoint, trees: Mapping[str, Any], items: Sequence[StateItem]
-) -> list[str]:
-    refused = [skipped for skipped in checkpoint.refused if not _is_usual(skipped)]
-    reasons = [f"{skipped.item}: {skipped.reason}" for skipped in refused]
-    names, refused_items = {item.name for item in items}, {skipped.item for skipped in refused}
-    reasons += [f"{name}: it is not prepared here" for name in trees if name not in names | _UNCHECKED]
-    for item in items:
-        if item.name in trees:
-            text, tensors = serialize(trees[item.name], item.name)
-            reasons += item.find_mismatches(
-                text, {name: _describe_tensor(tensor) for name, tensor in tensors.items()}
-            )
-        elif item.name.split("_")[0] not in _UNCHECKED and item.name not in refused_items:
-            reasons.append(f"{item.name}: it is not in the checkpoint")
-    return reasons
-
-
-def _is_usual(skipped: SkippedItem) -> bool:
-    """Return whether every checkpoint of Accelerate lacks an item, or another world size does not need it."""
-    return skipped.item in {"loader", "counters"} or (skipped.item == "random" and skipped.file is None)
-
-
-def _list_lost(checkpoint: AccelerateCheckpoint, run: TrainingState) -> list[str]:
     lost = [f"{skipped.item}: {skipped.reason}" for skipped in checkpoint.refused if skipped.item == "loader"]
     micro_batches = checkpoint.items.get("counters", {}).get("step", 0) % run.accumulation.steps
     if micro_batches:
@@ -126,13 +87,32 @@ def _list_lost(checkpoint: AccelerateCheckpoint, run: TrainingState) -> list[str
             f"window: the checkpoint was saved {micro_batches} micro-batches into an accumulation cycle, and Accelerate does not "
             "save their gradients; a new cycle begins"
         )
-    return lost
+    return trees, [*mismatches, *lost]
 
 
-def _empty_accumulation(accumulation: Accumulation) -> dict[str, Any]:
-    """Return the state between two accumulation cycles."""
-    fresh = Accumulation(accumulation.plugin).state_dict()
-    return {"accumulation": fresh, "unit": None, "used": [], "gradients": {}, "weights": {}}
+def _find_mismatches(
+    checkpoint: AccelerateCheckpoint, trees: Mapping[str, Any], items: Sequence[StateItem]
+) -> list[str]:
+    # Every checkpoint of Accelerate lacks loader and counters, and another world size needs no random states.
+    refused = [
+        skipped
+        for skipped in checkpoint.refused
+        if skipped.item not in {"loader", "counters"} and (skipped.item != "random" or skipped.file)
+    ]
+    reasons = [f"{skipped.item}: {skipped.reason}" for skipped in refused]
+    names, refused_items = {item.name for item in items}, {skipped.item for skipped in refused}
+    reasons += [f"{name}: it is not prepared here" for name in trees if name not in names | _UNCHECKED]
+    for item in items:
+        if item.name in trees:
+            encoded, tensors = serialize(trees[item.name], item.name)
+            entries = {
+                name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
+                for name, tensor in tensors.items()
+            }
+            reasons += item.find_mismatches(encoded, entries)
+        elif item.name.split("_")[0] not in _UNCHECKED and item.name not in refused_items:
+            reasons.append(f"{item.name}: it is not in the checkpoint")
+    return reasons
 
 
 def _count_steps(trees: Mapping[str, Any], index: int) -> int:
@@ -144,23 +124,9 @@ def _count_steps(trees: Mapping[str, Any], index: int) -> int:
     )
 
 
-def _describe_tensor(tensor: torch.Tensor) -> TensorEntry:
-    return TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
-
-
-def _build_manifest(path: Path, checkpoint: AccelerateCheckpoint, step: int) -> Manifest:
-    saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
-    items = dict.fromkeys(checkpoint.items)
-    return Manifest("", saved_at.strftime("%Y-%m-%dT%H:%M:%SZ"), checkpoint.world_size, step, {}, items)
-
-
-_MARKS = re.compile(
-    r"random_states_\d+\.pkl|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
-    r"|pytorch_model_fsdp.*"
-)
-"""File names that only `save_state` writes; weights alone may have another origin."""
 _WEIGHTS = re.compile(r"(?:pytorch_)?model(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?")
 _SHARDED_STATE = re.compile(r"pytorch_model_fsdp(?:_rank\d+|_\d+)?(?:\.bin)?|pytorch_model(?:_\d+)?")
+_RNG_FILE = re.compile(r"random_states_(\d+)\.pkl")
 _POSITION = re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 _LOADERS = (
     "Accelerate does not save the position of loaders{}. Skip processed batches with "
@@ -196,32 +162,25 @@ class AccelerateCheckpoint:
     """Number of processes that wrote the checkpoint."""
 
 
-def is_accelerate_checkpoint(folder: Path) -> bool:
-    """Return whether a directory is a checkpoint of Accelerate."""
-    try:
-        names = {path.name for path in folder.iterdir()}
-    except OSError:
-        return False
-    return NAME not in names and any(map(_MARKS.fullmatch, names))
-
-
 def read_accelerate_checkpoint(
     folder: Path, rank: int, device: torch.device | None = None
 ) -> AccelerateCheckpoint:
     """Read a checkpoint of Accelerate, with the random states of a rank and its device."""
     reader = _AccelerateReader(folder)
     for index in reader.indices(_WEIGHTS, "model", "model{}.safetensors"):
-        reader.take(number_name("model", index), *_find_model_file(folder, index))
+        reader.take(numbered_name("model", index), *_find_model_file(folder, index))
     for kind, shape in (("optimizer", _read_optimizer), ("scheduler", _read_mapping)):
         for index in reader.indices(re.compile(rf"{kind}(?:_(\d+))?\.bin"), kind, f"{kind}{{}}.bin"):
-            reader.take(number_name(kind, index), folder / f"{number_name(kind, index)}.bin", shape)
+            reader.take(numbered_name(kind, index), folder / f"{numbered_name(kind, index)}.bin", shape)
     for index in reader.indices(
         re.compile(r"custom_checkpoint_(\d+)\.pkl"), "registered", "custom_checkpoint_{}.pkl"
     ):
-        reader.take(number_name("registered", index), folder / f"custom_checkpoint_{index}.pkl", read_pickle)
+        reader.take(
+            numbered_name("registered", index), folder / f"custom_checkpoint_{index}.pkl", read_pickle
+        )
     if (folder / "scaler.pt").exists():
         reader.take("scaler", folder / "scaler.pt", _read_mapping)
-    ranks = reader.indices(_rng_file_pattern(r"(\d+)"), "random", "random_states_{}.pkl")
+    ranks = reader.indices(_RNG_FILE, "random", "random_states_{}.pkl")
     world_size = max(ranks, default=-1) + 1
     reader.take_streams(rank, world_size, device)
     reader.skip_the_rest()
@@ -230,7 +189,7 @@ def read_accelerate_checkpoint(
 
 def read_rng_states(folder: Path, device: torch.device | None = None) -> list[dict[str, Any]]:
     """Return the random states of every saved rank, in order."""
-    ranks = sorted(_indices(folder, _rng_file_pattern(r"(\d+)")))
+    ranks = sorted(_indices(folder, _RNG_FILE))
     return [
         _convert_streams(_read_states(folder, rank), device) for rank in range(ranks[-1] + 1 if ranks else 0)
     ]
@@ -252,7 +211,7 @@ class _AccelerateReader:
                 suffix = str(index) if "_{}" in pattern_name else f"_{index}" if index else ""
                 file = self._folder / pattern_name.format(suffix)
                 last = max(indices)
-                item = number_name(kind, index) if kind != "random" else kind
+                item = numbered_name(kind, index) if kind != "random" else kind
                 reason = f"{file} is missing, but there is one with the number {last}"
                 self.refused.append(SkippedItem(item, file, reason))
         return sorted(indices)
@@ -368,10 +327,6 @@ def _convert_streams(states: Mapping[str, Any], device: torch.device | None) -> 
             f"the random states are not those of Accelerate: {type(error).__name__}: {error}"
         ) from error
     return streams
-
-
-def _rng_file_pattern(rank: str) -> re.Pattern[str]:
-    return re.compile(rf"random_states_{rank}\.pkl")
 
 
 def _indices(folder: Path, pattern: re.Pattern[str]) -> set[int]:

@@ -39,6 +39,7 @@ __all__ = [
     "find_complete_checkpoint",
     "find_newest_checkpoint",
     "find_previous_checkpoint",
+    "is_accelerate_checkpoint",
     "list_numbered",
     "list_untracked_files",
     "next_number",
@@ -145,8 +146,11 @@ def is_replaced(path: Path) -> bool:
 
 
 _LEFTOVER = re.compile(r"\.(.+)\.(saving-|replaced-|removing).*")
-_ACCELERATE = ("random_states_*.pkl", "optimizer.bin", "scheduler.bin", "sampler.bin", "pytorch_model.bin")
-"""Files that only Accelerate's `save_state` writes."""
+_ACCELERATE = re.compile(
+    r"random_states_\d+\.pkl|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+    r"|pytorch_model_fsdp.*"
+)
+"""File names that only Accelerate's `save_state` writes; weights alone may have another origin."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ def _list_entries(directory: Path) -> list[DirectoryEntry]:
 
 
 def _read_entry(path: Path) -> DirectoryEntry:
-    if _is_from_accelerate(path):
+    if is_accelerate_checkpoint(path):
         problem = f"{path} was written by Accelerate, without checksums: accelerator.load_state() loads it"
         return DirectoryEntry(path, None, problem, foreign=True)
     try:
@@ -249,11 +253,16 @@ def _age_key(entry: DirectoryEntry) -> tuple[int, str, str]:
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
-    return (path / NAME).is_file() or parse_number(path.name) is not None or _is_from_accelerate(path)
+    return (path / NAME).is_file() or parse_number(path.name) is not None or is_accelerate_checkpoint(path)
 
 
-def _is_from_accelerate(path: Path) -> bool:
-    return not (path / NAME).exists() and any(next(path.glob(name), None) for name in _ACCELERATE)
+def is_accelerate_checkpoint(folder: Path) -> bool:
+    """Return whether a directory is a checkpoint of Accelerate."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError:
+        return False
+    return NAME not in names and any(map(_ACCELERATE.fullmatch, names))
 
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
@@ -330,9 +339,8 @@ def _create_locked(scratch: Path, disk: FileSystem) -> int | None:
 def _check_alone(scratch: Path, target: Path) -> None:
     """Raise `TargetExistsError` if another process uses the name, after `scratch` has announced this one.
 
-    Of two processes that both check after announcing, at least one sees the other. Siblings are checked before the
-    name: a
-    save that ends in between moves from the one to the other.
+    Of two processes that both check after announcing, at least one sees the other. Siblings are checked before
+    the name: a save that ends in between moves from the one to the other.
     """
     others = [path for path in list_siblings(target) if path not in {scratch, _removal_path(path)}]
     if others or os.path.lexists(target):

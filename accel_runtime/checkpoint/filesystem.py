@@ -226,10 +226,9 @@ _MAX_THREADS = 4
 def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Call a function for every item in a few threads, and return the results in order.
 
-    File operations release the interpreter lock. The first error is raised when the calls under way have ended. The
-    pools
-    of `concurrent.futures` refuse work when the main thread ends, and a save in the background may still be running
-    then.
+    File operations release the interpreter lock. The first error is raised when the calls under way have ended.
+    The pools of `concurrent.futures` refuse work when the main thread ends, and a save in the background may
+    still be running then.
     """
     pending = list(enumerate(items))[::-1]
     results: dict[int, _R] = {}

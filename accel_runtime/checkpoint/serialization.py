@@ -42,9 +42,9 @@ _SEQUENCES: dict[str, Callable[[Any], Any]] = {
 def serialize(tree: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a state tree as JSON, and the tensors that it refers to, named `name/path`.
 
-    A tree consists of numbers, text, bytes, None, tensors, NumPy arrays and numbers, torch dtypes, devices and sizes,
-    paths;
-    and lists, tuples, sets, dicts and the dicts of `collections`. `CheckpointError` names the place of anything else.
+    A tree consists of numbers, text, bytes, None, tensors, NumPy arrays and numbers, torch dtypes, devices and
+    sizes, paths; and lists, tuples, sets, dicts and the dicts of `collections`. `CheckpointError` names the
+    place of anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _Serializer(tensors).pack(tree, name), tensors
@@ -260,9 +260,8 @@ _BLOCK = 1 << 22
 def hash_tensor(tensor: torch.Tensor) -> int:
     """Return a 64-bit hash of dtype, shape and values.
 
-    On the CPU it is XXH3. Elsewhere only the number leaves the device: a sum of 32-bit words times odd numbers that
-    depend on
-    their index, equal on equal devices only.
+    On the CPU it is XXH3. Elsewhere only the number leaves the device: a sum of 32-bit words times odd numbers
+    that depend on their index, equal on equal devices only.
     """
     checksum = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.device.type == "cpu":

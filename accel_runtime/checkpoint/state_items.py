@@ -120,8 +120,7 @@ class ModelItem(StateItem):
     """Parameters and buffers of a model, read into the live ones.
 
     `state` replaces the model's own if hooks have changed it; without `strict`, what fits is restored; `memory`
-    materializes
-    a model on the meta device.
+    materializes a model on the meta device.
     """
 
     def __init__(

@@ -29,14 +29,13 @@ from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsy
 from accel_runtime.rng import capture_rng_state, derive_rng_state, restore_rng_state
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.gradients import Gradients, name_parameters
+from accel_runtime.training.gradients import Gradients, name_parameters, numbered_name
 from accel_runtime.training.precision import Precision
 
 __all__ = [
     "TrainingState",
     "capture_accumulation",
     "merge_accumulation",
-    "number_name",
     "read_model_parallel_size",
     "restore_accumulation",
 ]
@@ -98,15 +97,15 @@ class TrainingState:
     ) -> list[StateItem]:
         """Return all items in the order of restoring.
 
-        `states` replaces model states by index after hooks have changed them, `without` lists models that hooks have
-        removed, and
-        `position` selects the offset at which loaders resume (see `PreparedLoader.load_state_dict`).
+        `states` replaces model states by index after hooks have changed them, `without` lists models that hooks
+        have removed, and `position` selects the offset at which loaders resume (see
+        `PreparedLoader.load_state_dict`).
         """
         names = name_parameters(self.models, self.optimizers, self.backend.unwrap_model)
         items: list[StateItem] = [ReplicaItem(self.backend, () if self.alone else self.models)]
         items += [
             ModelItem(
-                number_name("model", index),
+                numbered_name("model", index),
                 self.backend.unwrap_model(model),
                 None if states is None else states[index],
                 strict=strict,
@@ -116,7 +115,7 @@ class TrainingState:
             if index not in without and (states is None or index in states)
         ]
         items += [
-            OptimizerItem(number_name("optimizer", index), optimizer, names)
+            OptimizerItem(numbered_name("optimizer", index), optimizer, names)
             for index, optimizer in enumerate(self.optimizers)
         ]
         stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
@@ -124,13 +123,13 @@ class TrainingState:
             ("registered", enumerate(self.registered)),
         ]
         items += [
-            StatefulItem(number_name(kind, index), stateful_object)
+            StatefulItem(numbered_name(kind, index), stateful_object)
             for kind, objects in stateful
             for index, stateful_object in objects
         ]
         for index, loader in enumerate(self.loaders):
             left_out = self.alone and loader is not None and loader.is_presharded
-            items.append(LoaderItem(number_name("loader", index), None if left_out else loader, position))
+            items.append(LoaderItem(numbered_name("loader", index), None if left_out else loader, position))
         if self.precision.scaler is not None:
             items.append(StatefulItem("scaler", self.precision.scaler))
         items += [
@@ -247,21 +246,15 @@ def _local_size(tensor: torch.Tensor, world_size: int) -> int:
     return local.nbytes if local is not None else -(-tensor.nbytes // world_size)
 
 
-def number_name(kind: str, index: int) -> str:
-    """Return `model`, `model_1`, `model_2`, ..."""
-    return f"{kind}_{index}" if index else kind
-
-
 Tree = dict[str, Any]
 
 
 def capture_accumulation(accumulation: Accumulation, gradients: Gradients, copies: int = 1) -> Tree:
     """Return the part of an accumulation cycle that the next backward passes need; its tensors are the live ones.
 
-    Gradients are kept until an optimizer has used them. Of used ones only the names are kept: an optimizer skips a
-    parameter
-    without a gradient, but not one whose gradient is zero. Gradients that sharded models have not reduced yet are
-    kept apart.
+    Gradients are kept until an optimizer has used them. Of used ones only the names are kept: an optimizer
+    skips a parameter without a gradient, but not one whose gradient is zero. Gradients that sharded models have
+    not reduced yet are kept apart.
     """
     names = gradients.parameter_names()
     # A cycle is common to all optimizers, and the first that steps ends it.
@@ -335,11 +328,10 @@ def read_model_parallel_size(encoded: Any) -> int:
 def merge_accumulation(trees: Sequence[Tree], world_size: int, copies: int = 1) -> Tree:
     """Return the accumulation cycle of every rank of another world size, for the same result of its step.
 
-    The gradients of a step are the mean over the ranks, so the mean of the old ranks on every new rank adds the same
-    sum. With
-    weights, gradients contain their weights times the world size, and the mean over the old ranks keeps every weight
-    once;
-    weights that are not divided by yet are distributed, so that their sum over the ranks stays the same.
+    The gradients of a step are the mean over the ranks, so the mean of the old ranks on every new rank adds the
+    same sum. With weights, gradients contain their weights times the world size, and the mean over the old
+    ranks keeps every weight once; weights that are not divided by yet are distributed, so that their sum over
+    the ranks stays the same.
     """
     reduced = [tree["gradients"] for tree in trees]
     unsynced = [tree.get("unreduced", {}) for tree in trees]

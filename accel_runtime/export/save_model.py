@@ -219,9 +219,9 @@ def _remove_old_exports(folder: Path, names: set[str], writer: int, disk: FileSy
 def find_aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()) -> dict[str, str]:
     """Return the aliases to leave out, with the name under which each tensor is kept.
 
-    Only identical tensors are aliases, in shape and strides too: other views have values of their own in a file.
-    Names in
-    `left_out` are left out first; else the first name in alphabetical order is kept, as in safetensors.
+    Only identical tensors are aliases, in shape and strides too: other views have values of their own in a
+    file. Names in `left_out` are left out first; else the first name in alphabetical order is kept, as in
+    safetensors.
     """
     excluded = set(left_out)
     kept: dict[tuple[object, ...], str] = {}
