@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -96,14 +97,18 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
             initialized it, if it was one.
         LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
     """
-    _check_defaults(
-        rdzv_backend=(rdzv_backend, "static"),
-        rdzv_conf=(rdzv_conf or None, None),
-        rdzv_id=(rdzv_id, "none"),
-        max_restarts=(max_restarts, 0),
-        monitor_interval=(monitor_interval, 0.1),
-        log_line_prefix_template=(log_line_prefix_template, None),
-    )
+    for name, value, default in (
+        ("rdzv_backend", rdzv_backend, "static"),
+        ("rdzv_conf", rdzv_conf or None, None),
+        ("rdzv_id", rdzv_id, "none"),
+        ("max_restarts", max_restarts, 0),
+        ("monitor_interval", monitor_interval, 0.1),
+        ("log_line_prefix_template", log_line_prefix_template, None),
+    ):
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} is not supported by notebook_launcher. Leave it at {default!r}, or use `accel launch`."
+            )
     if num_processes is None or num_processes < 1:
         raise ValueError(
             f"Invalid num_processes={num_processes}: pass the number of processes to start, at least 1."
@@ -150,7 +155,12 @@ def _run(
     function: Callable[..., Any], args: Sequence[Any], spec: _ProcessGroupSpec, settings: Settings
 ) -> None:
     """Start the processes of this node, wait for them, and terminate all when one fails."""
-    _check_no_process_group()
+    if dist.is_initialized():
+        raise RuntimeError(
+            "Cannot launch processes: this process is in a process group already (an Accelerator that shards models joins one), and "
+            "forked processes would hang in it. Create the Accelerator inside the function, and restart the session (or the "
+            "notebook's kernel)."
+        )
     store = None
     if spec.node == 0:
         # The store is in this process and not in rank 0, so that it outlives every rank.
@@ -163,7 +173,8 @@ def _run(
         others = set(multiprocessing.active_children())
         try:
             context = start_processes(  # type: ignore[no-untyped-call]
-                _Worker(function, tuple(args), spec, settings, Path(folder)),
+                _work,
+                args=(functools.partial(function, *args), spec, settings, Path(folder)),
                 nprocs=spec.num_local,
                 join=False,
                 start_method="fork",
@@ -180,53 +191,38 @@ def _run(
             del store
 
 
-class _Worker:
-    """Main function of a forked process."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        spec: _ProcessGroupSpec,
-        settings: Settings,
-        failures: Path,
-    ) -> None:
-        self._failures = failures
-        self._function = function
-        self._args = args
-        self._spec = spec
-        self._settings = settings
-
-    def __call__(self, local_rank: int) -> None:
-        spec = self._spec
-        os.environ.update(
-            self._settings.to_env(),
-            RANK=str(spec.node * spec.num_local + local_rank),
-            LOCAL_RANK=str(local_rank),
-            WORLD_SIZE=str(spec.nodes * spec.num_local),
-            LOCAL_WORLD_SIZE=str(spec.num_local),
-            MASTER_ADDR=spec.host,
-            MASTER_PORT=str(spec.port),
-            # Tells torch that the launcher holds the store.
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RESTART_COUNT="0",
-        )
-        # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
-        torch.set_num_threads(1)
-        set_current_backend(None)
-        try:
-            self._function(*self._args)
-        except Exception as error:  # noqa: BLE001 - any exception is reported
-            self._write_failure(local_rank, error)
-            sys.exit(1)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _write_failure(self, local_rank: int, error: Exception) -> None:
-        """Write the traceback, from the function on, to the file that the parent reads."""
-        assert error.__traceback__ is not None
-        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        (self._failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
+def _work(
+    local_rank: int,
+    function: Callable[[], Any],
+    spec: _ProcessGroupSpec,
+    settings: Settings,
+    failures: Path,
+) -> None:
+    """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
+    os.environ.update(
+        settings.to_env(),
+        RANK=str(spec.node * spec.num_local + local_rank),
+        LOCAL_RANK=str(local_rank),
+        WORLD_SIZE=str(spec.nodes * spec.num_local),
+        LOCAL_WORLD_SIZE=str(spec.num_local),
+        MASTER_ADDR=spec.host,
+        MASTER_PORT=str(spec.port),
+        # Tells torch that the launcher holds the store.
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
+    torch.set_num_threads(1)
+    set_current_backend(None)
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - any exception is reported
+        trace = error.__traceback__
+        lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
+        (failures / str(local_rank)).write_text("".join(lines).strip(), encoding="utf-8")
+        sys.exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _terminate(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
@@ -284,23 +280,6 @@ def _parse_endpoint(endpoint: str, host: str, port: str | int | None, nodes: int
             f'Invalid rendezvous address: rdzv_endpoint={endpoint!r}, use_port={port!r}. Pass rdzv_endpoint="host:port".'
         )
     return host, int(number)
-
-
-def _check_defaults(**arguments: tuple[Any, Any]) -> None:
-    for name, (value, default) in arguments.items():
-        if value != default:
-            raise ValueError(
-                f"{name}={value!r} is not supported by notebook_launcher. Leave it at {default!r}, or use `accel launch`."
-            )
-
-
-def _check_no_process_group() -> None:
-    if dist.is_initialized():
-        raise RuntimeError(
-            "Cannot launch processes: this process is in a process group already (an Accelerator that shards models joins one), and "
-            "forked processes would hang in it. Create the Accelerator inside the function, and restart the session (or the "
-            "notebook's kernel)."
-        )
 
 
 def _check_cuda_uninitialized() -> None:

@@ -65,7 +65,9 @@ class MultiProcessAdapter(_Adapter):
                 changed["stacklevel"] += 1
                 self.logger.log(level, msg, *args, **changed)
             if topology.world_size > 1:
-                _wait_for_everyone()
+                from accel_runtime.backends import wait_for_everyone  # noqa: PLC0415 - torch is needed only if processes wait
+
+                wait_for_everyone()
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Write a warning only the first time for this message with these arguments."""
@@ -102,12 +104,6 @@ def find_topology() -> Topology:
     from accel_runtime.backends import current_topology  # noqa: PLC0415 - it imports torch, and logging does without
 
     return current_topology()
-
-
-def _wait_for_everyone() -> None:
-    from accel_runtime.backends import wait_for_everyone  # noqa: PLC0415 - logging costs no torch until processes wait for each other
-
-    wait_for_everyone()
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -25,10 +25,8 @@ class AimTracker(BuiltInTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self.init_kwargs = kwargs
 
     @override
     @on_main_process

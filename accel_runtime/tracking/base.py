@@ -109,10 +109,19 @@ class BlankTracker(GeneralTracker):
 
 
 class BuiltInTracker(GeneralTracker):
-    """Base of the trackers of this package; warn once about values that a tracker does not support."""
+    """Base of the trackers of this package; warn once about values that a tracker does not support.
 
-    def __init__(self) -> None:
+    Args:
+        run_name: The name of the project, or of the run.
+        **kwargs: Arguments of the package's constructor of a run.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
         self._logger = MultiProcessAdapter(logging.getLogger(__name__))
 
     def leave_out(self, values: Mapping[str, Any]) -> None:
@@ -196,13 +205,6 @@ class RunTracker(BuiltInTracker):
         run_name: The name of the project; `name` is that of the run.
         **kwargs: Arguments of the package's `init`.
     """
-
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @abstractmethod
     def make_run(self, **options: Any) -> Any:

@@ -25,9 +25,7 @@ class ClearMLTracker(BuiltInTracker):
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
+        super().__init__(run_name, **kwargs)
         self._task_exists = False
 
     @override

@@ -21,12 +21,6 @@ class CometMLTracker(BuiltInTracker):
     """
 
     name = "comet_ml"
-    requires_logging_directory = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
 
     @override
     @on_main_process

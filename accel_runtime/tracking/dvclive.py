@@ -23,13 +23,10 @@ class DVCLiveTracker(BuiltInTracker):
     """
 
     name = "dvclive"
-    requires_logging_directory = False
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.live = live
-        self.init_kwargs = kwargs
 
     @override
     @on_main_process

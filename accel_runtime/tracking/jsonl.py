@@ -33,7 +33,7 @@ class JSONLTracker(BuiltInTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str) -> None:
-        super().__init__()
+        super().__init__(run_name)
         self.path = Path(logging_dir) / f"{run_name}.jsonl"
         self._file: TextIO | None = None
 

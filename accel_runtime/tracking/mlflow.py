@@ -30,7 +30,6 @@ class MLflowTracker(BuiltInTracker):
     """
 
     name = "mlflow"
-    requires_logging_directory = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - the signature scripts know
         self,
@@ -42,7 +41,7 @@ class MLflowTracker(BuiltInTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         getenv = os.environ.get
         self.experiment_name = getenv("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = None if logging_dir is None else os.fspath(logging_dir)
@@ -51,7 +50,6 @@ class MLflowTracker(BuiltInTracker):
         self.tags = json.loads(tags) if isinstance(tags, str) else tags
         nested = getenv("MLFLOW_NESTED_RUN", str(nested_run))
         self.nested_run = nested.lower() in {"1", "true", "t", "yes", "y", "on"}
-        self.run_name = run_name
         self.description = description
 
     @override

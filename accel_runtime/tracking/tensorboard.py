@@ -35,10 +35,8 @@ class TensorBoardTracker(BuiltInTracker):
     requires_logging_directory = True
 
     def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir = Path(logging_dir) / run_name
-        self.init_kwargs = kwargs
 
     @override
     @on_main_process

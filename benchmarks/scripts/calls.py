@@ -85,6 +85,7 @@ def main() -> None:
     dist.broadcast_object_list(folder)
     with entered.during("save_state"):
         accelerator.save_state(f"{folder[0]}/state")
+    accelerator.wait_for_everyone()  # Accelerate returns on the other ranks before the main process has written
     with entered.during("load_state"):
         accelerator.load_state(f"{folder[0]}/state")
     if accelerator.is_main_process:
