@@ -1,1 +1,1 @@
-"""What accel costs beside bare torch, torchrun and Hugging Face Accelerate: `python -m benchmarks`."""
+"""Measure accel compared with bare torch, torchrun and Hugging Face Accelerate: `python -m benchmarks`."""

@@ -97,7 +97,7 @@ def _measured(name: str, bench: Bench) -> str:
 
 
 def _introduction(bench: Bench) -> str:
-    """What was measured, on what; the machine is described by what moves the numbers and nothing else."""
+    """Return the introduction of the page: the versions, and the properties of the machine that affect the numbers."""
     ours, theirs = (_torch(bench, commands) for commands in (bench.accel, bench.accelerate))
     torch = ours if ours == theirs else f"{ours} (Accelerate: {theirs})"
     machine = f"{os.cpu_count()} CPUs with Python {platform.python_version()} and torch {torch}"

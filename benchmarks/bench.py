@@ -1,4 +1,4 @@
-"""Where the benchmarks run: accel's environment, Accelerate's own, and what both see of the machine."""
+"""Environments of the benchmarks: that of accel, that of Accelerate, and the variables of both."""
 
 from __future__ import annotations
 

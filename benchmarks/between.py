@@ -1,4 +1,4 @@
-"""What a library does between processes: gathers, and batches that one rank reads for all, each beside bare torch."""
+"""Measure exchanges between processes: gathers, and batches that one rank reads for all, compared with bare torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def measure_dispatch(bench: Bench) -> Table:
 
 
 def _in_processes(bench: Bench, script: str, processes: int) -> dict[str, list[Run]]:
-    """Runs of a script with each library, in turn, on so many processes."""
+    """Run a script with each library, in turn, on several processes."""
     command = ("--standalone", "--nproc-per-node", str(processes), str(SCRIPTS / script))
     return interleaved(
         {
@@ -57,9 +57,9 @@ def _rows(bench: Bench, script: str, processes: int) -> list[tuple[str, ...]]:
         row
         for what, blocks in found.items()
         for name, own in blocks.items()
-        for row in [(*own.row(f"{processes} processes, {what}: {name}"), *_beside(own, blocks["accel"]))]
+        for row in [(*own.row(f"{processes} processes, {what}: {name}"), *_ratios(own, blocks["accel"]))]
     ]
 
 
-def _beside(own: Blocks, ours: Blocks) -> tuple[str, str]:
+def _ratios(own: Blocks, ours: Blocks) -> tuple[str, str]:
     return (NONE, NONE) if own is ours else (ratio(own.library, ours.library), ratio(own.times, ours.times))

@@ -1,4 +1,4 @@
-"""What a script measured inside: blocks of the bare code and, in turn with them, of the same with a library."""
+"""Measurements inside a script: blocks of the bare code and, in turn, of the same code with a library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.measure import Run
-from benchmarks.report import number, spread
+from benchmarks.report import format_spread, number
 
 __all__ = ["Blocks", "pooled"]
 
@@ -22,18 +22,18 @@ class Blocks:
 
     @property
     def added(self) -> list[float]:
-        """What the library adds, block by block."""
+        """Return the time that the library adds, by block."""
         return [with_ - bare for bare, with_ in zip(self.bare, self.library, strict=True)]
 
     @property
     def times(self) -> list[float]:
-        """How often the bare code goes into that with the library, block by block."""
+        """Return the time with the library divided by that of the bare code, by block."""
         return [with_ / bare for bare, with_ in zip(self.bare, self.library, strict=True)]
 
     def row(self, label: str) -> tuple[str, ...]:
-        """The columns tables have in common."""
+        """Return the columns that tables have in common."""
         added, times = number(median(self.added)), f"{median(self.times):.2f}"
-        return (label, spread(self.bare), spread(self.library), added, times)
+        return (label, format_spread(self.bare), format_spread(self.library), added, times)
 
 
 def pooled(runs: dict[str, list[Run]]) -> dict[str, dict[str, Blocks]]:

@@ -1,4 +1,4 @@
-"""How much of a library one has to read to follow a call: files and functions that the call enters."""
+"""Count the files and functions of a library that a call enters, and that a reader must follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What saving and loading a run's state costs: Accelerate's `save_state`, `torch.save`, and accel, also in the background."""
+"""Measure saving and loading of training states: Accelerate's `save_state`, `torch.save`, and accel, also in the background."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.bench import SCRIPTS, Bench
 from benchmarks.measure import Run, interleaved
-from benchmarks.report import NONE, Table, ratio, spread
+from benchmarks.report import NONE, Table, format_spread, ratio
 
 __all__ = ["measure"]
 
@@ -70,7 +70,7 @@ def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tup
         _row(f"{label}: accel loads", own["load"], None, theirs["load"]),
         (
             f"{label}: memory taken for the background, GB",
-            spread([b / _GIGABYTE for b in behind["more"]]),
+            format_spread([b / _GIGABYTE for b in behind["more"]]),
             NONE,
             NONE,
         ),
@@ -80,7 +80,11 @@ def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tup
 def _row(
     label: str, own: Sequence[float], saves: Sequence[float] | None, loads: Sequence[float] | None
 ) -> tuple[str, ...]:
-    return label, spread(own), *(NONE if other is None else ratio(other, own) for other in (saves, loads))
+    return (
+        label,
+        format_spread(own),
+        *(NONE if other is None else ratio(other, own) for other in (saves, loads)),
+    )
 
 
 def _pooled(runs: Sequence[Run]) -> dict[str, list[float]]:

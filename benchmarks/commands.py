@@ -1,4 +1,4 @@
-"""What a command costs before anything is trained: help, and planning a launch."""
+"""Measure commands that train nothing: help, and the plan of a launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 
 from benchmarks.bench import SCRIPTS, Bench
 from benchmarks.measure import interleaved
-from benchmarks.report import Table, beside
+from benchmarks.report import Table, comparison_row
 
 __all__ = ["measure"]
 
@@ -33,7 +33,9 @@ def measure(bench: Bench) -> Table:
         command: ([run.cpu for run in found], [run.wall for run in found]) for command, found in runs.items()
     }
     rows = [
-        beside(f"`{command}`", columns[command], columns[group[0]]) for group in _GROUPS for command in group
+        comparison_row(f"`{command}`", columns[command], columns[group[0]])
+        for group in _GROUPS
+        for command in group
     ]
     return Table("Commands", _TEXT, _HEADER, rows)
 

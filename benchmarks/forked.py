@@ -1,4 +1,4 @@
-"""What forked processes save after the start: at a restart, and of memory."""
+"""Measure the savings of forked processes: time at a restart, and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.bench import SCRIPTS, Bench
 from benchmarks.measure import Run, interleaved
-from benchmarks.report import Table, ratio, spread
+from benchmarks.report import Table, format_spread, ratio
 
 __all__ = ["measure"]
 
@@ -41,17 +41,17 @@ def _columns(bench: Bench, script: str, count: int, value: Callable[[Run], float
 
 def _row(what: str, columns: Sequence[Sequence[float]]) -> tuple[str, ...]:
     ours, *others = columns
-    return (what, *map(spread, columns), *(ratio(other, ours) for other in others))
+    return (what, *map(format_spread, columns), *(ratio(other, ours) for other in others))
 
 
 def _restart(run: Run) -> float:
-    return max(_said(run, "began")) - min(_said(run, "failed"))
+    return max(_values(run, "began")) - min(_values(run, "failed"))
 
 
 def _private(run: Run) -> float:
-    return sum(_said(run, "private")) / _MIB
+    return sum(_values(run, "private")) / _MIB
 
 
-def _said(run: Run, word: str) -> list[float]:
+def _values(run: Run, name: str) -> list[float]:
     lines = [line.split() for line in run.output.splitlines()]
-    return [float(line[1]) for line in lines if line[:1] == [word]]
+    return [float(line[1]) for line in lines if line[:1] == [name]]

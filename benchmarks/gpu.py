@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from benchmarks.gpu_models import ResNet, Transformer
-from benchmarks.report import NONE, Table, number, spread
+from benchmarks.report import NONE, Table, format_spread, number
 
 __all__ = ["Bench", "main"]
 
@@ -221,7 +221,7 @@ def row(label: str, times: Times, memory: Mapping[str, str]) -> list[tuple[str, 
     return [
         (
             f"{label}: {name}",
-            spread(own),
+            format_spread(own),
             ratio(name),
             added(times.wall, name),
             added(times.cpu, name),
@@ -485,32 +485,32 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, and write the page; 1 if a subject could not be measured, 2 if there is no GPU."""
+    """Measure and write the page; return 1 if a subject could not be measured, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="try the code with tiny models, on the CPU too")
     parser.add_argument("--only", action="append", choices=SUBJECTS, help="measure this; can be repeated")
     parser.add_argument("--seconds", type=float, default=390.0, help="begin nothing after so long")
     parser.add_argument("--limit", type=float, default=460.0, help="end after so long, whatever is measured")
     parser.add_argument("--output", type=Path, help="the page; without it $OUT/benchmarks-gpu.md, else docs/")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
-    if not cuda and not asked.tiny:
+    if not cuda and not options.tiny:
         print(
             "bench-gpu: this machine has no GPU that torch can use; --tiny tries the code on the CPU",
             file=sys.stderr,
         )
         return 2
-    page: Path = asked.output or Path(os.environ.get("OUT") or ROOT / "docs") / "benchmarks-gpu.md"
+    page: Path = options.output or Path(os.environ.get("OUT") or ROOT / "docs") / "benchmarks-gpu.md"
     begin, failed = time.monotonic(), False
-    names: list[str] = asked.only or list(SUBJECTS)
+    names: list[str] = options.only or list(SUBJECTS)
     sections = {name: f"## {name}\n\n{LEFT_OUT.capitalize()}.\n" for name in names}
 
     def write() -> None:
         page.write_text("\n".join([_introduction(), *sections.values()]), encoding="utf-8")
 
-    with tempfile.TemporaryDirectory(dir=page.parent) as folder, _limited(asked.limit, folder, write):
+    with tempfile.TemporaryDirectory(dir=page.parent) as folder, _limited(options.limit, folder, write):
         device = torch.device("cuda" if cuda else "cpu")
-        bench = Bench(device, asked.tiny, Path(folder), begin + asked.seconds)
+        bench = Bench(device, options.tiny, Path(folder), begin + options.seconds)
         for name in names:
             if bench.is_late():
                 print(f"bench-gpu: {name}: {LEFT_OUT}", file=sys.stderr, flush=True)
@@ -531,7 +531,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _limited(seconds: float, folder: str, write: Callable[[], None]) -> Iterator[None]:
-    """Inside, end the process after so many seconds: remove the folder, and write the page with what was measured.
+    """End the process after a number of seconds: remove the folder, and write the page with the results so far.
 
     It runs in a thread of its own, since a call of torch that does not return delays signals.
     """

@@ -1,4 +1,4 @@
-"""How far the gradients of several processes are from those of one."""
+"""Measure the error of the gradients of several processes, compared with one process."""
 
 from __future__ import annotations
 

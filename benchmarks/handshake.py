@@ -1,4 +1,4 @@
-"""How the handshake before a collective grows with the number of ranks: measured here, computed beyond."""
+"""Time of the handshake before a collective, by the number of ranks: measured on this machine, computed for more."""
 
 from __future__ import annotations
 

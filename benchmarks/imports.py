@@ -1,4 +1,4 @@
-"""What importing a library costs beside torch alone."""
+"""Measure the import of a library, compared with torch alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from statistics import median
 
 from benchmarks.bench import Bench
 from benchmarks.measure import interleaved
-from benchmarks.report import NONE, Table, number, ratio, spread
+from benchmarks.report import NONE, Table, format_spread, number, ratio
 
 __all__ = ["measure"]
 
@@ -40,5 +40,7 @@ def measure(bench: Bench) -> Table:
             NONE if seconds is torch else number(median(a - b for a, b in zip(seconds, torch, strict=True)))
         )
         compared = ratio(seconds, cpu[beside[case]]) if case in beside else NONE
-        rows.append((case, spread(seconds), spread([run.wall for run in runs[case]]), over, compared))
+        rows.append(
+            (case, format_spread(seconds), format_spread([run.wall for run in runs[case]]), over, compared)
+        )
     return Table("Imports", _TEXT, _HEADER, rows)

@@ -1,4 +1,4 @@
-"""What a library adds inside the script: to a step and to a batch, each beside the bare loop."""
+"""Measure the time that a library adds to a step and to a batch, compared with the bare loop."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def child(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run:
 
 
 def _finish(process: subprocess.Popen[bytes]) -> float:
-    """Wait for a process; its CPU seconds with those of its own children, which is why it is wait4."""
-    # Asked first, because only a launcher that is asked ends the workers it has put in groups of their own.
+    """Wait for a process, and return the CPU seconds of it and its children."""
+    # SIGTERM first: only then does a launcher end its workers, which are in process groups of their own.
     timers = [
         threading.Timer(after, os.killpg, (process.pid, number))
         for after, number in ((_TIMEOUT_S, signal.SIGTERM), (_TIMEOUT_S + _GRACE_S, signal.SIGKILL))

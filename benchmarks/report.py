@@ -1,4 +1,4 @@
-"""What was measured, as Markdown."""
+"""Markdown tables of measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["NONE", "Table", "beside", "number", "ratio", "spread"]
+__all__ = ["NONE", "Table", "comparison_row", "format_spread", "number", "ratio"]
 
 NONE = "–"  # noqa: RUF001 - a dash that says there is nothing here
 _UNCERTAIN = 0.05
@@ -29,29 +29,29 @@ class Table:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Format a number with three significant digits."""
     size = abs(value)
     return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"  # noqa: PLR2004
 
 
-def spread(values: Sequence[float]) -> str:
-    """The median, and the smallest in brackets."""
+def format_spread(values: Sequence[float]) -> str:
+    """Format the median, and the minimum in brackets."""
     return f"{number(median(values))} ({number(min(values))})"
 
 
 def ratio(other: Sequence[float], ours: Sequence[float]) -> str:
-    """How often accel's median goes into the other's; bold where accel needs more."""
+    """Return the other's median divided by accel's; bold if accel needs more."""
     value = median(other) / median(ours)
     return f"{value:.2f}" if value > 1 - _UNCERTAIN else f"**{value:.2f}**"
 
 
-def beside(
+def comparison_row(
     label: str, columns: Sequence[Sequence[float]], ours: Sequence[Sequence[float]]
 ) -> tuple[str, ...]:
-    """A row: each column's spread, then each one's ratio to accel's; none where it is accel's own row."""
+    """Return a row: the spread of each column, then its ratio to accel's; none for accel's own row."""
     pairs = zip(columns, ours, strict=True)
     return (
         label,
-        *map(spread, columns),
+        *map(format_spread, columns),
         *(NONE if other is own else ratio(other, own) for other, own in pairs),
     )

@@ -1,4 +1,4 @@
-"""What accel adds to a step of a sharded model, beside the same written by hand with torch's `fully_shard`."""
+"""Measure the time that accel adds to a step of a sharded model, compared with torch's `fully_shard` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to go on in the middle of an epoch."""
+"""Measure the start in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 from benchmarks.bench import SCRIPTS, Bench
 from benchmarks.measure import Run, interleaved
-from benchmarks.report import NONE, Table, number, ratio, spread
+from benchmarks.report import NONE, Table, format_spread, number, ratio
 
 __all__ = ["measure"]
 
@@ -38,12 +38,17 @@ def measure(bench: Bench) -> Table:
         }
         added = {name: _added(what, *parts) for name, parts in times.items()}
         rows += [
-            (f"{what}: {name}", *map(spread, parts), number(median(added[name])), _compared(name, added))
+            (
+                f"{what}: {name}",
+                *map(format_spread, parts),
+                number(median(added[name])),
+                _compared(name, added),
+            )
             for name, parts in times.items()
         ]
     for what in ("randperm", "randperm and tolist"):
         own = _all(runs["accel"], "floor", what)
-        rows.append((f"`{what}`", NONE, spread(own), number(median(own)), NONE))
+        rows.append((f"`{what}`", NONE, format_spread(own), number(median(own)), NONE))
     return Table("100 000 batches skipped, ms", _TEXT, _HEADER, rows)
 
 

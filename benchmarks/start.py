@@ -1,4 +1,4 @@
-"""What a launcher adds to a script that only imports torch, on one process and on several."""
+"""Measure the time that a launcher adds to a script that only imports torch, on one process and on several."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from benchmarks.bench import SCRIPTS, Bench
 from benchmarks.measure import Run, interleaved
-from benchmarks.report import Table, beside
+from benchmarks.report import Table, comparison_row
 
 __all__ = ["measure"]
 
 _TEXT = """\
 The script imports torch and ends. Ready is the time from the start of the command until torch is imported in
-the last of its processes. `python -c 'import torch'` stands beside for scale. What we hold ourselves to: ready
+the last of its processes. `python -c 'import torch'` stands comparison_row for scale. What we hold ourselves to: ready
 with 4 processes in at most half of what torchrun needs, with 8 in at most 0.4 of it and a fifth above 4, with 2
 in at most 1.8 imports of torch."""
 _HEADER = ("command", "CPU s", "wall s", "ready s", "CPU ÷ accel", "wall ÷ accel", "ready ÷ accel")
@@ -82,7 +82,7 @@ def _rows(bench: Bench, cases: dict[str, Callable[[], Run]], processes: int) -> 
     measured = {name: _measured(results, processes) for name, results in runs.items()}
     ours = next(iter(measured.values()))
     count = "1 process" if processes == 1 else f"{processes} processes"
-    return [beside(f"{count}: `{name}`", columns, ours) for name, columns in measured.items()]
+    return [comparison_row(f"{count}: `{name}`", columns, ours) for name, columns in measured.items()]
 
 
 def _measured(runs: list[Run], processes: int) -> tuple[list[float], list[float], list[float]]:

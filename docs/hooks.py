@@ -35,7 +35,7 @@ _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or fals
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that no file holds; `mkdocs` calls this once a build."""
+    """Add the generated pages; `mkdocs` calls this once per build."""
     pages = {"reference/cli.md": cli_page(), "reference/profile.md": profile_page()}
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def cli_page() -> str:
-    """Every command with its arguments and options, from the typer app."""
+    """Return the page of all commands with their arguments and options, from the typer app."""
     intro = (
         "# Command line\n\n"
         "Made from the commands themselves; `accel COMMAND --help` says the same. Every command also takes "
@@ -58,7 +58,7 @@ def cli_page() -> str:
 
 
 def _commands(name: str, command: Any) -> Iterator[str]:
-    """The section of a command, and those of the commands below it."""
+    """Yield the section of a command, and those of its subcommands."""
     yield _command(name, command)
     if isinstance(command, TyperGroup):
         for below, inner in command.commands.items():
@@ -110,7 +110,7 @@ def _meaning(option: Any) -> str:
 
 
 def profile_page() -> str:
-    """Every key of a profile and every environment variable, from the models that check them."""
+    """Return the page of all profile keys and environment variables, from the models that validate them."""
     parts = [
         "# Profile and variables",
         _MADE,
@@ -161,17 +161,17 @@ def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) ->
 
 
 def _kind(field: FieldInfo) -> str:
-    """What a field may hold, in words."""
+    """Return the type and bounds of a field as text."""
     least = [f", at least {m.ge}" for m in field.metadata if hasattr(m, "ge")]
     above = [f", above {m.gt}" for m in field.metadata if hasattr(m, "gt")]
-    return _words(field.annotation) + "".join([*least, *above])
+    return _format_type(field.annotation) + "".join([*least, *above])
 
 
-def _words(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) in {Union, types.UnionType}:
-        return " or ".join(_words(part) for part in get_args(annotation) if part is not types.NoneType)
+        return " or ".join(_format_type(part) for part in get_args(annotation) if part is not types.NoneType)
     if get_origin(annotation) is dict:
         return "names with their text"
     if get_origin(annotation) is list:
@@ -186,7 +186,7 @@ def _words(annotation: Any) -> str:
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    """What holds where nothing is said; a launcher has to be named."""
+    """Return the default of a field as text; a launcher has none."""
     if name == "kind":
         return "none"
     value = field.get_default(call_default_factory=True, validated_data={})
@@ -196,26 +196,28 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def _variables() -> list[tuple[str, str, str]]:
-    """Every variable of `accel_runtime.env`, described by the docstrings that stand there."""
+    """Return a row for each variable of `accel_runtime.env`, described by its docstring."""
     module = griffe.load("accel_runtime.env", search_paths=[Path(__file__).resolve().parents[1]])
     rows = list(_variables_of(Settings))
     others = {"HOME": "a folder", "PROFILE": "a name", "EARLY_FP16": "`1`, `true`, `0`, `false`"}
-    return rows + [(f"`{getattr(env, name)}`", kind, _said(module[name])) for name, kind in others.items()]
+    return rows + [
+        (f"`{getattr(env, name)}`", kind, _format_docstring(module[name])) for name, kind in others.items()
+    ]
 
 
 def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, str, str]]:
-    """The variable of every field, and of every field of a section."""
+    """Yield a row for the variable of each field, and of each field of a section."""
     module = griffe.load(settings.__module__, search_paths=[Path(__file__).resolve().parents[1]])
     hints = get_type_hints(settings)
     for f in fields(settings):
         if is_dataclass(hints[f.name]):
             yield from _variables_of(hints[f.name], f"{f.name}_")
         else:
-            said = _said(module[f"{settings.__name__}.{f.name}"])
-            yield f"`{env.variable_name(before + f.name)}`", _words(hints[f.name]), said
+            meaning = _format_docstring(module[f"{settings.__name__}.{f.name}"])
+            yield f"`{env.variable_name(before + f.name)}`", _format_type(hints[f.name]), meaning
 
 
-def _said(item: Any) -> str:
+def _format_docstring(item: Any) -> str:
     return _cell(item.docstring.value)
 
 

@@ -86,19 +86,19 @@ time.sleep(600)
 
 
 def failure() -> Iterator[list[Text]]:
-    """What a person sees where one of four ranks fails while the others wait for it."""
+    """Yield the screen after one of four ranks failed while the others waited for it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(_SCRIPT, encoding="utf-8")
         terminal = _Terminal(folder, "launch", "--cpu", "--nproc-per-node", "4", "train.py")
         terminal.end(code=1)
-        yield terminal.shown()
+        yield terminal.render()
 
 
 def wizard() -> Iterator[list[Text]]:
-    """What a person sees: with the third question open, then at the end.
+    """Yield the screens of the wizard: with the third question open, then at the end.
 
     Raises:
-        RuntimeError: The wizard did not ask what is answered here, or did not end well.
+        RuntimeError: The wizard did not ask the expected questions, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A relative home keeps the paths of the machine that draws out of the picture.
@@ -106,13 +106,13 @@ def wizard() -> Iterator[list[Text]]:
         terminal.answer("How should scripts run?", _DOWN + _ENTER)
         terminal.answer("How many machines?", _ENTER)
         terminal.answer("How many processes on each machine?", "2")
-        yield terminal.shown()
+        yield terminal.render()
         terminal.type(_ENTER)
         terminal.answer("Mixed precision?", _ENTER)
         terminal.answer("fit on one device?", _ENTER)
         terminal.answer("Write home", _ENTER)
         terminal.end()
-        yield terminal.shown()
+        yield terminal.render()
 
 
 PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
@@ -187,8 +187,8 @@ class _Terminal:
         if self._child.exitstatus != code:
             raise RuntimeError(f"it ended with code {self._child.exitstatus}")
 
-    def shown(self) -> list[Text]:
-        """The screen as rich's text, without the empty lines at its end."""
+    def render(self) -> list[Text]:
+        """Return the screen as text of rich, without empty lines at the end."""
         cursor = self._screen.cursor
         if self._child.isalive():
             under = self._screen.buffer[cursor.y][cursor.x]

@@ -58,7 +58,7 @@ def _accelerator(library: Any, *, background: bool) -> Any:
 def _background(
     accelerator: Any, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, list[float]]:
-    """How long the script is held up at the first save and at the others, how long the whole takes, and the memory."""
+    """Return the seconds that the first save and the others block the script, the total seconds, and the memory."""
     time.sleep(3)  # as long as a few steps of such a model; the memory is taken meanwhile
     held, whole = [], []
     for number in range(_SAVES + 1):

@@ -21,7 +21,7 @@ _WINDOWS = (1, 3, 4)
 _SEEDS = range(3)
 _LONG = 0.2
 """How many of the rows ask for all their tokens."""
-_UNASKED = -100
+_IGNORED = -100
 """What cross_entropy leaves out."""
 
 
@@ -46,22 +46,22 @@ class Text:
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(_WORDS, (count, _LENGTH + 1), generator=generator)
-        asked = torch.randint(1, 3, (count,), generator=generator)
-        asked[torch.rand(count, generator=generator) < _LONG] = _LENGTH
+        lengths = torch.randint(1, 3, (count,), generator=generator)
+        lengths[torch.rand(count, generator=generator) < _LONG] = _LENGTH
         self.tokens, self.targets = rows[:, :-1], rows[:, 1:].clone()
-        self.targets[torch.arange(_LENGTH) >= asked[:, None]] = _UNASKED
+        self.targets[torch.arange(_LENGTH) >= lengths[:, None]] = _IGNORED
 
     def loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """The mean over the tokens these rows ask for."""
+        """Return the mean loss over the tokens of the targets."""
         return nn.functional.cross_entropy(model(self.tokens[ids]).flatten(0, 1), self.targets[ids].flatten())
 
-    def asked(self, ids: torch.Tensor) -> int:
-        """How many tokens that is."""
-        return int((self.targets[ids] != _UNASKED).sum())
+    def count_tokens(self, ids: torch.Tensor) -> int:
+        """Return the number of tokens of the targets."""
+        return int((self.targets[ids] != _IGNORED).sum())
 
 
 def main() -> None:
-    """Print the relative errors by micro-batches a window: `{accumulation: [...]}`."""
+    """Print the relative errors by micro-batches per accumulation cycle: `{accumulation: [...]}`."""
     name = sys.argv[1]
     library = importlib.import_module(name)
     exact = name == "accel_runtime"
@@ -96,7 +96,7 @@ def _epoch(accelerator: Any, text: Text, window: int, *, weigh: bool) -> list[fl
     for ids in loader:
         with accelerator.accumulate(model):
             loss = text.loss(model, ids)
-            accelerator.backward(loss, **({"weight": text.asked(ids)} if weigh else {}))
+            accelerator.backward(loss, **({"weight": text.count_tokens(ids)} if weigh else {}))
             if accelerator.sync_gradients:
                 found.append(_flat(model))
             optimizer.step()

@@ -44,7 +44,7 @@ class Layer(nn.Module):
         return x + inside
 
 
-class Words(nn.Module):
+class LanguageModel(nn.Module):
     """A small language model."""
 
     def __init__(self, scale: int) -> None:
@@ -105,10 +105,10 @@ def _timed(way: _Step, words: torch.Tensor, *, on_gpu: bool) -> float:
     return (time.perf_counter() - start) / _STEPS * 1000
 
 
-def _model(device: torch.device, *, on_gpu: bool) -> Words:
+def _model(device: torch.device, *, on_gpu: bool) -> LanguageModel:
     torch.manual_seed(0)
     with device:
-        return Words(8 if on_gpu else 1)
+        return LanguageModel(8 if on_gpu else 1)
 
 
 def _optimizer(model: nn.Module) -> Any:

@@ -93,7 +93,7 @@ def _by_hand(workers: int) -> Callable[[], Iterable[int]]:
 
 
 def _compiled(epoch: Callable[[], Iterable[int]]) -> dict[int, int]:
-    """How many graphs have been compiled when a step has been sent off."""
+    """Return the number of compiled graphs after each step."""
     before = _graphs()
     found = {step - 1: _graphs() - before for step in epoch()}
     torch_xla.sync(wait=True)
