@@ -27,12 +27,16 @@ def command(python: str, what: Sequence[str], file: str = "worker.py", *how: str
         how: What that is told.
     """
     # By path: `-m` would put the current folder before the standard library while the file loads.
-    return (python, str(Path(accel_cli.__file__).with_name(file)), *how, *what)
+    return (python, str(Path(accel_cli.__file__).parent / "runner" / file), *how, *what)
 
 
 def runner(start_method: str) -> str:
     """The function that carries the plan out, as `module:function`."""
-    return "accel_cli.agent:run" if start_method == "exec" else "accel_cli.forkserver:become"
+    return (
+        "accel_cli.runner.agent:run"
+        if start_method == "exec"
+        else "accel_cli.runner.forkserver:exec_fork_server"
+    )
 
 
 def added(

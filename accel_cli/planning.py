@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from accel_cli import launchers, layout, machine, nodes
 from accel_cli.errors import AccelError, UsageError, explain_torch_error
-from accel_cli.forkserver.unfit import source_of
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.machine import Machine
 from accel_cli.profile import document, layers
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
+from accel_cli.runner.exec_fallback import source_of
 from accel_cli.tpu import Tpu
 from accel_runtime.env import find_nearest
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PRELOADED = (
-    "accel_cli.forkserver.start",  # the first: what is loaded by then is what a bare process has loaded
+    "accel_cli.runner.forkserver_main",  # the first: what is loaded by then is what a bare process has loaded
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -31,9 +31,9 @@ PRELOADED = (
     "torch._dynamo",
     "safetensors.torch",
     "accel_cli.main",
-    "accel_cli.agent",
+    "accel_cli.runner.agent",
     "accel_cli.planning",
-    "accel_cli.stacks",
+    "accel_cli.runner.stalls",
     "rich.traceback",
     "typer.rich_utils",
 )
@@ -124,7 +124,9 @@ class Interpreter:
         Returns:
             Its process id.
         """
-        from accel_cli.forkserver.server import _adopting  # not in the interpreter before what it preloads
+        from accel_cli.runner.forkserver_process import (
+            _adopting,  # not in the interpreter before what it preloads
+        )
 
         with self._lock, _adopting():
             if self._process is None:
@@ -170,7 +172,7 @@ def serve(link):
     """Fork a process for each request until the tests end; return its request in each of them."""
     for name in PRELOADED:
         if name == "torch":
-            # torch reads it once: `accel_cli.quiet` sets it where several machines meet, before it imports torch.
+            # torch reads it once: `accel_cli.runner.torch_log_level` sets it where several machines meet, before it imports torch.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         importlib.import_module(name)
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
@@ -231,8 +233,8 @@ class PlannedError(BaseException):
 
 def become(request):
     """Be the `accel` of a request; returns in a rank whose script has ended, and nowhere else."""
-    from accel_cli import forkserver, main
-    from accel_cli.forkserver import start
+    from accel_cli import main
+    from accel_cli.runner import forkserver, forkserver_main
 
     os.setsid()
     if request["host"]:
@@ -246,7 +248,7 @@ def become(request):
     def planned(plan):
         raise PlannedError(plan)
 
-    forkserver.become = planned
+    forkserver.exec_fork_server = planned
     try:
         main.main()
     except SystemExit as error:
@@ -255,8 +257,8 @@ def become(request):
         (plan,) = error.args
     os.environ.update(plan.env)
     # What `become` does in a fresh interpreter, done in this one.
-    sys.argv = [start.__file__, str(forkserver._told(plan)), *sys.argv[1:]]
-    start.main()
+    sys.argv = [forkserver_main.__file__, str(forkserver._write_plan(plan)), *sys.argv[1:]]
+    forkserver_main.main()
 
 
 def enter(namespace, name):

@@ -19,17 +19,20 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/commands/",
     "accel_cli/wizard/session.py",
     "accel_cli/launchers/single.py",
-    "accel_cli/agent/",
-    "accel_cli/quiet.py",
+    "accel_cli/runner/agent.py",
+    "accel_cli/runner/forkserver.py",
+    "accel_cli/runner/forkserver_process.py",
+    "accel_cli/runner/processes.py",
+    "accel_cli/runner/rendezvous.py",
+    "accel_cli/runner/torch_log_level.py",
+    "accel_cli/runner/worker.py",
+    "accel_cli/runner/xla_replicas.py",
     "accel_cli/launchers/slurm/submit.py",
-    "accel_cli/forkserver/",
     # A host of a SageMaker job reads the container's environment, as `accel launch` reads a shell's.
     "accel_cli/container/entry.py",
     "accel_cli/container/host.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
-    "accel_cli/worker.py",
-    "accel_cli/replicas.py",
     "accel_runtime/accelerator/accelerator.py",
     "accel_runtime/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
@@ -97,7 +100,7 @@ def test_the_runtime_does_not_import_the_command_line():
 
 def test_torch_is_imported_where_a_torchrun_plan_is_run_and_nowhere_else():
     found = importing(CLI, {"torch"})
-    assert not [(path, module) for path, module in found if not path.startswith("accel_cli/agent/")]
+    assert not [(path, module) for path, module in found if not path.startswith("accel_cli/runner/")]
 
 
 def test_a_variable_of_accel_is_spelled_in_the_contract_only():
@@ -113,7 +116,7 @@ def test_a_variable_of_accel_is_spelled_in_the_contract_only():
 
 
 def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
-    xla = {ROOT / "accel_runtime" / "backends" / "xla" / "backend.py", ROOT / "accel_cli" / "replicas.py"}
+    xla = {ROOT / "accel_runtime" / "backends" / "xla" / "backend.py", ROOT / "accel_cli" / "runner" / "xla_replicas.py"}
     assert not importing({*CLI, *RUNTIME} - xla, {"torch_xla"})
     assert not importing(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from accel_cli.runs import RunFolder
+    from accel_cli.runner.run_dir import RunFolder
 
 __all__ = ["EXAMPLE", "logs"]
 
@@ -41,18 +41,19 @@ def logs(  # noqa: PLR0913, PLR0917 - one parameter an option
     import os
     import sys
 
-    from accel_cli import console, following, runs
+    from accel_cli import console
+    from accel_cli.runner import run_dir
 
-    base = runs.home(os.environ, log_dir or _told(os.environ))
+    base = run_dir.get_log_home(os.environ, log_dir or _told(os.environ))
     if listed:
-        _list(runs.recent(base))
+        _list(run_dir.find_recent_run(base))
         return
-    chosen = runs.named(base, run)
-    if run is None and (newest := runs.recent(base)[0]) != chosen:
+    chosen = run_dir.find_named_run(base, run)
+    if run is None and (newest := run_dir.find_recent_run(base)[0]) != chosen:
         console.note(
             f"{newest.path.name} started no process ({newest.state}); these are the logs of {chosen.path.name}"
         )
-    wanted = following.Wanted(chosen, attempt, rank)
+    wanted = run_dir.LogSelection(chosen, attempt, rank)
     show = wanted.follow if follow else wanted.once
     for data in show():
         sys.stdout.buffer.write(data)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from accel_cli.runs import RunFolder
+    from accel_cli.runner.run_dir import RunFolder
 
 __all__ = ["EXAMPLE", "stacks"]
 
@@ -28,8 +28,9 @@ def stacks(
 
     The job goes on. Processes on this machine are shown.
     """
-    from accel_cli import console, stalls
+    from accel_cli import console
     from accel_cli.errors import UsageError
+    from accel_cli.runner import stalls
 
     run = _running(name)
     folders = run.ranks(run.attempts[-1]) if run.attempts else {}
@@ -38,17 +39,17 @@ def stacks(
         raise UsageError(f"--rank: {run.path.name} has no rank {rank} on this machine; it has {known}")
     if rank is not None:
         folders = {rank: folders[rank]}
-    console.plain(f"{run.path.name}\n{stalls.told(folders, full=full)}")
+    console.plain(f"{run.path.name}\n{stalls.format_stall(folders, full=full)}")
 
 
 def _running(name: str | None) -> RunFolder:
     import os
 
-    from accel_cli import runs
     from accel_cli.errors import UsageError
+    from accel_cli.runner import run_dir
 
-    home = runs.home(os.environ)
-    known = runs.recent(home)
+    home = run_dir.get_log_home(os.environ)
+    known = run_dir.find_recent_run(home)
     running = [run for run in known if run.running]
     if name is None:
         if not running:

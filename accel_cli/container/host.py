@@ -23,7 +23,6 @@ if __name__ == "__main__":
         del sys.path[0]
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from accel_cli import reason
 from accel_cli.container import gpus, packages, source, told, vault, work
 from accel_cli.container.problem import ContainerError
 from accel_cli.container.ready import Ready
@@ -31,6 +30,7 @@ from accel_cli.container.told import Told
 from accel_cli.container.work import Work
 from accel_cli.machine import cpus
 from accel_cli.plan import Plan
+from accel_cli.runner import run_dir
 from accel_runtime.env import SettingsError
 
 __all__ = ["headline", "main", "prepare"]
@@ -168,13 +168,13 @@ def headline(plan: Plan) -> str:
     """The line at the start: which of the hosts this is, and what runs on it."""
     each = "1 process" if plan.nproc_per_node == 1 else f"{plan.nproc_per_node} processes"
     if plan.nnodes == 1:
-        return f"{plan.agent[reason.HOST]} runs {each}, {plan.device}"
+        return f"{plan.agent[run_dir.HOST_KEY]} runs {each}, {plan.device}"
     place = f"machine {plan.agent['node_rank'] + 1} of {plan.nnodes}"
-    return f"{plan.agent[reason.HOST]} is {place} with {each} on each, {plan.device}; they meet at {plan.agent['rdzv_endpoint']}"
+    return f"{plan.agent[run_dir.HOST_KEY]} is {place} with {each} on each, {plan.device}; they meet at {plan.agent['rdzv_endpoint']}"
 
 
 def _leave(root: Path, text: str) -> None:
-    reason.leave({reason.FILE: str(root / "output" / "failure")}, text)
+    run_dir.write_reason({run_dir.REASON_FILE: str(root / "output" / "failure")}, text)
 
 
 def _stopped(number: int, _frame: FrameType | None) -> NoReturn:

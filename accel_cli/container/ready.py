@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli import elastic, reason
+from accel_cli import elastic
 from accel_cli.container import gpus, told
 from accel_cli.container.told import Told
 from accel_cli.container.work import Work
 from accel_cli.machine import cpus
 from accel_cli.plan import Plan
+from accel_cli.runner import run_dir
 from accel_runtime.env import Settings, check_layout
 
 __all__ = ["Ready"]
@@ -84,8 +85,8 @@ class Ready:
             "log_dir": str(self.root / "output" / "data" / "accel-runs"),
             "shutdown_timeout": 110,
             "stall_timeout": None,
-            reason.FILE: str(self.root / "output" / "failure"),
-            reason.HOST: self.told.host,
+            run_dir.REASON_FILE: str(self.root / "output" / "failure"),
+            run_dir.HOST_KEY: self.told.host,
         }
         known |= {name: value for name, value in self.work.agent.items() if name in known}
         return elastic.agent(

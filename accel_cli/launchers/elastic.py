@@ -11,7 +11,7 @@ from typing_extensions import Self
 from accel_cli import elastic, network
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job, Launcher
-from accel_cli.ranks import checked
+from accel_cli.runner.rank_filter import check_ranks
 
 __all__ = [
     "AllowLoopback",
@@ -106,7 +106,7 @@ MonitorInterval = Annotated[
 ]
 Ranks = Annotated[
     int | str,
-    AfterValidator(checked),
+    AfterValidator(check_ranks),
     Field(description="Whose output is on the screen: `all`, `none`, or ranks as in `0,2`."),
 ]
 LogDir = Annotated[

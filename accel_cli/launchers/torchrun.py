@@ -18,7 +18,7 @@ from accel_cli.launchers.base import Job, Plan, device_of, environment
 from accel_cli.launchers.gpus import GpuIds, choose_gpus
 from accel_cli.machine import Machine
 from accel_cli.nodes import PORT
-from accel_cli.ranks import highest
+from accel_cli.runner.rank_filter import get_highest_rank
 
 __all__ = ["Torchrun"]
 
@@ -112,7 +112,7 @@ class Torchrun(elastic.Elastic):
         job, visible = choose_gpus(job, self.gpu_ids)
         count = self._count(job)
         device = device_of(job, count)
-        if highest(self.ranks) >= self.range[1] * count:
+        if get_highest_rank(self.ranks) >= self.range[1] * count:
             raise UsageError(
                 f"ranks: {self.ranks} was asked for, but the last rank is {self.range[1] * count - 1}"
             )

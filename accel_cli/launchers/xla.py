@@ -135,8 +135,8 @@ class Xla(elastic.Elastic):
         how = ("spmd" if self.spmd else str(self.replicas), function)
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.agent:run",
-            argv=elastic.command(job, "replicas.py", *how),
+            runner="accel_cli.runner.agent:run",
+            argv=elastic.command(job, "xla_replicas.py", *how),
             # Said also where the user has set it: everything else follows from it.
             env={**environment(told, {**self.interfaces(), **self._quiet}), "PJRT_DEVICE": pjrt},
             device=f"xla (PJRT_DEVICE={pjrt})",

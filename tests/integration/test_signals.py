@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked_launch import Accel
 
-from accel_cli.agent import guard
+from accel_cli.runner import guard
 
 HEARD = """
 import os, signal, sys, time
@@ -83,7 +83,7 @@ class Launched:
     def left(self):
         """What is there of the run: its launcher's guard, and the sessions of its processes."""
         leaders = {int(path.read_text()) for path in self.cwd.glob("up[0-9]")}
-        return [p for p in guard.processes() if p.session in leaders or self._is_guard(p.pid)]
+        return [p for p in guard.list_processes() if p.session in leaders or self._is_guard(p.pid)]
 
     def _is_guard(self, pid):
         try:
@@ -107,7 +107,7 @@ def launch(cwd):
         launched.process.kill()
         launched.process.wait()
         wait_for(lambda launched=launched: not launched.left(), 10)
-    guard.send(alive(cwd), signal.SIGKILL)
+    guard.send_signal(alive(cwd), signal.SIGKILL)
 
 
 def heard(cwd):
@@ -224,7 +224,7 @@ while not Path("daemon" + rank).exists():
 
 def alive(cwd):
     """The processes of `STARTS` that run."""
-    running = {process.pid for process in guard.processes()}
+    running = {process.pid for process in guard.list_processes()}
     return running & {int(path.read_text()) for path in [*cwd.glob("child*"), *cwd.glob("daemon[0-9]")]}
 
 
@@ -263,7 +263,7 @@ def test_what_a_run_that_ended_well_started_in_sessions_of_its_own_stays(script,
     script(STARTS)
     assert launch().ended() == 0
     left = alive(cwd)
-    guard.send(left, signal.SIGKILL)
+    guard.send_signal(left, signal.SIGKILL)
     assert len(left) == 4
 
 
@@ -272,7 +272,7 @@ def test_a_run_that_loses_its_guard_ends_as_it_would_with_it_and_says_so_once(sc
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch().up()
     (lost,) = [process.pid for process in launched.left() if launched._is_guard(process.pid)]
-    guard.send([lost], signal.SIGKILL)
+    guard.send_signal([lost], signal.SIGKILL)
     wait_for(lambda: launched.said)
     if number:
         launched.send(number)
@@ -296,7 +296,7 @@ def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_l
     assert launched.ended() == 0
     children = [int(path.read_text()) for path in cwd.glob("child*")]
     assert sorted(process.pid for process in launched.left()) == sorted(children)
-    guard.send(children, signal.SIGKILL)
+    guard.send_signal(children, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 from forked_launch import run
 
-from accel_cli import worker
+from accel_cli.runner import worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server needs Linux")
 
@@ -23,11 +23,11 @@ import os, sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 from pathlib import Path
-from accel_cli import worker
-from accel_cli.forkserver.server import Server, start
+from accel_cli.runner import worker
+from accel_cli.runner.forkserver_process import ForkServer, start_fork_server
 
-started = start()
-if isinstance(started, Server):
+started = start_fork_server()
+if isinstance(started, ForkServer):
     (pid,) = started.fork((sys.executable, worker.__file__, "script", *sys.argv[2:]), [dict(os.environ)])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     started.close()
@@ -415,7 +415,7 @@ def test_nothing_is_left_when_the_launcher_ends(accel, script):
 
 
 def test_the_server_ends_with_its_launcher_however_that_ends():
-    source = "from accel_cli.forkserver.server import start; print(start()._pid, flush=True); input()"
+    source = "from accel_cli.runner.forkserver_process import start_fork_server; print(start_fork_server()._pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as launcher:
@@ -434,7 +434,7 @@ def test_a_process_whose_server_is_killed_before_it_may_begin_ends():
     """Its launcher has started another by exec."""
     source = """
 import os
-from accel_cli.forkserver import server
+from accel_cli.runner import forkserver_process as server
 (go, begin), (born, announce) = os.pipe(), os.pipe()
 if pid := os.fork():
     os.close(begin)

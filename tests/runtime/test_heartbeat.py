@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_cli.runs import RankFolder
-from accel_cli.stalls import Beat
+from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runner.stalls import Beat
 from accel_runtime import Accelerator
 from accel_runtime.env import RANK_FOLDER
 from accel_runtime.heartbeat import Heartbeat, _create_progress, heartbeat

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.agent import guard
+from accel_cli.runner import guard
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 
@@ -221,7 +221,7 @@ def test_a_signal_reaches_every_replica_and_ends_the_run_after_a_saved_checkpoin
     finally:
         process.kill()
         process.wait()
-    session = next((p.session for p in guard.processes() if p.pid == pid), None)
+    session = next((p.session for p in guard.list_processes() if p.pid == pid), None)
     assert session is None
     assert "rank 0" in asked.stdout
     assert asked.stdout.count(" in wait") == 2, asked.stdout

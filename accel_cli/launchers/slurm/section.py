@@ -15,7 +15,7 @@ from accel_cli.launchers.base import Job, Launcher, Plan, environment
 from accel_cli.launchers.slurm import render
 from accel_cli.launchers.slurm.step import here
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.ranks import checked
+from accel_cli.runner.rank_filter import check_ranks
 
 __all__ = ["Slurm"]
 
@@ -192,7 +192,7 @@ class Slurm(Launcher):
     ] = 0
     ranks: Annotated[
         int | str,
-        AfterValidator(checked),
+        AfterValidator(check_ranks),
         Field(description="Whose output is in the job's log: `all`, `none`, or ranks as in `0,2`."),
     ] = 0
     sbatch_args: Annotated[

@@ -2,7 +2,7 @@
 
 from in_process import run
 
-from accel_cli.runs import RunFolder
+from accel_cli.runner.run_dir import RunFolder
 
 
 def test_a_launch_that_never_met_does_not_hide_the_run_before_it(tmp_path, capfd, cwd):

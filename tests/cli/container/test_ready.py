@@ -79,7 +79,7 @@ def test_a_variable_that_the_container_has_stays(tmp_path):
 
 
 def test_a_program_is_started_by_the_agent_itself(tmp_path):
-    assert ready(tmp_path, kind="program").plan().runner == "accel_cli.agent:run"
+    assert ready(tmp_path, kind="program").plan().runner == "accel_cli.runner.agent:run"
 
 
 def test_the_name_of_the_first_host_is_waited_for(monkeypatch, capfd):

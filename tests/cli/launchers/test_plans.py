@@ -112,7 +112,9 @@ def test_how_processes_start_and_why(monkeypatch, platform, kind, wanted, said):
     plan = Torchrun(nproc_per_node=2, start_method=wanted).plan(job(kind))
     assert plan.start_method == said
     forked = said.startswith("forkserver")
-    assert plan.runner == ("accel_cli.forkserver:become" if forked else "accel_cli.agent:run")
+    assert plan.runner == (
+        "accel_cli.runner.forkserver:exec_fork_server" if forked else "accel_cli.runner.agent:run"
+    )
 
 
 def test_forking_where_it_cannot_be_is_refused(monkeypatch):

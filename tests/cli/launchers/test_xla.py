@@ -30,8 +30,8 @@ def job(kind="script", machine=TPU, env=None, environ=None, **settings):
 
 def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute_on():
     plan = Xla().plan(job())
-    assert (plan.nproc_per_node, plan.nnodes, plan.runner) == (1, 1, "accel_cli.agent:run")
-    assert plan.argv[1].endswith("accel_cli/replicas.py")
+    assert (plan.nproc_per_node, plan.nnodes, plan.runner) == (1, 1, "accel_cli.runner.agent:run")
+    assert plan.argv[1].endswith("accel_cli/runner/xla_replicas.py")
     assert plan.argv[2:] == ("all", "", "script", "train.py", "--lr", "-1")
     assert plan.env == {**TOLD, **LOOPBACK, "PJRT_DEVICE": "TPU"}
     assert plan.agent["replicas"] is True

@@ -1,0 +1,1 @@
+"""The processes of a launch: how they are started, watched and ended."""

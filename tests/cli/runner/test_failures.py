@@ -1,0 +1,139 @@
+"""Which of several failures was the first, and how it is told in few lines."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel_cli
+from accel_cli.runner import failures
+from accel_cli.runner.failures import Cause, ExceptionInfo, Failure
+from accel_cli.runner.rank_filter import format_ranks
+from accel_cli.runner.run_dir import RankFolder
+
+WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
+
+
+def failure(rank, time=1.0, exitcode=1, said="ValueError: boom\n", kind="builtins.ValueError", **more):
+    chain = (ExceptionInfo(kind, said),) if exitcode > 0 else ()
+    return Failure(rank, "box", 7, exitcode, time, "log", chain=chain, **more)
+
+
+LOST = {
+    "kind": "builtins.RuntimeError",
+    "said": "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\n",
+}
+WAITED = {
+    "kind": "builtins.RuntimeError",
+    "said": "RuntimeError: [gloo/pair.cc] Timed out waiting 30000ms for recv\n",
+}
+
+TOLD_STALL = {
+    "kind": "accel_runtime.collectives.handshake.StallError",
+    "said": "accel_runtime.collectives.handshake.StallError: rank 1 did not come to gather at train.py:9 in time\n",
+}
+TOLD_LOSS = {
+    "kind": "accel_runtime.collectives.handshake.RankLostError",
+    "said": "accel_runtime.collectives.handshake.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
+}
+
+
+def test_the_first_is_the_earliest_of_those_nearest_to_the_root():
+    in_order = [
+        failure(3, 5.0),
+        failure(1, 6.0),
+        failure(0, 1.0, exitcode=-6),
+        failure(6, 9.0, **TOLD_STALL),
+        failure(7, 8.0, **TOLD_LOSS),
+        failure(2, 0.5, **WAITED),
+        failure(4, 0.2, **LOST),
+        failure(5, 0.1, exitcode=-15, stopped=True),
+    ]
+    for some in itertools.combinations(in_order, 2):
+        assert failures.find_first(reversed(some)) is some[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("builtins.ConnectionResetError", "ConnectionResetError: [Errno 104] Connection reset by peer\n"),
+        ("requests.exceptions.ConnectionError", "ConnectionError: Connection refused\n"),
+        ("builtins.TimeoutError", "TimeoutError: timed out\n"),
+    ],
+)
+def test_a_connection_that_is_not_between_the_ranks_is_a_failure_of_its_own(kind, said):
+    assert failure(0, kind=kind, said=said).cause == Cause.OWN
+
+
+def test_a_lost_peer_is_known_behind_what_was_made_of_it():
+    lost = ExceptionInfo(**LOST)
+    raised = ExceptionInfo("builtins.SystemExit", "SystemExit: 1\n")
+    assert Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, lost), exit=1).cause == Cause.LOST
+
+
+def left(folder, source, name="train.py"):
+    """What a script leaves that the worker runs in a rank's folder."""
+    rank = RankFolder(folder / "rank_0")
+    rank.path.mkdir()
+    for stream in ("stdout", "stderr"):
+        (rank.path / stream).symlink_to("output.log")
+    rank.output.touch()
+    (folder / name).write_text(source)
+    environ = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(rank.error)}
+    command = [sys.executable, str(WORKER), "script", name]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
+    assert done.stdout + done.stderr == b""
+    failures.complete_log(rank)
+    return failures.read_failure(rank, 0.0, rank=0, host="box", pid=7, exitcode=done.returncode), rank
+
+
+def test_a_traceback_is_told_by_the_launcher_alone_and_is_in_the_log(tmp_path):
+    found, rank = left(tmp_path, "print('a')\nraise ValueError('boom')\n")
+    assert failures.format_cause(found) == "ValueError: boom"
+    assert failures.format_stack(found)[1] == "    raise ValueError('boom')"
+    assert rank.output.read_text().startswith("a\nTraceback (most recent call last):\n")
+    assert not rank.fault.exists()
+
+
+def test_an_endless_recursion_is_few_lines(tmp_path):
+    found, _ = left(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
+    assert len(failures.format_stack(found)) <= 12
+    assert failures.format_cause(found).startswith("RecursionError: maximum recursion depth exceeded")
+
+
+def test_a_message_moves_no_cursor(tmp_path):
+    found, _ = left(tmp_path, r"raise ValueError('\x1b[2J\x1b]0;x\x07red\x08\x00')")
+    assert failures.format_cause(found) == "ValueError: red\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
+
+
+def test_an_exit_with_zero_is_no_failure(tmp_path):
+    _, rank = left(tmp_path, "import sys\nsys.exit(0)\n")
+    assert not rank.error.exists()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([2], "rank 2"),
+        ([1, 0], "ranks 0 and 1"),
+        ([0, 1, 2], "ranks 0 to 2"),
+        ([0, 2, 3], "ranks 0, 2 and 3"),
+    ],
+)
+def test_ranks_are_named_in_words(ranks, said):
+    assert format_ranks(ranks) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "worker"),
+    [
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", 4711),
+        ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", None),
+        ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", None),
+    ],
+)
+def test_a_data_loader_worker_that_sigkill_ended_is_known(said, worker):
+    assert failure(0, said=said, kind="builtins.RuntimeError").killed_worker == worker

@@ -1,0 +1,71 @@
+"""What is printed of failed processes is that of the golden files."""
+
+from dataclasses import replace
+
+import golden
+import pytest
+
+from accel_cli.runner.failures import (
+    ExceptionInfo,
+    Failure,
+    Frame,
+    find_first,
+    format_for_file,
+    format_in_line,
+    print_report,
+)
+
+SCRIPT = Frame("train.py", 9, "step", "    loss.backward()")
+LIBRARY = Frame("/lib/torch/nn/modules/linear.py", 134, "forward", "    return F.linear(input, self.weight)")
+RAISED = ExceptionInfo("builtins.ValueError", "ValueError: boom\n", (SCRIPT,))
+FAILED = Failure(1, "node0", 4711, 1, 2.0, "/logs/rank_1/output.log", chain=(RAISED,))
+LOST = ExceptionInfo(
+    "builtins.RuntimeError",
+    "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\n",
+    (SCRIPT,),
+)
+STALLED = ExceptionInfo(
+    "builtins.RuntimeError",
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation\n",
+)
+WORKER = ExceptionInfo(
+    "builtins.RuntimeError", "RuntimeError: DataLoader worker (pid 4712) is killed by signal: Killed. \n"
+)
+OUT_OF_MEMORY = ExceptionInfo(
+    "torch.OutOfMemoryError",
+    "torch.OutOfMemoryError: CUDA out of memory. If reserved by PyTorch but unallocated memory is large try x\n",
+)
+FAILURES = {
+    "raised": [FAILED],
+    "raised-from": [replace(FAILED, chain=(ExceptionInfo("x.E", "x.E: two\n", (SCRIPT, LIBRARY)), RAISED))],
+    "one-and-lost": [FAILED, replace(FAILED, rank=0, time=3.0, chain=(LOST,))],
+    "the-same-on-all": [FAILED, replace(FAILED, rank=2, time=3.0), replace(FAILED, rank=3, time=3.5)],
+    "different": [FAILED, replace(FAILED, rank=0, time=3.0, chain=(ExceptionInfo("x.E", "x.E: other\n"),))],
+    "timed-out": [replace(FAILED, chain=(STALLED,))],
+    "killed": [replace(FAILED, chain=(), exitcode=-9)],
+    "killed-for-memory": [replace(FAILED, chain=(), exitcode=-9, memory=True)],
+    "crashed": [replace(FAILED, chain=(), exitcode=-11, crash=(SCRIPT,))],
+    "worker-killed": [replace(FAILED, chain=(WORKER,))],
+    "worker-killed-for-memory": [replace(FAILED, chain=(WORKER,), memory=True)],
+    "out-of-memory": [replace(FAILED, chain=(OUT_OF_MEMORY,))],
+    "exit-code": [replace(FAILED, chain=(), exitcode=3, exit=3)],
+    "exit-text": [replace(FAILED, chain=(), exitcode=1, exit="no data in /data")],
+    "replicas": [replace(FAILED, processes=0)],
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_reported_as_in_its_golden_file(name, elsewhere, capfd):
+    failures = FAILURES[name]
+    culprit = find_first(failures)
+    processes = 4 if culprit.processes is None else 0
+    print_report(culprit, failures[1:] if elsewhere else failures, processes=processes, shown=False)
+    out, err = capfd.readouterr()
+    assert not out
+    text = f"{err}\nin a line:\n{format_in_line(culprit)}\n\nin a file:\n{format_for_file(culprit)}\n"
+    golden.check(f"failures/{name}{'-elsewhere' if elsewhere else ''}.txt", text)
+
+
+def test_every_golden_failure_is_of_a_test():
+    assert golden.names("failures") == {f"{name}{end}" for name in FAILURES for end in ("", "-elsewhere")}

@@ -1,0 +1,215 @@
+"""What a restart is given: torch's bug as it is, and what accel does instead; one count, and machines that fit."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.runner import bootstrap as meetings
+from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo
+from accel_cli.runner.rendezvous import (
+    SHARED_STORE_OFF,
+    NodeRendezvous,
+    RestartBudget,
+    RestartReason,
+    SingleNodeRendezvous,
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """`Handler` sets a variable for good; a launch is a process of its own."""
+    monkeypatch.setenv(SHARED_STORE_OFF, "0")
+
+
+def said(**fields):
+    """What a plan tells the agent."""
+    launcher = Torchrun(allow_loopback=True, **fields)
+    job = SimpleNamespace(
+        nodes=SimpleNamespace(node_rank=None, static=False),
+        settings=SimpleNamespace(process_group_timeout=1800),
+    )
+    return launcher.agent(job)
+
+
+def pair(port):
+    """What two launchers on this machine are told."""
+    return said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}")
+
+
+def left_behind(handler):
+    """Two attempts of a handler: the ports of their stores, and whether the second knows a key of the first."""
+    infos, stores = [], []
+    for _ in range(2):
+        infos.append(handler.next_rendezvous().bootstrap_store_info)
+        info = infos[-1]
+        stores.append(
+            TCPStore(info.master_addr, info.master_port, is_master=False, timeout=timedelta(seconds=9))
+        )
+        if len(stores) == 1:
+            stores[0].set("of the dead attempt", "1")
+    return infos[0].master_port == infos[1].master_port, stores[1].check(["of the dead attempt"])
+
+
+def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
+    """The bug that `Handler` is there for (torch 2.13, pytorch#167288).
+
+    If this fails, torch has mended it: read docs/design/restarts.md for what can go.
+    """
+    parameters = RendezvousParameters(
+        "c10d", "127.0.0.1:0", "bug", 1, 1, local_addr="127.0.0.1", is_host=True
+    )
+    backend, store = create_backend(parameters)
+    handler = create_handler(store, backend, parameters)
+    assert left_behind(handler) == (True, True)
+    handler.shutdown()
+
+
+def test_every_attempt_of_machines_has_a_store_of_its_own(port):
+    told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
+    handler = NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told)
+    assert left_behind(handler) == (False, False)
+    handler.shutdown()
+
+
+def test_every_attempt_of_one_machine_has_a_store_of_its_own_on_loopback_only():
+    alone = SingleNodeRendezvous(BootstrapStore(said(), 1, derived=False), "run")
+    assert left_behind(alone) == (False, False)
+    info = alone.next_rendezvous()
+    assert not reachable(outward(), info.bootstrap_store_info.master_port)
+
+
+def met(handlers):
+    """How many machines each of some handlers finds in a round that they begin at once."""
+    with ThreadPoolExecutor() as pool:
+        return [info.world_size for info in pool.map(lambda handler: handler.next_rendezvous(), handlers)]
+
+
+def test_two_machines_of_one_address_and_process_id_are_two(port, monkeypatch):
+    handlers = []
+    for _ in range(2):
+        # As in two containers: torch's own number of a handler is the same in both, too.
+        monkeypatch.setattr(NodeRendezvous, "_node_desc_generator", dynamic_rendezvous._NodeDescGenerator())
+        told = {**pair(port), "rdzv_timeout": 20}
+        handlers.append(NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told))
+    assert met(handlers) == [2, 2]
+    assert len({card.id for card in handlers[0].cards}) == 2
+    assert handlers[0].departed(handlers[1].beats()) != ""  # no time has passed, so there is no news
+    handlers[1].meeting.depart("its launcher got SIGTERM, and ended its processes")
+    assert f"{handlers[1].meeting.card.name}: its launcher got SIGTERM" in handlers[0].departed({})
+    for handler in handlers:
+        handler.shutdown()
+
+
+def test_a_machine_too_many_is_refused_and_the_others_run_on(port):
+    told = {**pair(port), "rdzv_timeout": 20}
+    handlers = [NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told) for _ in range(3)]
+    assert met(handlers[:2]) == [2, 2]
+    with pytest.raises(UsageError, match=r"is one machine too many: the run has all 2 already \(.*, .*\)"):
+        handlers[2].next_rendezvous()
+    assert not handlers[0].is_closed()
+    for handler in handlers[:2]:
+        handler.shutdown()
+
+
+def test_a_card_of_another_version_is_read_as_far_as_it_is_known():
+    card = NodeInfo("h0", "10.0.0.1", 1, 1, "2", None, "2.9", "0.1")
+    assert NodeInfo.read(json.dumps({**json.loads(card.text()), "colour": "blue"})) == card
+
+
+def outward():
+    """An address of this machine other than loopback's usual one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.2"
+        return probe.getsockname()[0]
+
+
+def reachable(address, port):
+    try:
+        socket.create_connection((address, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_machines_use_one_restart_for_what_several_of_them_saw():
+    meeting = BootstrapStore(said(), 1, derived=False)
+    machines = [RestartBudget(meeting, 3), RestartBudget(meeting, 3)]
+    machines[1].spend(0, RestartReason(follows=True, time=1.0, text="rank 1 lost a connection"))
+    machines[0].spend(0, RestartReason(follows=False, time=2.0, text="rank 0 ran out of memory"))
+    assert [(budget.spent, budget.left) for budget in machines] == [(1, 2), (1, 2)]
+    assert [budget.reason(0).text for budget in machines] == ["rank 0 ran out of memory"] * 2
+    assert machines[0].reason(1) is None
+
+
+def come(told):
+    """The first launcher at the meeting place, in a thread of this process."""
+    first = []
+    thread = threading.Thread(target=lambda: first.append(BootstrapStore(dict(told), 1, derived=False)))
+    thread.start()
+    thread.join(20)
+    return first[0]
+
+
+def test_the_thread_that_publishes_the_time_ends_with_its_meeting(port):
+    first = come(pair(port))
+    clock = next(thread for thread in threading.enumerate() if thread.name == "clock")
+    assert abs(float(first.store.get(first.key("clock"))) - time.time()) < 30
+    del first
+    clock.join(20)
+    assert not clock.is_alive()
+
+
+def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(port, monkeypatch):
+    told = pair(port)
+    first = come(told)
+    monkeypatch.setattr(meetings.torch, "__version__", "1.0")
+    with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
+        BootstrapStore(dict(told), 1, derived=False)
+    assert "has torch 1.0" in first.refused()
+
+
+def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
+    told = pair(port)
+    first = come(told)
+    other = SimpleNamespace(
+        time=lambda: time.time() + (100 if threading.current_thread() is threading.main_thread() else 0),
+        monotonic=time.monotonic,
+        sleep=time.sleep,
+    )
+    monkeypatch.setattr(meetings, "time", other)
+    with pytest.raises(UsageError, match=r"the clock of .* is (99|10\d) s ahead of the others'"):
+        BootstrapStore(dict(told), 1, derived=False)
+    assert "clock" in first.refused()
+
+
+def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkeypatch):
+    monkeypatch.setattr(meetings, "_ANSWER_S", 1)
+    monkeypatch.setattr(meetings, "_STORE_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        told = said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(AccelError, match=r"something answers at .* that is no meeting place of torch"):
+            BootstrapStore(told, 1, derived=False)
+
+
+def test_a_meeting_place_of_another_run_is_named_and_no_traceback(port, monkeypatch):
+    monkeypatch.setattr(meetings, "_STORE_S", 5)
+    told = pair(port)
+    other = come({**told, "run_id": "other"})
+    with pytest.raises(AccelError, match=r"answered, but not as that of this run"):
+        BootstrapStore({**told, "run_id": "mine"}, 1, derived=False)
+    assert other.hosts, "its store ends with it"

@@ -1,0 +1,77 @@
+"""What a started process runs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accel_cli
+from accel_cli.runner import worker
+
+WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
+
+
+def writes(folder, source, stream):
+    """Each write the worker makes to `stdout` or `stderr`: a packet socket keeps them apart."""
+    (folder / "train.py").write_text(source)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        command = [sys.executable, "-u", str(WORKER), "script", "train.py"]
+        process = subprocess.Popen(command, cwd=folder, **{stream: theirs.fileno()})
+        theirs.close()
+        found = iter(lambda: ours.recv(65536).decode(), "")
+        return process.wait(timeout=200), list(found)
+
+
+def test_a_printed_line_is_one_write(tmp_path):
+    assert writes(tmp_path, "print('a', 1)\nprint('b', 2)\n", "stdout") == (0, ["a 1\n", "b 2\n"])
+
+
+def test_a_line_on_stderr_is_one_write(tmp_path):
+    source = "import sys\nprint('a', 1, file=sys.stderr)\nprint('b', file=sys.stderr)\n"
+    assert writes(tmp_path, source, "stderr") == (0, ["a 1\n", "b\n"])
+
+
+def test_a_traceback_is_one_write(tmp_path):
+    code, (said,) = writes(tmp_path, "def f():\n    raise ValueError('no data')\nf()\n", "stderr")
+    assert code == 1
+    assert said.startswith("Traceback (most recent call last):\n")
+    assert said.endswith("ValueError: no data\n")
+    assert "worker.py" not in said
+
+
+def test_a_print_to_a_log_on_a_full_disk_is_dropped_and_leaves_a_sign(tmp_path):
+    sign = tmp_path / "stdout"
+    sign.symlink_to("output.log")
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        worker.ignore_full_disk(stream, str(sign))
+        print("lost", file=stream)
+        print("lost too", file=stream, flush=True)
+    assert not sign.is_symlink()
+
+
+def test_a_print_to_a_pipe_that_nobody_reads_fails_as_ever(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as stream:
+        worker.ignore_full_disk(stream, str(tmp_path / "stdout"))
+        with pytest.raises(BrokenPipeError):
+            print("lost", file=stream)
+        with pytest.raises(BrokenPipeError):
+            stream.close()
+
+
+def test_a_failure_is_left_whole_or_not_at_all_and_is_said_where_no_file_takes_it(tmp_path, monkeypatch):
+    error = ValueError("no data")
+    worker.record(error, tmp_path / "error.json")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
+    (tmp_path / "full.new").symlink_to("/dev/full")
+    screen = tmp_path / "screen"
+    monkeypatch.setattr(worker, "_LAUNCHERS_SCREEN", str(screen))
+    worker.record(error, tmp_path / "full.json")
+    assert not (tmp_path / "full.json").exists()
+    assert screen.read_text() == "ValueError: no data\n"
