@@ -17,7 +17,6 @@ __all__ = [
     "describe_structure",
     "flatten_data",
     "has_dtensor",
-    "leaf_paths",
     "leaves",
     "list_locations",
     "map_leaves",
@@ -46,21 +45,13 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def leaf_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its path in Python syntax (`['x'][0]`), in the order of `map_leaves`."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaf_paths(value, f"{path}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for index, item in enumerate(tree):
-            yield from leaf_paths(item, f"{path}[{index}]")
-    else:
-        yield path, tree
-
-
 def leaves(tree: Any) -> list[Any]:
-    """Return everything in `tree` that is not a dict, list or tuple."""
-    return [leaf for _, leaf in leaf_paths(tree)]
+    """Return everything in `tree` that is not a dict, list or tuple, in the order of `map_leaves`."""
+    if isinstance(tree, Mapping):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]
 
 
 def send_to(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:

@@ -33,9 +33,7 @@ from accel_runtime.collectives.handshake import Handshake
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.collectives.stalls import MissingRanks, explain_collective_error, rank_monitor_of
 from accel_runtime.collectives.transport import (
-    connect_control_transport,
-    connect_side_transport,
-    control_group,
+    connect_group,
 )
 from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
@@ -169,13 +167,11 @@ class DistributedBackend(StoreBackend):
             _USERS.add(self)
         wait_for_threads_before_fork()
         patience = group_options["timeout"] or timeout
-        self._control = control_group(dist.group.WORLD, patience)
         self._one_machine = topology.local_world_size == topology.world_size
-        super().__init__(
-            topology,
-            device,
-            connect_control_transport(self._control, patience, one_machine=self._one_machine),
+        self._control, transport = connect_group(
+            dist.group.WORLD, "control", patience, one_machine=self._one_machine
         )
+        super().__init__(topology, device, transport)
         self._device_ids = [device.index] if device.index is not None else None
         self._progress = heartbeat()
         self._rank_monitor = rank_monitor_of(
@@ -219,7 +215,10 @@ class DistributedBackend(StoreBackend):
 
     @override
     def open_object_channel(self) -> Callable[[Any], list[Any]]:
-        transport = connect_side_transport(dist.group.WORLD, one_machine=self._one_machine)
+        # Another thread may wait long for its turn.
+        _, transport = connect_group(
+            dist.group.WORLD, "side", timedelta(days=1), one_machine=self._one_machine
+        )
         handshake = Handshake(transport, self.topology.rank, self.topology.world_size)
         return lambda item: all_gather_objects("background exchange", item, handshake)
 
@@ -410,8 +409,6 @@ def _destroy_process_group() -> None:
     # ("terminate called without an active exception"): docs/design/leaving-gloo.md has the numbers.
     wait_for_threads(_CLOSE_PAUSE_S, _CLOSE_PATIENCE_S)
     rank_monitor_of.cache_clear()
-    control_group.cache_clear()
-    connect_side_transport.cache_clear()
-    connect_control_transport.cache_clear()
+    connect_group.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()

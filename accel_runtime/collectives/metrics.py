@@ -11,7 +11,7 @@ import torch
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import MismatchError, call_at_site
-from accel_runtime.collectives.objects import all_gather_objects, scatter_objects
+from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.collectives.tensors import check_rank, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
 from accel_runtime.nested import flatten_data
@@ -22,7 +22,6 @@ __all__ = [
     "drop_model_parallel_duplicates",
     "gather_object",
     "gather_samples",
-    "scatter_object",
 ]
 
 
@@ -110,14 +109,6 @@ def broadcast_object_list(objects: list[Any], backend: Backend, from_process: in
     operation = f"broadcast_object_list of {len(objects)} from rank {from_process}"
     objects[:] = all_gather_objects(operation, sent, backend.handshake, compare_lines=True)[from_process]
     return objects
-
-
-def scatter_object(items: Sequence[Any] | None, backend: Backend, subject: str) -> Any:
-    """Return this rank's object out of the first rank's list of one object per rank.
-
-    `subject` replaces the source line in the handshake.
-    """
-    return scatter_objects(f"scatter_object of {subject}", items, backend.handshake)
 
 
 def _gather_objects(data: Any, steps: GatheredSteps, backend: Backend, *, as_objects: bool) -> Any:
@@ -321,10 +312,8 @@ def drop_model_parallel_duplicates(by_rank: Sequence[Any], data_rank: DataRank) 
 def _equal_trees(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    pairs = list(zip(nested.leaves(one), nested.leaves(other), strict=False))
-    return len(nested.leaves(one)) == len(nested.leaves(other)) and all(
-        _equal_leaves(*pair) for pair in pairs
-    )
+    leaves, others = nested.leaves(one), nested.leaves(other)
+    return len(leaves) == len(others) and all(map(_equal_leaves, leaves, others))
 
 
 def _equal_leaves(one: Any, other: Any) -> bool:

@@ -73,15 +73,13 @@ class RankMonitor:
 
     Args:
         service: Requests the status of ranks.
-        rank: The rank of this process.
-        size: The number of ranks.
         timeout_s: Seconds after which a missing rank is an error.
     """
 
-    def __init__(self, service: StatusService, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, service: StatusService, timeout_s: float) -> None:
         self.service = service
         self._store = PrefixStore("calls", service.store)
-        self._rank, self._size, self._timeout = rank, size, timeout_s
+        self._rank, self._size, self._timeout = service.rank, service.size, timeout_s
         self._leaders: dict[tuple[CallSite, ...], int] = {}
         self._last: tuple[str, ProgressCounts, int] = ("", ProgressCounts(0, 0, 0, 0), 0)
         self._presence = ""
@@ -194,8 +192,7 @@ def rank_monitor_of(
         underlying = underlying.underlying_store
     if progress is None or size == 1 or not isinstance(underlying, TCPStore):
         return None
-    service = StatusService(store, rank, size, progress)
-    return RankMonitor(service, rank, size, timeout.total_seconds())
+    return RankMonitor(StatusService(store, rank, size, progress), timeout.total_seconds())
 
 
 PATIENCE_S = 2.0
@@ -324,7 +321,9 @@ class StatusService:
             store = self.store.clone()
             while True:
                 key = f"ask/{self.rank}/{number}"
-                if not _wait_for_key(store, key):
+                try:
+                    store.wait([key], _DAY)
+                except dist.DistStoreError:
                     continue
                 word = store.get(key).decode()
                 store.delete_key(key)
@@ -359,15 +358,6 @@ class StatusService:
         return (
             f"after {steps} step{'' if steps == 1 else 's'} and {batches} batch{'' if batches == 1 else 'es'}"
         )
-
-
-def _wait_for_key(store: Any, key: str) -> bool:
-    """Wait for a key; return False after a day."""
-    try:
-        store.wait([key], _DAY)
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def _is_in_backward(frame: Any) -> bool:

@@ -34,11 +34,9 @@ __all__ = [
     "GlooTransport",
     "SocketTransport",
     "Transport",
-    "connect_control_transport",
-    "connect_side_transport",
+    "connect_group",
     "connect_sockets",
     "connect_transport",
-    "control_group",
     "memory_of",
 ]
 
@@ -467,27 +465,17 @@ def _ready_events(
 _SLOTS, _LARGE, _SUMMARIES = 1, 2, 3
 
 
-@lru_cache(maxsize=1)
-def control_group(world: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:  # noqa: ARG001 - the key
-    """Return the gloo group of accel's own collectives, one per default group; collective."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    return group
-
-
-@lru_cache(maxsize=1)
-def connect_side_transport(world: dist.ProcessGroup, *, one_machine: bool) -> Transport:  # noqa: ARG001 - the key
-    """Connect the ranks for another thread, with a timeout of a day; collective."""
-    timeout = timedelta(days=1)
+@lru_cache(maxsize=2)
+def connect_group(
+    world: dist.ProcessGroup,  # noqa: ARG001 - the key, with the purpose
+    purpose: str,  # noqa: ARG001
+    timeout: timedelta,
+    *,
+    one_machine: bool,
+) -> tuple[dist.ProcessGroup, Transport]:
+    """Make a gloo group of all ranks for one purpose, and connect them, once per default group; collective."""
     group = dist.new_group(backend="gloo", timeout=timeout)
-    return connect_transport(group, group.get_group_store(), timeout, one_machine=one_machine)
-
-
-@lru_cache(maxsize=1)
-def connect_control_transport(
-    group: dist.ProcessGroup, timeout: timedelta, *, one_machine: bool
-) -> Transport:
-    """Connect the ranks of the control group; collective."""
-    return connect_transport(group, group.get_group_store(), timeout, one_machine=one_machine)
+    return group, connect_transport(group, group.get_group_store(), timeout, one_machine=one_machine)
 
 
 def connect_transport(group: Any, store: Any, timeout: timedelta, *, one_machine: bool) -> Transport:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.collectives.metrics import scatter_object
+from accel_runtime.collectives.objects import scatter_objects
 from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.sharding import BatchSharding, loss_scale
@@ -25,7 +25,7 @@ class DispatchError(RuntimeError):
     """Failure of the first rank, which reads for all; raised on the other ranks."""
 
 
-class RankBatch(NamedTuple):
+class _RankBatch(NamedTuple):
     """Batch of one rank for one step."""
 
     batch: Any
@@ -43,7 +43,7 @@ class _Failure(NamedTuple):
 class _DispatchedBatch(NamedTuple):
     """Message of the first rank to one rank."""
 
-    item: RankBatch | _Failure | None
+    item: _RankBatch | _Failure | None
     """None at the end."""
     rng_states: dict[str, Any] | None = None
     """Random states of the first rank after reading, for its model-parallel ranks, if reading changed them."""
@@ -69,7 +69,7 @@ class DispatchSource(Source):
         else:
             self._source = MapStyleSource(loader, backend, sharding, seed, all_ranks=True)
         self.inner = self._source.inner
-        self._subject = f"the batches of a {type(loader.dataset).__name__}, batches of {sharding.batch_size}"
+        self._subject = f"scatter_object of the batches of a {type(loader.dataset).__name__}, batches of {sharding.batch_size}"
 
     @property
     @override
@@ -91,7 +91,7 @@ class DispatchSource(Source):
         is_last = False
         while not is_last:
             messages, error = self._fetch(steps, data_ranks) if is_first else (None, None)
-            item, rng_states = scatter_object(messages, self._backend, self._subject)
+            item, rng_states = scatter_objects(self._subject, messages, self._backend.handshake)
             if rng_states is not None:
                 restore_states(rng_states)
             if error is not None:
@@ -108,7 +108,7 @@ class DispatchSource(Source):
             yield item.batch
 
     def _fetch(
-        self, steps: Iterator[list[RankBatch]], data_ranks: list[int]
+        self, steps: Iterator[list[_RankBatch]], data_ranks: list[int]
     ) -> tuple[list[_DispatchedBatch], Exception | None]:
         """Return the message to each rank with its next batch, the end or a failure, and the exception if reading failed."""
         model_parallel_size = self._backend.data_rank.model_parallel_size
@@ -127,7 +127,7 @@ class DispatchSource(Source):
             for rank, item in enumerate(items)
         ], error
 
-    def _read_steps(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[list[RankBatch]]:
+    def _read_steps(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[list[_RankBatch]]:
         """Yield the batches of all data ranks, step by step."""
         batches = self._source.iterate(loop, start)
         is_first_step = True
@@ -138,7 +138,7 @@ class DispatchSource(Source):
             if not is_first_step:
                 del state["random"]
             is_first_step = False
-            yield [RankBatch(batch, info, state) for batch in step]
+            yield [_RankBatch(batch, info, state) for batch in step]
 
     @override
     def num_steps(self) -> int:

@@ -35,7 +35,7 @@ from accel_runtime.rng import (
 )
 from accel_runtime.topology import Topology
 
-__all__ = ["IterableSource", "StreamsDifferError", "is_split_by_node"]
+__all__ = ["IterableSource", "StreamsDifferError"]
 
 _Steps = Iterator[tuple[WorkerBatch, list[Any]]]
 """Global batches: the worker's description of the batch, and the batches of the ranks."""
@@ -43,21 +43,6 @@ _Steps = Iterator[tuple[WorkerBatch, list[Any]]]
 
 class StreamsDifferError(RuntimeError):
     """Ranks, or workers of one rank, that do not read the same stream. Raised on every rank."""
-
-
-def _check_workers(steps: _Steps) -> _Steps:
-    """Pass steps on; raise StreamsDifferError if workers that read the same stream read different samples."""
-    fingerprint: int | None = None
-    for info, batches in steps:
-        if info.worker is None:
-            if fingerprint not in {None, info.fingerprint_before}:
-                raise StreamsDifferError(
-                    "The workers of this loader do not read the same stream, so samples would be lost and repeated. Split the "
-                    "dataset by torch.utils.data.get_worker_info() in its __iter__, or make every worker read the same: seed "
-                    "its shuffling from the epoch, not from the worker."
-                )
-            fingerprint = info.fingerprint_after
-        yield info, batches
 
 
 def _check_ranks(
@@ -102,11 +87,6 @@ def _compare_ranks(fingerprint: int, num_samples: int, backend: Backend, *, fail
         'gives each rank its own part, use prepare_data_loader(loader, data="sharded"). If each process shuffles on its own, '
         "use the same seed on all, or let the first rank read for all: dispatch_batches=True."
     )
-
-
-def is_split_by_node(dataset: object) -> bool:
-    """Return whether `datasets.distributed.split_dataset_by_node` has split a dataset by rank."""
-    return getattr(dataset, "_distributed", None) is not None
 
 
 class IterableSource(Source):
@@ -156,7 +136,7 @@ class IterableSource(Source):
         epoch_states = self._epoch_states(start, local_states)
         progress = _StreamProgress(start, epoch_states, self._loader.num_workers)
         loop.state_at = lambda _: progress.state_dict()
-        steps = _check_workers(self._read_steps(start, epoch_states, local_states, progress))
+        steps = self._read_steps(start, epoch_states, local_states, progress)
         marked = _mark_last(steps, self._loader.num_workers)
         for info, batches, is_last in _check_ranks(marked, self._backend):
             progress.advance(info)
@@ -271,18 +251,30 @@ class IterableSource(Source):
         return stream
 
     def _group_by_step(self, stream: _StreamLoader, skip: int, progress: _StreamProgress) -> _Steps:
-        """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves."""
+        """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves.
+
+        Raises StreamsDifferError if such workers have read different samples.
+        """
         num_others = len(self._task.ranks) - 1
         stream.infos.clear()
         stream.iterations += 1
+        fingerprint: int | None = None
         batches = iter(stream.loader)
         for number, batch in enumerate(batches):
             step = [batch, *islice(batches, num_others)]
             info, *_ = [stream.infos.popleft() for _ in step]
             if info.worker is not None and number < skip:
                 progress.advance(info)
-            else:
-                yield info, step
+                continue
+            if info.worker is None:
+                if fingerprint not in {None, info.fingerprint_before}:
+                    raise StreamsDifferError(
+                        "The workers of this loader do not read the same stream, so samples would be lost and repeated. "
+                        "Split the dataset by torch.utils.data.get_worker_info() in its __iter__, or make every worker read "
+                        "the same: seed its shuffling from the epoch, not from the worker."
+                    )
+                fingerprint = info.fingerprint_after
+            yield info, step
 
 
 class _StreamLoader:

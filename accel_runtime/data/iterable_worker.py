@@ -175,6 +175,8 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
         size, lookahead = sharding.padded_size, self._lookahead
         pending: list[Any] = []
         fingerprint, step = 0, 0
+        # Without workers, a rank that reads for all has no fingerprints to compare with.
+        is_compared = self._task.compare_ranks or view is not None
         while True:
             is_own = not reads_all or step % count == turn
             samples, dataset_state, rng_states = source.read(size - len(pending), lookahead if is_own else 0)
@@ -183,7 +185,9 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
             if not batch or (sharding.drop_last and len(batch) < size):
                 return
             offset += len(batch)
-            before, fingerprint = fingerprint, self._fingerprint(batch, fingerprint)
+            before = fingerprint
+            if is_compared:
+                fingerprint = fingerprint_samples(batch, fingerprint)
             if is_own:
                 info = WorkerBatch(
                     len(batch),
@@ -200,11 +204,6 @@ class WorkerReader(IterableDataset[tuple[WorkerBatch, list[Any]]]):
                     view.seed_batch(offset, self._task.ranks[0])  # for the script's collate_fn
                 yield info, self._collate(batch, source) if is_needed else [None] * len(self._task.ranks)
             step += 1
-
-    def _fingerprint(self, batch: list[Any], fingerprint: int) -> int:
-        # Without workers, a rank that reads for all has no fingerprints to compare with.
-        is_compared = self._task.compare_ranks or self._view is not None
-        return fingerprint_samples(batch, fingerprint) if is_compared else 0
 
     def _collate(self, batch: list[Any], source: StreamReader) -> list[Any]:
         """Return the batch of every rank from one global batch, with padding."""

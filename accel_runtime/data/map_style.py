@@ -311,11 +311,13 @@ _LOOKAHEAD_STEPS = 64
 class EpochOrder(ABC):
     """Order of an epoch: the items of a sampler, sharded over the ranks."""
 
-    def __init__(self, source: Any, sharding: BatchSharding, backend: Backend) -> None:
+    def __init__(
+        self, source: Any, sharding: BatchSharding, backend: Backend, seed: int | None = None
+    ) -> None:
         self.source = source
         """Sampler, or batch sampler, of the script."""
         self.sharding = sharding
-        self.seed: int | None = None
+        self.seed = seed
         """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
         self._backend = backend
 
@@ -355,20 +357,7 @@ class EpochOrder(ABC):
 
 
 class SampleOrder(EpochOrder):
-    """Order of samples, split into batches of one size.
-
-    Args:
-        sampler: The script's sampler.
-        sharding: The sharding of the batches.
-        backend: Exchanges orders between the ranks.
-        seed: If given, shuffled orders are drawn from `seed + epoch` in every epoch.
-    """
-
-    def __init__(
-        self, sampler: Any, sharding: BatchSharding, backend: Backend, seed: int | None = None
-    ) -> None:
-        super().__init__(sampler, sharding, backend)
-        self.seed = seed
+    """Order of samples, split into batches of one size."""
 
     @property
     @override

@@ -12,7 +12,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.dispatch import DispatchSource
-from accel_runtime.data.iterable import IterableSource, is_split_by_node
+from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
@@ -117,9 +117,10 @@ def _check_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
             isinstance(sampler, DistributedSampler) for sampler in samplers
         ),
         "its dataset is sharded by rank already (split_dataset_by_node), and sharding twice would skip samples. Pass the "
-        'whole dataset, or use prepare_data_loader(loader, data="sharded").': is_split_by_node(
-            loader.dataset
-        ),
+        'whole dataset, or use prepare_data_loader(loader, data="sharded").': getattr(
+            loader.dataset, "_distributed", None
+        )
+        is not None,
         "in_order=False lets batches overtake each other. Leave it out.": not getattr(
             loader, "in_order", True
         ),

@@ -17,8 +17,8 @@ from accel_runtime.collectives.metrics import (
     broadcast_object_list,
     gather_object,
     gather_samples,
-    scatter_object,
 )
+from accel_runtime.collectives.objects import scatter_objects
 from accel_runtime.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_runtime.data.source import StepInfo
 from accel_runtime.env import Settings
@@ -324,8 +324,8 @@ def test_every_rank_gets_its_own_object(ranks, size):
         b = backend()
         world = b.topology.world_size
         items = [{"x": torch.full((size, 2), rank), "t": (str(rank), None)} for rank in range(world)]
-        mine = scatter_object(items if b.topology.rank == 0 else None, b, "tests")
-        again = scatter_object(list(range(world)) if b.topology.rank == 0 else None, b, "tests")
+        mine = scatter_objects("tests", items if b.topology.rank == 0 else None, b.handshake)
+        again = scatter_objects("tests", list(range(world)) if b.topology.rank == 0 else None, b.handshake)
         return mine["x"].unique().tolist(), mine["x"].shape, mine["t"], again
 
     assert ranks.run(dealt, size) == [([r], (size, 2), (str(r), None), r) for r in range(ranks.size)]
@@ -337,7 +337,7 @@ def test_too_few_objects_to_scatter_are_refused_on_every_rank(several):
         with pytest.raises(
             MismatchError, match=f"expected one object per rank .{b.topology.world_size}., got 1"
         ):
-            scatter_object([1] if b.topology.rank == 0 else None, b, "tests")
+            scatter_objects("tests", [1] if b.topology.rank == 0 else None, b.handshake)
         return gather(torch.tensor(b.topology.rank), b).tolist()
 
     assert several.run(refused) == [list(range(several.size))] * several.size

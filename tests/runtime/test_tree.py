@@ -50,12 +50,6 @@ def test_only_tensors_are_mapped_by_map_tensors():
     assert tree.map_tensors(lambda t: t.item(), [torch.tensor(1), 2, "3", None]) == [1, 2, "3", None]
 
 
-def test_places_are_written_as_python_would():
-    nested = {"x": [1, Point(2, 3)], 4: "five"}
-    assert dict(tree.leaf_paths(nested)) == {"['x'][0]": 1, "['x'][1][0]": 2, "['x'][1][1]": 3, "[4]": "five"}
-    assert list(tree.leaf_paths(7)) == [("", 7)]
-
-
 def test_send_moves_tensors_and_what_can_move_itself():
     class Movable:
         device = torch.device("cpu")
