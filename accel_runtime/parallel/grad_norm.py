@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from accel_runtime.torch_internals import foreach_norm, local_tensor
@@ -75,17 +75,6 @@ def _local_gradients(parameters: Sequence[torch.Tensor]) -> Any:
     return [SimpleNamespace(grad=local_tensor(p.grad)) for p in parameters if p.grad is not None]
 
 
-def max_over_shards(value: torch.Tensor, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the maximum of a scalar over all ranks that have a shard of the tensors; collective."""
-    shards = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    sent = value[None].to(shards[0].device_mesh.device_type)
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in shards)
-    groups = (
-        [None] if _spans_all(shards) else [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-    )
-    return _all_reduce(sent, _Order(math.inf), groups)[0].to(value.device)
-
-
 def reduce_partial_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradients; partial sums are reduced and replaced."""
     for parameter in parameters:
@@ -109,109 +98,65 @@ def _reduce_partial(tensor: torch.Tensor, like: torch.Tensor | None = None) -> t
     return tensor.redistribute(placements=placements)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """The arithmetic of norms of an order."""
-
-    p: float
-
-    @property
-    def is_extreme(self) -> bool:
-        """Return whether the norm is a maximum or minimum."""
-        return math.isinf(self.p)
-
-    @property
-    def empty_norm(self) -> float:
-        """The norm of an empty tensor."""
-        return math.inf if self.p < 0 else 0.0
-
-    @property
-    def reduction(self) -> dist.ReduceOp.RedOpType:
-        if not self.is_extreme:
-            return dist.ReduceOp.SUM
-        return dist.ReduceOp.MAX if self.p > 0 else dist.ReduceOp.MIN
-
-    def summand(self, norms: torch.Tensor) -> torch.Tensor:
-        """Return the summand of each norm; a norm of order 0 is a count already."""
-        return norms if self.is_extreme or self.p == 0 else norms.pow(self.p)
-
-    def norm(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums if self.is_extreme or self.p == 0 else sums.pow(1 / self.p)
-
-
 @torch.no_grad()
 def _compute_total(tensors: list[torch.Tensor | None], p: float) -> torch.Tensor:
     present = [t for t in tensors if t is not None]
     if not present:
         return torch.tensor(0.0)
-    order, device = _Order(p), local_tensor(present[0]).device
-    dtype = torch.float32 if all(t.dtype != torch.float64 for t in present) else torch.float64
     single_group = _spans_all(present)
-    owned = [t is not None and _owns(t, single_group=single_group) for t in tensors]
-    shards = [
-        local_tensor(t) if is_owned and t is not None else None
-        for t, is_owned in zip(tensors, owned, strict=True)
-    ]
-    summands = order.summand(_local_norms(shards, order, device))
-    summands = _reduce_norms(summands, tensors, order, single_group=single_group)
-    total: torch.Tensor = torch.linalg.vector_norm(order.norm(summands), p).to(dtype)
+    norms = _local_norms(tensors, p, local_tensor(present[0]).device, single_group=single_group)
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor, norm in zip(tensors, norms, strict=True):
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) and not single_group else None
+        by_mesh.setdefault(mesh, []).append(norm)
+    device_type = next((t.device_mesh.device_type for t in present if isinstance(t, DTensor)), "")
+    parts = []
+    for mesh, members in by_mesh.items():
+        part = torch.stack(members)
+        if p != 0:  # the norm of order 0 counts tensors
+            part = torch.linalg.vector_norm(part, p, keepdim=True)
+        if single_group or mesh is not None:
+            groups = [mesh.get_group(index) for index in range(mesh.ndim)] if mesh is not None else [None]
+            part = _combine_over_ranks(part, p, groups, device_type)
+        parts.append(part)
+    dtype = torch.float32 if all(t.dtype != torch.float64 for t in present) else torch.float64
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(parts), p).to(dtype)
     return total
 
 
-def _local_norms(parts: Sequence[torch.Tensor | None], order: _Order, device: torch.device) -> torch.Tensor:
-    """Return the norm of each shard; missing and empty ones get the norm of an empty tensor."""
+def _local_norms(
+    tensors: Sequence[torch.Tensor | None], p: float, device: torch.device, *, single_group: bool
+) -> list[torch.Tensor]:
+    """Return the norm of each shard that counts on this rank; others get the norm of an empty tensor."""
     # Sums of squares over many ranks are inaccurate in float32.
     accumulation_dtype = torch.float32 if device.type == "mps" else torch.float64
-    empty = torch.full((), order.empty_norm, dtype=accumulation_dtype, device=device)
-    norms = [empty] * len(parts)
-    indices = {id(part): index for index, part in enumerate(parts) if part is not None}
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for part in parts:
-        if part is not None and part.numel():
-            groups.setdefault((part.device, part.dtype), []).append(part)
-    for group in groups.values():
-        dtype = torch.promote_types(group[0].dtype, torch.float32)
-        group_norms = foreach_norm(group, order.p, dtype)
-        for part, norm in zip(group, group_norms, strict=True):
-            norms[indices[id(part)]] = norm.to(device, accumulation_dtype)
-    return torch.stack(norms)
+    empty = torch.full((), math.inf if p < 0 else 0.0, dtype=accumulation_dtype, device=device)
+    norms = [empty] * len(tensors)
+    groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None and _owns(tensor, single_group=single_group):
+            shard = local_tensor(tensor)
+            if shard.numel():
+                groups.setdefault((shard.device, shard.dtype), {})[index] = shard
+    for (_, dtype), shards in groups.items():
+        group_norms = foreach_norm(list(shards.values()), p, torch.promote_types(dtype, torch.float32))
+        for index, norm in zip(shards, group_norms, strict=True):
+            norms[index] = norm.to(device, accumulation_dtype)
+    return norms
 
 
-def _reduce_norms(
-    parts: torch.Tensor, tensors: Sequence[torch.Tensor | None], order: _Order, *, single_group: bool
+def _combine_over_ranks(
+    norms: torch.Tensor, p: float, groups: Sequence[dist.ProcessGroup | None], device_type: str
 ) -> torch.Tensor:
-    """Reduce the norms over all ranks: in one collective, or in one per dimension of each mesh."""
-    sharded = [(index, t) for index, t in enumerate(tensors) if isinstance(t, DTensor)]
-    if not sharded:
-        return parts
-    device_type = sharded[0][1].device_mesh.device_type
+    """Return the norms over the shards of all ranks of the groups."""
     # Gradients may be offloaded to the host, but collectives need the device.
-    sent = parts.to(device_type)
-    if single_group:
-        return _all_reduce(sent, order, [None]).to(parts.device)
-    for mesh in dict.fromkeys(t.device_mesh for _, t in sharded):
-        selected = torch.tensor([index for index, t in sharded if t.device_mesh == mesh], device=sent.device)
-        sent[selected] = _all_reduce(
-            sent[selected], order, [mesh.get_group(index) for index in range(mesh.ndim)]
-        )
-    return sent.to(parts.device)
-
-
-def _all_reduce(
-    parts: torch.Tensor, order: _Order, groups: Sequence[dist.ProcessGroup | None]
-) -> torch.Tensor:
-    if not order.is_extreme:
-        for group in groups:
-            dist.all_reduce(parts, order.reduction, group=group)
-        return parts
-    # A maximum may drop NaN, so NaNs are reduced in a second row.
-    sign = 1 if order.p > 0 else -1
-    values_and_nans = torch.stack(
-        [parts.nan_to_num(nan=order.empty_norm, posinf=math.inf), sign * parts.isnan().to(parts.dtype)]
-    )
+    combined = norms.to(device_type)
     for group in groups:
-        dist.all_reduce(values_and_nans, order.reduction, group=group)
-    return torch.where(values_and_nans[1] == 0, values_and_nans[0], math.nan)
+        gathered = [torch.empty_like(combined) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, combined, group=group)
+        # A norm of order 0 is a count.
+        combined = torch.linalg.vector_norm(torch.stack(gathered), p or 1.0, dim=0)
+    return combined.to(norms.device)
 
 
 def _spans_all(tensors: Iterable[torch.Tensor]) -> bool:
@@ -250,16 +195,18 @@ def unscale_gradients(optimizer: torch.optim.Optimizer, unscale: Callable[[Any],
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reduce_partial_gradients(parameters)
-    shards = []
-    for parameter in parameters:
-        shards.append(local_tensor(parameter).detach())
-        if parameter.grad is not None:
-            shards[-1].grad = local_tensor(parameter.grad)
-    found_inf = unscale(SimpleNamespace(param_groups=[{"params": shards}]))
+    local = [local_tensor(parameter).detach() for parameter in parameters]
+    for shard, parameter in zip(local, parameters, strict=True):
+        shard.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+    found_inf = unscale(SimpleNamespace(param_groups=[{"params": local}]))
     if not found_inf:
         return found_inf
-    device_ = next(iter(found_inf))
-    overflow = max_over_shards(
-        torch.stack([value.to(device_) for value in found_inf.values()]).amax(), parameters
-    )
+    shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    overflow = torch.stack(
+        [value.to(shards[0].device_mesh.device_type) for value in found_inf.values()]
+    ).amax()
+    meshes = dict.fromkeys(shard.device_mesh for shard in shards)
+    groups = [mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)]
+    for group in [None] if _spans_all(shards) else groups:
+        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
     return {device: overflow.to(device) for device in found_inf}

@@ -196,12 +196,12 @@ def test_there_is_one_collective_however_many_layouts_there_are(pair):
         gradients = [
             p.grad for p in divided if not any(x.is_partial() for x in getattr(p.grad, "placements", ()))
         ]
-        made, real = [], dist.all_reduce
-        dist.all_reduce = lambda *args, **kwargs: (made.append(args), real(*args, **kwargs))[1]
+        made, real = [], dist.all_gather
+        dist.all_gather = lambda *args, **kwargs: (made.append(args), real(*args, **kwargs))[1]
         try:
             grad_norm.get_total_norm(gradients)
         finally:
-            dist.all_reduce = real
+            dist.all_gather = real
         return len(made)
 
     assert pair.run(counted) == [1, 1]
