@@ -222,24 +222,21 @@ def _assign_buckets(model: Any, names_by_bucket: list[list[str]]) -> None:
     if sorted(index for bucket in buckets for index in bucket) != list(range(len(parameters))):
         return
     names = model._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
-    with _FixedBuckets(lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets))):
+    with _fixed_buckets(lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets))):
         model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # noqa: SLF001
     for hook, state in model._comm_hooks:  # noqa: SLF001
         _torch_distributed._register_comm_hook(model.reducer, state, hook)  # noqa: SLF001
 
 
-class _FixedBuckets:
+@contextmanager
+def _fixed_buckets(assign: Callable[..., Any]) -> Iterator[None]:
     """Make DDP assign parameters to given buckets inside of the context."""
-
-    def __init__(self, assign: Callable[..., Any]) -> None:
-        self._assign = assign
-
-    def __enter__(self) -> None:
-        self._original = _torch_distributed._compute_bucket_assignment_by_size  # noqa: SLF001
-        _torch_distributed._compute_bucket_assignment_by_size = self._assign  # noqa: SLF001
-
-    def __exit__(self, *_: object) -> None:
-        _torch_distributed._compute_bucket_assignment_by_size = self._original  # noqa: SLF001
+    original = _torch_distributed._compute_bucket_assignment_by_size  # noqa: SLF001
+    _torch_distributed._compute_bucket_assignment_by_size = assign  # noqa: SLF001
+    try:
+        yield
+    finally:
+        _torch_distributed._compute_bucket_assignment_by_size = original  # noqa: SLF001
 
 
 class _ReuseZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,9 +247,9 @@ class FirstInput:
             site,
         )
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model belongs to no run.
-        return _build_noop, ()
+        return partial, (_do_nothing,)
 
 
 def _fingerprint(data: Any) -> str:
@@ -264,10 +265,6 @@ def _fingerprint(data: Any) -> str:
         sample = flat[:: max(1, -(-len(flat) // _MAX_ELEMENTS))].cpu().contiguous()
         checksum = zlib.crc32(sample.view(torch.uint8).numpy().tobytes(), checksum)
     return f"{[list(tensor.shape) for tensor in tensors]} {checksum}" if tensors else ""
-
-
-def _build_noop() -> Callable[..., None]:
-    return _do_nothing
 
 
 def _do_nothing(*_: Any) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.xla.host import check_ddp_options, check_spmd
+from accel_runtime.backends.xla.host import check_spmd
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import Settings
 from accel_runtime.topology import Topology
@@ -147,7 +147,6 @@ class SPMDPreparation(Backend):
         learns = any(parameter.requires_grad for parameter in model.parameters())
         if isinstance(model, self._functions.wrapper) or not learns:
             return model
-        check_ddp_options(ddp_options)
         prepared = _wrap_in_fsdp(self.move_model(model), self._wrap)
         prepared.register_forward_hook(self._row_sharding.shard_outputs, with_kwargs=True)
         return prepared
