@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_runtime.checkpoint.errors import format_names
-from accel_runtime.torch_internals import list_buffers
+from accel_runtime.torch_internals import is_compiled, list_buffers, version_of
 
 __all__ = [
     "MetaModels",
@@ -51,9 +51,8 @@ class _MetaForwardGuard:
     """Raise in forward passes of a model without values."""
 
     def __init__(self, model: nn.Module) -> None:
-        compiled = getattr(model, "_compiled_call_impl", None) is not None
         disabled: Any = torch.compiler.disable
-        check = disabled(self._check) if compiled else self._check
+        check = disabled(self._check) if is_compiled(model) else self._check
         # Before the hooks of fully_shard, which would raise a less helpful error.
         self.handle = model.register_forward_pre_hook(check, prepend=True)
 
@@ -140,7 +139,7 @@ def compute_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     except BaseException:
         for _, module, names in missing:
             for name, buffer in names.items():
-                module._buffers[name] = buffer.to("meta")  # noqa: SLF001
+                setattr(module, name, buffer.to("meta"))
         raise
 
 
@@ -151,6 +150,11 @@ def _check_computed(names: list[str]) -> None:
             "reset_buffers() to the module that computes it, or create the model in init_empty_weights(), which does not move "
             "buffers."
         )
+
+
+def _set_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(module, name, buffer)
 
 
 def _is_meta(buffer: torch.Tensor | None) -> bool:
@@ -164,22 +168,22 @@ def _compute_buffers(
     remaining = dict(buffers)
     for compute in _initializers(model, path, module):
         allocated = {name: torch.empty_like(buffer, device=device) for name, buffer in remaining.items()}
-        versions = {name: tensor._version for name, tensor in allocated.items()}  # noqa: SLF001 - changes when it is written
-        module._buffers.update(allocated)  # noqa: SLF001
+        versions = {name: version_of(tensor) for name, tensor in allocated.items()}
+        _set_buffers(module, allocated)
         with torch.device(device):
             compute()
         for name, tensor in allocated.items():
-            current = module._buffers[name]  # noqa: SLF001
+            current = getattr(module, name)
             if (
                 current is not None
                 and not current.is_meta
-                and (current is not tensor or current._version > versions[name])  # noqa: SLF001
+                and (current is not tensor or version_of(current) > versions[name])
             ):
-                module._buffers[name] = current.to(device)  # noqa: SLF001
+                setattr(module, name, current.to(device))
                 del remaining[name]
         if not remaining:
             break
-    module._buffers.update(remaining)  # noqa: SLF001
+    _set_buffers(module, remaining)
     return list(remaining)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,24 +21,33 @@ __all__ = [
     "PrefixStore",
     "TCPStore",
     "TorchDispatchMode",
+    "compile_call",
     "compute_shard_box",
     "default_store",
     "fake_tensors",
     "foreach_multiply",
     "foreach_norm",
     "fsdp_parameter_groups",
-    "fsdp_state",
+    "fsdp_policy",
     "function_modes",
     "generate_numpy_state",
     "graph_task_id",
+    "is_compiled",
+    "is_fsdp_module",
+    "keep_gathered",
     "list_buffers",
     "local_tensor",
     "on_backward_end",
+    "qualified_name",
+    "set_unsharded_gradient",
     "set_worker_info",
     "storage_id",
     "tree_leaves",
     "tree_leaves_with_path",
     "tree_map",
+    "uncompile_call",
+    "unsharded_gradient",
+    "unsharded_spec",
     "version_of",
 ]
 
@@ -128,9 +138,9 @@ def compute_shard_box(
     return tuple(offsets), tuple(sizes)
 
 
-def fsdp_state(unit: Any) -> Any:
-    """Return torch's state of a module under `fully_shard`; None for other modules."""
-    return unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a module, without importing it."""
+    return hasattr(module, "_get_fsdp_state")
 
 
 def fsdp_parameter_groups(unit: Any) -> list[Any]:
@@ -139,3 +149,90 @@ def fsdp_parameter_groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp_policy(unit: Any) -> Any:
+    """Return the mixed precision policy of a module under `fully_shard`."""
+    return unit._get_fsdp_state()._mp_policy
+
+
+@contextmanager
+def keep_gathered(units: list[Any]) -> Iterator[None]:
+    """Keep gathered parameters after a forward pass and for a state dict."""
+    # The root module has other settings from its first forward pass on.
+    units[0]._get_fsdp_state()._lazy_init()
+    groups = [group for unit in units for group in fsdp_parameter_groups(unit)]
+    mesh_infos = [group.post_forward_mesh_info for group in groups]
+    hooks = [_remove_state_dict_hooks(group) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, mesh_infos, strict=True):
+            group.post_forward_mesh_info = info
+        for restore in hooks:
+            restore()
+
+
+def _remove_state_dict_hooks(group: Any) -> Callable[[], None]:
+    """Remove the state dict hooks that reshard; return a function that restores them."""
+    handles = (
+        group._module_to_pre_save_state_dict_hook_handle,
+        group._module_to_pre_load_state_dict_hook_handle,
+    )
+    for handles_by_module in handles:
+        for handle in handles_by_module.values():
+            handle.remove()
+
+    def restore() -> None:
+        # The group registers hooks only if the dicts are empty.
+        for handles_by_module in handles:
+            handles_by_module.clear()
+        group._register_state_dict_hooks()
+
+    return restore
+
+
+def unsharded_gradient(sharded: Any) -> torch.Tensor | None:
+    """Return the accumulated gradient of an FSDPParam that is not reduced yet."""
+    gradient: torch.Tensor | None = sharded.unsharded_accumulated_grad
+    if gradient is None and hasattr(sharded, "_unsharded_param"):
+        gradient = sharded._unsharded_param.grad
+    return gradient
+
+
+def set_unsharded_gradient(sharded: Any, gradient: torch.Tensor | None) -> None:
+    """Set the accumulated gradient of an FSDPParam; the next backward passes add to it."""
+    if hasattr(sharded, "_unsharded_param"):
+        sharded._unsharded_param.grad = None
+    sharded.unsharded_accumulated_grad = gradient
+
+
+def qualified_name(sharded: Any) -> str:
+    """Return the name of an FSDPParam in its model."""
+    return str(sharded._param_fqn)
+
+
+def unsharded_spec(sharded: Any) -> Any:
+    """Return the layout of an FSDPParam that tensor parallelism shards too, after it is gathered; None for others."""
+    return sharded._unsharded_dtensor_spec
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether the calls of a module are compiled in place."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compile_call(module: nn.Module, **options: Any) -> None:
+    """Compile the calls of a module in place, as `nn.Module.compile` does, also those of torch's own classes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    module._compiled_call_impl = torch.compile(call, **options)
+
+
+def uncompile_call(module: nn.Module) -> None:
+    """Remove the compilation of a module's calls."""
+    module._compiled_call_impl = None

@@ -48,7 +48,7 @@ from accel_runtime.parallel.tensor_parallel import (
     plan_tensor_parallel,
 )
 from accel_runtime.topology import Topology
-from accel_runtime.torch_internals import fsdp_state, list_buffers
+from accel_runtime.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
 from accel_runtime.training.precision import FORMATS
 
 __all__ = ["BufferBroadcast", "FSDPBackend", "broadcast_parameters", "describe_layout"]
@@ -208,11 +208,9 @@ def describe_layout(parameter: torch.Tensor) -> str:
 
 def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Iterator[GroupFacts]:
     """Yield the groups of parameters that are gathered together."""
-    units: Units = [
-        (name, module) for name, module in model.named_modules() if fsdp_state(module) is not None
-    ]
+    units: Units = [(name, module) for name, module in model.named_modules() if is_fsdp_module(module)]
     for name, module in units or [("", model)]:
-        policy = fsdp_state(module)._mp_policy if units else None  # noqa: SLF001
+        policy = fsdp_policy(module) if units else None
         by_layout: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for _, parameter in parameters_of_unit(module, units):
             key = (

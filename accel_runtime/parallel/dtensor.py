@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,7 +24,17 @@ from accel_runtime.topology import DataRank, Topology
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-from accel_runtime.torch_internals import compute_shard_box, fsdp_parameter_groups, fsdp_state, local_tensor
+from accel_runtime.torch_internals import (
+    compute_shard_box,
+    fsdp_parameter_groups,
+    is_fsdp_module,
+    keep_gathered,
+    local_tensor,
+    qualified_name,
+    set_unsharded_gradient,
+    unsharded_gradient,
+    unsharded_spec,
+)
 
 __all__ = [
     "DIMENSIONS",
@@ -263,7 +273,7 @@ _LOG = logging.getLogger("accel_runtime.parallel")
 
 def list_units(model: nn.Module) -> list[Any]:
     """Return the modules under `fully_shard`, outermost first."""
-    return [module for module in model.modules() if fsdp_state(module) is not None]
+    return [module for module in model.modules() if is_fsdp_module(module)]
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -373,48 +383,10 @@ def gather_parameters(
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, BufferAveraging):
                 stack.enter_context(owner.suspended())
-        stack.enter_context(_keep_gathered(units))
+        stack.enter_context(keep_gathered(units))
         for unit in units:
             unit.unshard()
         yield model
-
-
-@contextmanager
-def _keep_gathered(units: list[Any]) -> Iterator[None]:
-    """Keep gathered parameters after a forward pass and for a state dict."""
-    # The root module has other settings from its first forward pass on.
-    fsdp_state(units[0])._lazy_init()  # noqa: SLF001 - nothing public does this without an input
-    groups = [group for unit in units for group in fsdp_parameter_groups(unit)]
-    mesh_infos = [group.post_forward_mesh_info for group in groups]
-    hooks = [_remove_state_dict_hooks(group) for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info = None
-    try:
-        yield
-    finally:
-        for group, info in zip(groups, mesh_infos, strict=True):
-            group.post_forward_mesh_info = info
-        for restore in hooks:
-            restore()
-
-
-def _remove_state_dict_hooks(group: Any) -> Callable[[], None]:
-    """Remove the state dict hooks that reshard; return a function that restores them."""
-    handles = (
-        group._module_to_pre_save_state_dict_hook_handle,  # noqa: SLF001
-        group._module_to_pre_load_state_dict_hook_handle,  # noqa: SLF001
-    )
-    for handles_by_module in handles:
-        for handle in handles_by_module.values():
-            handle.remove()
-
-    def restore() -> None:
-        # The group registers hooks only if the dicts are empty.
-        for handles_by_module in handles:
-            handles_by_module.clear()
-        group._register_state_dict_hooks()  # noqa: SLF001
-
-    return restore
 
 
 def is_sharded_by_tp(parameter: nn.Parameter) -> bool:
@@ -435,11 +407,9 @@ def read_unsynced_gradients(models: Iterable[nn.Module]) -> dict[nn.Parameter, t
     """Return accumulated gradients that are not reduced yet, as full tensors; collective for tensor parallel ranks."""
     gradients = {}
     for sharded in _iterate_fsdp_params(models):
-        gradient = sharded.unsharded_accumulated_grad
-        if gradient is None and hasattr(sharded, "_unsharded_param"):
-            gradient = sharded._unsharded_param.grad  # noqa: SLF001
+        gradient = unsharded_gradient(sharded)
         if gradient is not None:
-            gradients[sharded.sharded_param] = _to_full(gradient, str(sharded._param_fqn))  # noqa: SLF001
+            gradients[sharded.sharded_param] = _to_full(gradient, qualified_name(sharded))
     return gradients
 
 
@@ -449,11 +419,7 @@ def restore_unsynced_gradients(
     """Restore the result of `read_unsynced_gradients`; the next backward passes add to it."""
     for sharded in _iterate_fsdp_params(models):
         gradient = gradients.get(sharded.sharded_param)
-        if hasattr(sharded, "_unsharded_param"):
-            sharded._unsharded_param.grad = None  # noqa: SLF001
-        sharded.unsharded_accumulated_grad = (
-            None if gradient is None else _to_unsharded_layout(gradient, sharded)
-        )
+        set_unsharded_gradient(sharded, None if gradient is None else _to_unsharded_layout(gradient, sharded))
 
 
 def _iterate_fsdp_params(models: Iterable[nn.Module]) -> Iterator[Any]:
@@ -480,7 +446,7 @@ def _to_full(gradient: Any, name: str) -> torch.Tensor:
 def _to_unsharded_layout(gradient: torch.Tensor, sharded: Any) -> torch.Tensor:
     """Return a full gradient as `fully_shard` accumulates it: a shard if tensor parallelism shards the parameter too."""
     shard = gradient.to(sharded.device).clone()
-    spec = sharded._unsharded_dtensor_spec  # noqa: SLF001
+    spec = unsharded_spec(sharded)
     if spec is None:
         return shard
     box = ShardBox(*compute_shard_box(spec.shape, spec.mesh, spec.placements))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.options import Configuration, KwargsHandler
+from accel_runtime.torch_internals import compile_call, is_compiled, uncompile_call
 from accel_runtime.training.precision import AutocastForward
 
 __all__ = [
@@ -112,24 +113,14 @@ def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
     modules = list(_find_regions(model)) if plugin.use_regional_compilation else [model]
     for module in modules:
         if not _is_compiled(module):
-            # As nn.Module.compile, except that it also compiles modules of torch's own classes.
-            module._compiled_call_impl = torch.compile(_build_call(module), **plugin.to_kwargs())  # noqa: SLF001
-
-
-def _build_call(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's call as a function that torch.compile traces for modules of any class."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # noqa: SLF001
-
-    return call
+            compile_call(module, **plugin.to_kwargs())
 
 
 def uncompile(model: nn.Module) -> nn.Module:
     """Return the model without compilation, by accel or by the script, of itself and its submodules."""
     model = uncompiled_module(model)
     for module in model.modules():
-        module._compiled_call_impl = None  # noqa: SLF001 - set by nn.Module.compile
+        uncompile_call(module)
     return model
 
 
@@ -140,7 +131,7 @@ def uncompiled_module(model: nn.Module) -> nn.Module:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    return uncompiled_module(model) is not model or model._compiled_call_impl is not None  # noqa: SLF001
+    return uncompiled_module(model) is not model or is_compiled(model)
 
 
 def _find_regions(model: nn.Module) -> Iterator[nn.Module]:
