@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn, overrides
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 from torch.utils.data._utils import worker
@@ -20,7 +21,7 @@ __all__ = [
     "HashStore",
     "PrefixStore",
     "TCPStore",
-    "TorchDispatchMode",
+    "capture_buckets",
     "compile_call",
     "compute_shard_box",
     "default_store",
@@ -39,6 +40,7 @@ __all__ = [
     "local_tensor",
     "on_backward_end",
     "qualified_name",
+    "restore_buckets",
     "set_unsharded_gradient",
     "set_worker_info",
     "storage_id",
@@ -53,6 +55,8 @@ __all__ = [
 
 BatchNorm = _BatchNorm
 """The base class of batch normalizations."""
+_DIST: Any = dist
+"""`torch.distributed`, whose stubs lack the names of DDP."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -236,3 +240,66 @@ def compile_call(module: nn.Module, **options: Any) -> None:
 def uncompile_call(module: nn.Module) -> None:
     """Remove the compilation of a module's calls."""
     module._compiled_call_impl = None
+
+
+def capture_buckets(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the bucket order of DDP by parameter names; collective."""
+    return {"buckets": _bucket_names(model), "synced": model.require_forward_param_sync}
+
+
+def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
+    """Restore a state of `capture_buckets`; ignored if the parameters differ."""
+    model.require_forward_param_sync = bool(state["synced"])
+    buckets = state["buckets"]
+    if buckets is None or model.static_graph or buckets == _bucket_names(model):
+        return
+    with suppress(AttributeError, TypeError):
+        _assign_buckets(model, buckets)
+
+
+def _bucket_names(model: Any) -> list[list[str]] | None:
+    """Return the parameter names of every bucket, after a pending rebuild."""
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    try:
+        with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
+            model.reducer._rebuild_buckets()
+        with _ReuseZeros():  # type: ignore[no-untyped-call]
+            buckets = model.reducer._get_zeros_like_grad_buckets()
+    except (AttributeError, RuntimeError):
+        # RuntimeError: a parameter with sparse gradients has no bucket in memory.
+        return None
+    return [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
+
+
+def _assign_buckets(model: Any, names_by_bucket: list[list[str]]) -> None:
+    parameters, sparse = model._build_params_for_reducer()
+    named = dict(model.module.named_parameters())
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    buckets = [[indices.get(id(named.get(name)), -1) for name in bucket] for bucket in names_by_bucket]
+    if sorted(index for bucket in buckets for index in bucket) != list(range(len(parameters))):
+        return
+    names = model._build_debug_param_to_name_mapping(parameters)
+    with _fixed_buckets(lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets))):
+        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    for hook, state in model._comm_hooks:
+        _DIST._register_comm_hook(model.reducer, state, hook)
+
+
+@contextmanager
+def _fixed_buckets(assign: Callable[..., Any]) -> Iterator[None]:
+    """Make DDP assign parameters to given buckets inside of the context."""
+    original = _DIST._compute_bucket_assignment_by_size
+    _DIST._compute_bucket_assignment_by_size = assign
+    try:
+        yield
+    finally:
+        _DIST._compute_bucket_assignment_by_size = original
+
+
+class _ReuseZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Return the argument of `zeros_like` inside of the context, since only the bucket contents are read."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))

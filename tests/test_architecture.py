@@ -116,7 +116,10 @@ def test_a_variable_of_accel_is_spelled_in_the_contract_only():
 
 
 def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
-    xla = {ROOT / "accel_runtime" / "backends" / "xla" / "backend.py", ROOT / "accel_cli" / "runner" / "xla_replicas.py"}
+    xla = {
+        ROOT / "accel_runtime" / "backends" / "xla" / "backend.py",
+        ROOT / "accel_cli" / "runner" / "xla_replicas.py",
+    }
     assert not importing({*CLI, *RUNTIME} - xla, {"torch_xla"})
     assert not importing(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
 

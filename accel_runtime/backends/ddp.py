@@ -6,7 +6,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +19,13 @@ from typing_extensions import override
 from accel_runtime.collectives.handshake import CollectiveCall, Handshake, build_writer
 from accel_runtime.heartbeat import CallSite
 from accel_runtime.options import DDPCommunicationHookType
-from accel_runtime.torch_internals import TorchDispatchMode, graph_task_id, on_backward_end
+from accel_runtime.torch_internals import graph_task_id, on_backward_end
 
 __all__ = [
     "BufferAveraging",
     "GradientAveraging",
     "ReplicatedModel",
-    "capture_buckets",
     "operate_flat",
-    "restore_buckets",
     "split_by_size",
     "sync_in_backward",
     "wrap_in_ddp",
@@ -180,72 +178,6 @@ def operate_flat(tensors: Sequence[torch.Tensor], operate: Callable[[torch.Tenso
         flat = operate(torch.cat([tensor.reshape(-1) for tensor in group]))
         for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
             tensor.copy_(values.view_as(tensor))
-
-
-_torch_distributed: Any = torch.distributed
-
-
-def capture_buckets(model: DistributedDataParallel) -> dict[str, Any]:
-    """Return the bucket order of DDP by parameter names; collective."""
-    return {"buckets": _bucket_names(model), "synced": model.require_forward_param_sync}
-
-
-def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Restore a state of `capture_buckets`; ignored if the parameters differ."""
-    model.require_forward_param_sync = bool(state["synced"])
-    buckets = state["buckets"]
-    if buckets is None or model.static_graph or buckets == _bucket_names(model):
-        return
-    with suppress(AttributeError, TypeError):
-        _assign_buckets(model, buckets)
-
-
-def _bucket_names(model: Any) -> list[list[str]] | None:
-    """Return the parameter names of every bucket, after a pending rebuild."""
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-    try:
-        with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
-            model.reducer._rebuild_buckets()  # noqa: SLF001
-        with _ReuseZeros():  # type: ignore[no-untyped-call]
-            buckets = model.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001
-    except (AttributeError, RuntimeError):
-        # RuntimeError: a parameter with sparse gradients has no bucket in memory.
-        return None
-    return [[names.get(id(parameter), "") for parameter in bucket.parameters()] for bucket in buckets]
-
-
-def _assign_buckets(model: Any, names_by_bucket: list[list[str]]) -> None:
-    parameters, sparse = model._build_params_for_reducer()  # noqa: SLF001
-    named = dict(model.module.named_parameters())
-    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-    buckets = [[indices.get(id(named.get(name)), -1) for name in bucket] for bucket in names_by_bucket]
-    if sorted(index for bucket in buckets for index in bucket) != list(range(len(parameters))):
-        return
-    names = model._build_debug_param_to_name_mapping(parameters)  # noqa: SLF001
-    with _fixed_buckets(lambda *_: (buckets[::-1], [model.bucket_bytes_cap] * len(buckets))):
-        model._ddp_init_helper(parameters, sparse, names, model.static_graph)  # noqa: SLF001
-    for hook, state in model._comm_hooks:  # noqa: SLF001
-        _torch_distributed._register_comm_hook(model.reducer, state, hook)  # noqa: SLF001
-
-
-@contextmanager
-def _fixed_buckets(assign: Callable[..., Any]) -> Iterator[None]:
-    """Make DDP assign parameters to given buckets inside of the context."""
-    original = _torch_distributed._compute_bucket_assignment_by_size  # noqa: SLF001
-    _torch_distributed._compute_bucket_assignment_by_size = assign  # noqa: SLF001
-    try:
-        yield
-    finally:
-        _torch_distributed._compute_bucket_assignment_by_size = original  # noqa: SLF001
-
-
-class _ReuseZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Return the argument of `zeros_like` inside of the context, since only the bucket contents are read."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func is torch.ops.aten.zeros_like.default else func(*args, **(kwargs or {}))
 
 
 _Future = torch.futures.Future[torch.Tensor]

@@ -28,7 +28,7 @@ from torch.utils.data import get_worker_info
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.backends.ddp import capture_buckets, restore_buckets, sync_in_backward, wrap_in_ddp
+from accel_runtime.backends.ddp import sync_in_backward, wrap_in_ddp
 from accel_runtime.collectives.handshake import Handshake
 from accel_runtime.collectives.objects import all_gather_objects
 from accel_runtime.collectives.stalls import MissingRanks, explain_collective_error, rank_monitor_of
@@ -39,7 +39,7 @@ from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.options import DistributedType
 from accel_runtime.topology import Topology, build_refusal
-from accel_runtime.torch_internals import HashStore, default_store
+from accel_runtime.torch_internals import HashStore, capture_buckets, default_store, restore_buckets
 
 __all__ = [
     "REDUCE_OPS",
