@@ -227,10 +227,15 @@ class CheckpointMethods(AcceleratorProperties):
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
                 loading.verify(checkpoint)
-                loading.run_hooks(lambda: loaded_by_hooks.extend(self._run_load_hooks(checkpoint.path)))
+                with errors_on_all_ranks(all_gather):
+                    loaded_by_hooks = self._run_load_hooks(checkpoint.path)
             # Buffers of models on the meta device that no checkpoint contains are computed before any state changes.
             with errors_on_all_ranks(all_gather):
-                self._compute_buffers(stack)
+                for model in self._original_models():
+                    try:
+                        stack.enter_context(compute_buffers(model, self.device))
+                    except ValueError as error:
+                        raise CheckpointError(str(error)) from error
             loading.load(
                 checkpoint,
                 self._training_state().items(without=loaded_by_hooks, strict=strict, position=position),
@@ -340,13 +345,6 @@ class CheckpointMethods(AcceleratorProperties):
     ) -> None:
         if saving.finish(all_gather) is not None:
             retention.prune(self._file_system)
-
-    def _compute_buffers(self, stack: ExitStack) -> None:
-        for model in self._original_models():
-            try:
-                stack.enter_context(compute_buffers(model, self.device))
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
 
     def _run_load_hooks(self, path: Path) -> list[int]:
         """Run the hooks of the script, and return the indices of the models that they removed from the list."""

@@ -206,7 +206,13 @@ def scan_directory(directory: Path) -> DirectoryScan:
         and (path / NAME).is_file()
         and not (path / UNFINISHED).exists()
     }
-    return DirectoryScan(directory, sorted(map(_read_entry, names), key=_age_key), leftovers)
+
+    def age(entry: DirectoryEntry) -> tuple[int, str, str]:
+        saved_at = entry.checkpoint.manifest.saved_at if entry.checkpoint else ""
+        # The name too, for a stable order of two checkpoints of the same second.
+        return (-1 if entry.number is None else entry.number), saved_at, entry.path.name
+
+    return DirectoryScan(directory, sorted(map(_read_entry, names), key=age), leftovers)
 
 
 def find_complete_checkpoint(directory: Path) -> Checkpoint:
@@ -246,12 +252,6 @@ def _read_entry(path: Path) -> DirectoryEntry:
         return DirectoryEntry(path, None, str(error))
 
 
-def _age_key(entry: DirectoryEntry) -> tuple[int, str, str]:
-    saved_at = entry.checkpoint.manifest.saved_at if entry.checkpoint else ""
-    # The name too, for a stable order of two checkpoints of the same second.
-    return (-1 if entry.number is None else entry.number), saved_at, entry.path.name
-
-
 def _is_checkpoint_directory(path: Path) -> bool:
     return (path / NAME).is_file() or parse_number(path.name) is not None or is_accelerate_checkpoint(path)
 
@@ -284,7 +284,11 @@ def create_scratch(
     With `new`, raise `TargetExistsError` if the name is or was in use.
     """
     _check_target(target)
-    _create_directory(target.parent, disk)
+    # Created so that it survives a loss of power.
+    missing = [path for path in (target.parent, *target.parent.parents) if not path.exists()]
+    disk.make(target.parent)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
     siblings = list_siblings(target)
     with ExitStack() as stack:
         for path in siblings:
@@ -411,14 +415,6 @@ def _mounted_error(target: Path) -> CheckpointError:
     )
 
 
-def _create_directory(directory: Path, disk: FileSystem) -> None:
-    """Create a directory that survives a loss of power."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    disk.make(directory)
-    for path in reversed(missing):
-        disk.sync_directory(path.parent)
-
-
 @contextmanager
 def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
     """Lock a directory; yield False if another process has locked it."""
@@ -440,21 +436,18 @@ def _try_lock(path: Path, disk: FileSystem) -> Iterator[bool]:
 def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> None:
     """Recover or remove the leftovers of a checkpoint: a complete one is published."""
     try:
-        if not (target / NAME).exists() and (path := _find_successor(siblings, target)):
-            _publish(path, target, disk)
+        if not (target / NAME).exists():
+            replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
+            # The newest complete one, else the replaced one.
+            if complete := list_complete_siblings(siblings):
+                _publish(complete[-1].path, target, disk)
+            elif replaced and not target.exists():
+                _publish(replaced[-1], target, disk)
         for path in siblings:
             if path.exists():
                 _remove_replaced(path, target, disk)
     except OSError as error:
         _LOG.warning("leftovers of %s could not be removed: %s", target, error)
-
-
-def _find_successor(siblings: list[Path], target: Path) -> Path | None:
-    """Return the sibling to publish: the newest complete one, else the replaced one."""
-    if complete := list_complete_siblings(siblings):
-        return complete[-1].path
-    replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
-    return None if target.exists() or not replaced else replaced[-1]
 
 
 def _publish(new: Path, target: Path, disk: FileSystem) -> None:

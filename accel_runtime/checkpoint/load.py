@@ -100,13 +100,8 @@ class LoadOperation:
         self._verify(checkpoint, checkpoint.manifest.items)
         self._verified = True
 
-    def run_hooks(self, call: Callable[[], None]) -> None:
-        """Call the load hooks of the script."""
-        with errors_on_all_ranks(self._all_gather):
-            call()
-
-    def load(self, checkpoint: Checkpoint, items: Sequence[StateItem]) -> list[str]:
-        """Restore items; without `strict`, return a sentence for each thing that was left out."""
+    def load(self, checkpoint: Checkpoint, items: Sequence[StateItem]) -> None:
+        """Restore items; without `strict`, warn about what was left out."""
         reader = StateReader(checkpoint, self._rank, self._world_size, self._copies)
         with errors_on_all_ranks(self._all_gather):
             left_out = self._check_fit(checkpoint, reader, items)
@@ -125,9 +120,11 @@ class LoadOperation:
                 f"{error}\nThe training state is now inconsistent ({checkpoint.path} was loaded partially). Load another "
                 "checkpoint or restart."
             ) from error
-        if self._rank == 0:
-            _warn_about_load(checkpoint, left_out)
-        return left_out
+        if self._rank == 0 and left_out:
+            _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.path, "; ".join(left_out))
+        if self._rank == 0 and (untracked := list_untracked_files(checkpoint)):
+            names = ", ".join(str(path.relative_to(checkpoint.path)) for path in untracked[:_SHOWN])
+            _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.path, names)
 
     def _check_fit(
         self, checkpoint: Checkpoint, reader: StateReader, items: Sequence[StateItem]
@@ -161,14 +158,6 @@ class LoadOperation:
             step.value = find_damage(checkpoint, chunks)
         if damage := [sentence for sentences in step.values for sentence in sentences]:
             raise CheckpointError("\n".join([*damage[:_SHOWN], _suggest_previous(checkpoint.path)]))
-
-
-def _warn_about_load(checkpoint: Checkpoint, left_out: Sequence[str]) -> None:
-    if left_out:
-        _LOG.warning("%s was loaded without what does not fit: %s", checkpoint.path, "; ".join(left_out))
-    if untracked := list_untracked_files(checkpoint):
-        names = ", ".join(str(path.relative_to(checkpoint.path)) for path in untracked[:_SHOWN])
-        _LOG.warning("%s: not part of the checkpoint, and not read: %s", checkpoint.path, names)
 
 
 def _add_class(name: str, class_name: str | None) -> str:

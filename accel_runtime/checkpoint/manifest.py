@@ -372,17 +372,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.parse(_read_text(path), path)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is not a checkpoint: {_describe_missing_manifest(folder)}") from None
+        missing = f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
+        reason = missing if folder.exists() else "it does not exist"
+        raise CheckpointError(f"{folder} is not a checkpoint: {reason}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: it is not text") from error
-
-
-def _describe_missing_manifest(folder: Path) -> str:
-    if not folder.exists():
-        return "it does not exist"
-    return f"it has no {NAME}" if folder.is_dir() else "it is a file, and a checkpoint is a directory"
 
 
 def _read_text(path: Path) -> str:

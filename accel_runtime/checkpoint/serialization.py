@@ -119,14 +119,16 @@ class _Serializer:
             return {_KEY: kind.__name__, "items": self._pairs(item, path)}
         if kind is deque:
             return {_KEY: "deque", "items": self._list(item, path), "maxlen": item.maxlen}
-        return self._other(item, path)
-
-    def _other(self, item: Any, path: str) -> Any:
-        kind = type(item)
         if kind is defaultdict:
             return self._defaultdict(item, path)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and item.dtype.kind in "biufc":
-            return {_KEY: "ndarray", "tensor": self._tensor(_to_tensor(item, path), path)}
+            try:
+                tensor = torch.from_numpy(item.copy())
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be saved: it is an array of {item.dtype}, {error}"
+                ) from error
+            return {_KEY: "ndarray", "tensor": self._tensor(tensor, path)}
         raise CheckpointError(
             f"{path} cannot be saved: it is a {kind.__module__}.{kind.__qualname__}. A checkpoint contains numbers, text, "
             "tensors, and lists and dicts of them, so that loading runs no code. Convert it, or leave it out of the state."
@@ -173,13 +175,6 @@ def _memory_key(tensor: torch.Tensor) -> Any:
         return id(tensor)
     layout = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
     return *layout, tensor.is_conj(), tensor.is_neg()
-
-
-def _to_tensor(array: Any, path: str) -> torch.Tensor:
-    try:
-        return torch.from_numpy(array.copy())
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be saved: it is an array of {array.dtype}, {error}") from error
 
 
 def _separator(path: str) -> str:

@@ -182,8 +182,10 @@ class ModelItem(StateItem):
         storages = {
             storage_key(t) for t in (*self._model.parameters(), *self._model.buffers()) if not is_sharded(t)
         }
-        tensors = (t for t in self._state.values() if is_tensor(t) and not is_sharded(t) and t.numel())
-        extra = any(not is_tensor(value) for value in self._state.values())
+        tensors = (
+            t for t in self._state.values() if isinstance(t, torch.Tensor) and not is_sharded(t) and t.numel()
+        )
+        extra = any(not isinstance(value, torch.Tensor) for value in self._state.values())
         return extra or any(storage_key(tensor) not in storages for tensor in tensors)
 
 
@@ -215,12 +217,24 @@ class OptimizerItem(StateItem):
             "state": state_by_name,
             "other": other_state,
             "extra": extra,
-        } | self._unowned_state()
+            **({"parameters": unowned} if (unowned := self._unowned_parameters()) else {}),
+        }
 
     @override
     def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
         if encoded.get("format") == "torch":
-            return self._compare_group_sizes(encoded["state_dict"]["param_groups"])
+            # Torch's format has no parameter names.
+            sizes = [
+                [len(group["params"]) for group in groups]
+                for groups in (encoded["state_dict"]["param_groups"], self._optimizer.param_groups)
+            ]
+            return (
+                []
+                if sizes[0] == sizes[1]
+                else [
+                    f"{self.name}: the checkpoint has groups of {sizes[0]} parameters, the optimizer here groups of {sizes[1]}"
+                ]
+            )
         if "groups" not in encoded:
             return []
         saved, names = _list_parameters(encoded["groups"]), self._parameter_names()
@@ -306,22 +320,12 @@ class OptimizerItem(StateItem):
         ):
             for key, value in saved.get(name, {}).items():
                 live = self._optimizer.state.get(parameter, {}).get(key)
-                if is_tensor(live) and is_tensor(value) and live.dtype != value.dtype:
+                if (
+                    isinstance(live, torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and live.dtype != value.dtype
+                ):
                     self._optimizer.state[parameter][key] = value.to(live.device)
-
-    def _compare_group_sizes(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Compare the group sizes of a state in torch's format, which has no parameter names."""
-        saved = [len(group["params"]) for group in groups]
-        live = [len(group["params"]) for group in self._optimizer.param_groups]
-        if saved == live:
-            return []
-        return [
-            f"{self.name}: the checkpoint has groups of {saved} parameters, the optimizer here groups of {live}"
-        ]
-
-    def _unowned_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        loose = self._unowned_parameters()
-        return {"parameters": loose} if loose else {}
 
     def _unowned_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that no prepared model contains, and that are saved here."""
@@ -353,7 +357,7 @@ def match_tensors(encoded: Any, state: Mapping[str, Any]) -> dict[str, torch.Ten
     """Return live tensors by the names of the saved ones at the same keys."""
     matches: dict[str, torch.Tensor] = {}
     for key, value in encoded.items():
-        if tensor_name_of(value) and is_tensor(state.get(key)):
+        if tensor_name_of(value) and isinstance(state.get(key), torch.Tensor):
             matches.setdefault(tensor_name_of(value), state[key])
     return matches
 
@@ -396,22 +400,13 @@ def describe_mismatch(entry: TensorEntry, live: torch.Tensor) -> str:
 
 def copy_into(value: Any, live: Any) -> None:
     """Copy a tensor into a live one of the same shape."""
-    if not is_tensor(live) or not is_tensor(value) or live.shape != value.shape:
+    if not isinstance(live, torch.Tensor) or not isinstance(value, torch.Tensor) or live.shape != value.shape:
         return
     if is_sharded(live) and not is_sharded(value):
         value = shard_like(value, live, "the tensor")
-    if not _same_memory(live, value):
+    first, second = getattr(live, "_local_tensor", live), getattr(value, "_local_tensor", value)
+    if storage_key(first) != storage_key(second) or first.stride() != second.stride():
         live.detach().copy_(value)
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, sharded or not."""
-    return isinstance(value, torch.Tensor)
-
-
-def _same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    first, second = getattr(first, "_local_tensor", first), getattr(second, "_local_tensor", second)
-    return storage_key(first) == storage_key(second) and first.stride() == second.stride()
 
 
 def is_sharded(tensor: Any) -> bool:

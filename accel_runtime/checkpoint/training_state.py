@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,10 @@ class TrainingState:
                 for value in parameter_state.values()
                 if torch.is_tensor(value)
             ]
-        return sum(_local_size(tensor, self.backend.topology.world_size) for tensor in state) + _SLACK
+        world_size = self.backend.topology.world_size
+        shards = [(getattr(tensor, "_local_tensor", None), tensor.nbytes) for tensor in state]
+        sizes = [-(-full // world_size) if local is None else local.nbytes for local, full in shards]
+        return sum(sizes) + _SLACK
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state dict of every model, with the parameter names of the script's module."""
@@ -118,14 +121,10 @@ class TrainingState:
             OptimizerItem(numbered_name("optimizer", index), optimizer, names)
             for index, optimizer in enumerate(self.optimizers)
         ]
-        stateful: list[tuple[str, Iterable[tuple[int, Any]]]] = [
-            ("scheduler", enumerate(self.schedulers)),
-            ("registered", enumerate(self.registered)),
-        ]
         items += [
             StatefulItem(numbered_name(kind, index), stateful_object)
-            for kind, objects in stateful
-            for index, stateful_object in objects
+            for kind, objects in (("scheduler", self.schedulers), ("registered", self.registered))
+            for index, stateful_object in enumerate(objects)
         ]
         for index, loader in enumerate(self.loaders):
             left_out = self.alone and loader is not None and loader.is_presharded
@@ -239,11 +238,6 @@ class StepCountItem(StateItem):
     def restore(self, tree: Any) -> None:
         for optimizer, steps in zip(self._optimizers, tree["steps"], strict=False):
             optimizer.steps = steps
-
-
-def _local_size(tensor: torch.Tensor, world_size: int) -> int:
-    local = getattr(tensor, "_local_tensor", None)
-    return local.nbytes if local is not None else -(-tensor.nbytes // world_size)
 
 
 Tree = dict[str, Any]
