@@ -276,7 +276,8 @@ class CheckpointMethods(AcceleratorProperties):
         if not self._resume_policy.possible:
             return None
         with errors_on_all_ranks(self._build_all_gather("resume")) as step:
-            step.value = self._choose_path()
+            chosen = self._resume_policy.choose(self.checkpoints) if self.process_index == 0 else None
+            step.value = chosen.path if chosen else None
         path = step.values[0]
         if path is None:
             return None
@@ -386,11 +387,6 @@ class CheckpointMethods(AcceleratorProperties):
                 "beginning. Call accelerator.resume() after prepare()."
             )
         self._load_attempted = True
-
-    def _choose_path(self) -> Path | None:
-        """Return the directory of the checkpoint to resume from on the main process, None on the others."""
-        checkpoint = self._resume_policy.choose(self.checkpoints) if self.process_index == 0 else None
-        return checkpoint.path if checkpoint else None
 
 
 def _find_checkpoint(project: ProjectConfiguration, input_dir: _Path | None) -> Path:

@@ -190,11 +190,16 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 def parse_size(value: int | str, what: str) -> int:
     """Return the number of bytes of a size such as `10GB`, `2GiB` or 512; `what` names the argument in the error."""
-    size = value if type(value) is int else _parse_text_size(value)
-    if size is None or size < 1:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = value if type(value) is int else 0
+    if match and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        # Libraries disagree: to some a small b means bits, to others bytes.
+        is_bits = isinstance(value, str) and value.strip().endswith("b")
         raise ValueError(
             f"Invalid {what} {value!r}: expected a number of bytes, at least 1, or a number and a unit such as '500MB', "
-            f"'10GB' or '2GiB' ({', '.join(_UNITS)}){_hint_bits(value)}"
+            f"'10GB' or '2GiB' ({', '.join(_UNITS)}){'; a small b may mean bits: write B' if is_bits else ''}"
         )
     return size
 
@@ -203,19 +208,6 @@ def format_size(count: int) -> str:
     """Format a number of bytes for display."""
     unit, base = next(((unit, base) for unit, base in _DISPLAY_UNITS if count >= base), ("B", 1))
     return f"{count / base:.2f} {unit}" if base > 1 else f"{count} B"
-
-
-def _parse_text_size(value: object) -> int | None:
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2]) if match else None
-    return None if match is None or unit is None else int(float(match[1]) * unit)
-
-
-def _hint_bits(value: object) -> str:
-    # Libraries disagree: to some it means bits, to others bytes.
-    return (
-        "; a small b may mean bits: write B" if isinstance(value, str) and value.strip().endswith("b") else ""
-    )
 
 
 _T = TypeVar("_T")

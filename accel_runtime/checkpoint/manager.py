@@ -75,19 +75,15 @@ class Checkpoints:
         Raises:
             CheckpointError: There is none; the message lists the damaged ones.
         """
-        complete, errors = list_numbered(self._require_directory())
+        directory = self._require_directory()
+        complete, errors = list_numbered(directory)
         if complete:
-            last = next_number(self._require_directory()) - 1
-            if (
-                last != complete[-1].number
-                and (self._require_directory() / numbered_directory(last)).exists()
-            ):
+            last = next_number(directory) - 1
+            if last != complete[-1].number and (directory / numbered_directory(last)).exists():
                 _LOG.warning("%s; the newest complete checkpoint is %s", errors[-1], complete[-1].path)
             return complete[-1]
         listed = "".join(f"\n  {error}" for error in errors)
-        raise CheckpointError(
-            f"No complete checkpoint in {self._require_directory()}{':' if listed else ''}{listed}"
-        )
+        raise CheckpointError(f"No complete checkpoint in {directory}{':' if listed else ''}{listed}")
 
     def verify(self, checkpoint: str | os.PathLike[str] | None = None) -> Checkpoint:
         """Read every byte of a checkpoint and compare checksums.

@@ -433,15 +433,10 @@ def verify_all_files(checkpoint: Checkpoint, progress: Callable[[int], None] = l
     """Return a sentence for each damaged tensor and file; `progress` receives byte counts, from several threads."""
     tensors = checkpoint.manifest.tensors
     parts = _group_by_file((name, chunk) for name, stored in tensors.items() for chunk in stored.chunks)
-    files = checkpoint.manifest.files
-    other_chunks = [
-        (name, chunk) for name, sentences in parts.items() if name not in files for name, chunk in sentences
-    ]
-    problems = parallel_map(lambda name: _verify_file(checkpoint, name, parts.get(name, []), progress), files)
-    return [
-        *find_damage(checkpoint, other_chunks),
-        *(sentence for sentences in problems for sentence in sentences),
-    ]
+    problems = parallel_map(
+        lambda name: _verify_file(checkpoint, name, parts.get(name, []), progress), checkpoint.manifest.files
+    )
+    return [sentence for sentences in problems for sentence in sentences]
 
 
 def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
@@ -532,15 +527,12 @@ def _group_by_file(chunks: Iterable[tuple[str, Chunk]]) -> dict[str, list[tuple[
 
 
 def _describe_damage(checkpoint: Checkpoint, path: Path, tensor: str) -> str:
-    return f"{path} is damaged: {tensor} does not have its checksum{_hint_other_save(path, checkpoint)}"
-
-
-def _hint_other_save(path: Path, checkpoint: Checkpoint) -> str:
-    """Return a hint if the file belongs to another save."""
+    """Describe a damaged tensor, and whether its file belongs to another save."""
     try:
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             save = json.loads(opened.read(min(length, 1 << 26)))["__metadata__"]["save"]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return "" if save == checkpoint.manifest.save else "; the file is of another save"
+        save = checkpoint.manifest.save
+    hint = "" if save == checkpoint.manifest.save else "; the file is of another save"
+    return f"{path} is damaged: {tensor} does not have its checksum{hint}"

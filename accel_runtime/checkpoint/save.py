@@ -524,7 +524,23 @@ def save_without_missing_ranks(
     """Save the state of the ranks that call `save_state` if others do not; warn about what is missing."""
     text = write_without_missing_ranks("save_state", absence, backend, save, sharded=backend.shards_models)
     if absence.is_leader and absence.missing:
-        _LOG.warning(_describe_missing(absence, backend.topology.world_size, own_data=own_data))
+        offsets = (
+            " Offsets of loaders with rank-specific data are missing too: these loaders start from the beginning."
+            if own_data
+            else ""
+        )
+        _LOG.warning(
+            "save_state() at %s was called by rank %s and not by all %s processes (%s). The checkpoint holds what rank %s has. "
+            "Missing are the random states of other processes, which are derived again when it is loaded, and their gradients "
+            "if an accumulation cycle is open.%s Call save_state() on every process, outside of "
+            "`if accelerator.is_main_process`, to save all.",
+            absence.site,
+            absence.rank,
+            backend.topology.world_size,
+            _list_missing(absence),
+            absence.rank,
+            offsets,
+        )
     return text
 
 
@@ -533,7 +549,12 @@ def write_without_missing_ranks(
 ) -> str:
     """Let the first of the ranks that make a call write; return or raise its outcome on each of them."""
     if sharded:
-        raise CheckpointError(_describe_refusal(operation, absence, backend.topology.world_size))
+        raise CheckpointError(
+            f"{operation}() at {absence.site} cannot save sharded models: it was not called by all "
+            f"{backend.topology.world_size} processes, and each has a shard of every model "
+            f"({_list_missing(absence) or 'some are missing'}). Call {operation}() on every process, outside of "
+            "`if accelerator.is_main_process`."
+        )
     if not absence.is_leader:
         saved, text = json.loads(backend.read_outcome(absence))
         if not saved:
@@ -549,28 +570,6 @@ def write_without_missing_ranks(
     finally:
         backend.publish_outcome(absence, json.dumps([saved, text]))
     return text
-
-
-def _describe_missing(absence: MissingRanks, world_size: int, *, own_data: bool) -> str:
-    offsets = (
-        " Offsets of loaders with rank-specific data are missing too: these loaders start from the beginning."
-        if own_data
-        else ""
-    )
-    return (
-        f"save_state() at {absence.site} was called by rank {absence.rank} and not by all {world_size} processes "
-        f"({_list_missing(absence)}). The checkpoint holds what rank {absence.rank} has. Missing are the random states of "
-        f"other processes, which are derived again when it is loaded, and their gradients if an accumulation cycle is "
-        f"open.{offsets} Call save_state() on every process, outside of `if accelerator.is_main_process`, to save all."
-    )
-
-
-def _describe_refusal(operation: str, absence: MissingRanks, world_size: int) -> str:
-    return (
-        f"{operation}() at {absence.site} cannot save sharded models: it was not called by all {world_size} processes, and "
-        f"each has a shard of every model ({_list_missing(absence) or 'some are missing'}). Call {operation}() on every "
-        "process, outside of `if accelerator.is_main_process`."
-    )
 
 
 def _list_missing(absence: MissingRanks) -> str:

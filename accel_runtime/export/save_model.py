@@ -323,21 +323,18 @@ def write_on_main_process(
     ]
     key = f"accel/{operation}/{backend.increment_store_key(f'accel/{operation}')}"
     if writes:
-        _report_outcome(write, lambda outcome: backend.set_store_key(f"{key}/{topology.rank}", outcome))
+        outcome = _DONE
+        try:
+            write()
+        except CheckpointError as error:
+            outcome = str(error)
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            backend.set_store_key(f"{key}/{topology.rank}", outcome)
     outcomes = {rank: backend.wait_for_store_key(rank, f"{key}/{rank}", None) for rank in writers}
     _raise_failures(operation, outcomes, topology.world_size)
-
-
-def _report_outcome(write: Callable[[], None], post: Callable[[str], None]) -> None:
-    try:
-        write()
-    except CheckpointError as error:
-        post(str(error))
-    except BaseException as error:
-        post(f"{type(error).__name__}: {error}")
-        raise
-    else:
-        post(_DONE)
 
 
 def _raise_failures(operation: str, outcomes: dict[int, str], world_size: int) -> None:
