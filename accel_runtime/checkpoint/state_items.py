@@ -205,7 +205,8 @@ class OptimizerItem(StateItem):
     @override
     def tree(self) -> Any:
         state = self._optimizer.state_dict()
-        name_of = dict(zip(_list_parameters(state["param_groups"]), self._parameter_names(), strict=True))
+        keys = dict.fromkeys(_list_parameters(state["param_groups"]))
+        name_of = dict(zip(keys, self._parameters, strict=True))
         groups = [
             group | {"params": [name_of[i] for i in group["params"]]} for group in state["param_groups"]
         ]
@@ -224,20 +225,13 @@ class OptimizerItem(StateItem):
     def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
         if encoded.get("format") == "torch":
             # Torch's format has no parameter names.
-            sizes = [
-                [len(group["params"]) for group in groups]
-                for groups in (encoded["state_dict"]["param_groups"], self._optimizer.param_groups)
-            ]
-            return (
-                []
-                if sizes[0] == sizes[1]
-                else [
-                    f"{self.name}: the checkpoint has groups of {sizes[0]} parameters, the optimizer here groups of {sizes[1]}"
-                ]
-            )
+            sizes = [len(group["params"]) for group in encoded["state_dict"]["param_groups"]]
+            live = [len(group["params"]) for group in self._optimizer.param_groups]
+            text = f"{self.name}: the checkpoint has groups of {sizes} parameters, the optimizer here groups of {live}"
+            return [] if sizes == live else [text]
         if "groups" not in encoded:
             return []
-        saved, names = _list_parameters(encoded["groups"]), self._parameter_names()
+        saved, names = _list_parameters(encoded["groups"]), list(self._parameters)
         missing = [name for name in names if name not in set(saved)]
         unexpected = [name for name in saved if name not in set(names)]
         reasons = []
@@ -256,9 +250,7 @@ class OptimizerItem(StateItem):
         targets = select_matching(
             match_tensors(encoded.get("parameters", {}), self._unowned_parameters()), tensors
         )
-        for name, parameter in zip(
-            self._parameter_names(), _list_parameters(self._optimizer.param_groups), strict=True
-        ):
+        for name, parameter in self._parameters.items():
             for key, value in encoded.get("state", {}).get(name, {}).items():
                 entry = tensors.get(tensor_name_of(value))
                 if entry is not None:
@@ -271,7 +263,7 @@ class OptimizerItem(StateItem):
         if tree.get("format") == "torch":
             self._optimizer.load_state_dict(tree["state_dict"])
             return
-        index_of = dict(zip(self._parameter_names(), range(len(self._parameter_names())), strict=True))
+        index_of = {name: index for index, name in enumerate(self._parameters)}
         groups = self._build_groups(tree["groups"], index_of)
         state = {
             index_of[name]: dict(parameter_state)
@@ -315,9 +307,7 @@ class OptimizerItem(StateItem):
 
     def _keep_dtypes(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Undo the cast of torch: state keeps its saved dtype beside parameters of a lower precision."""
-        for name, parameter in zip(
-            self._parameter_names(), _list_parameters(self._optimizer.param_groups), strict=True
-        ):
+        for name, parameter in self._parameters.items():
             for key, value in saved.get(name, {}).items():
                 live = self._optimizer.state.get(parameter, {}).get(key)
                 if (
@@ -329,12 +319,12 @@ class OptimizerItem(StateItem):
 
     def _unowned_parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters that no prepared model contains, and that are saved here."""
-        prefix = f"{self.name}."
-        names = {self._names[p]: p for p in _list_parameters(self._optimizer.param_groups)}
-        return {name: p for name, p in names.items() if name.startswith(prefix)}
+        return {name: p for name, p in self._parameters.items() if name.startswith(f"{self.name}.")}
 
-    def _parameter_names(self) -> list[str]:
-        return [self._names[parameter] for parameter in _list_parameters(self._optimizer.param_groups)]
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name, in the order of the groups."""
+        return {self._names[p]: p for p in _list_parameters(self._optimizer.param_groups)}
 
 
 def _list_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:

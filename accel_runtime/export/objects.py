@@ -73,15 +73,13 @@ def load(
     Args:
         f: A path, or an open binary file.
         map_location: Device for the tensors, or another argument of `torch.load`. None is the CPU, wherever the
-        tensors
-            were, so that a file from a GPU loads on every node.
+            tensors were, so that a file from a GPU loads on every node.
         weights_only: Must be True.
         mmap: Read tensors when they are used. Tensors of a safetensors file always are.
 
     Raises:
         CheckpointError: The file does not exist, is damaged, or contains objects that need their own code; the
-        message
-            tells how to convert it.
+            message tells how to convert it.
         ValueError: `weights_only=False`, which would run code in the file.
         TypeError: A `map_location` for a safetensors file that is not one device.
     """
@@ -95,15 +93,11 @@ def load(
         return read_pickle(f, device, mmap=mmap)
     if not isinstance(device, (str, int, torch.device)):
         raise TypeError(f"Invalid map_location {map_location!r} for a safetensors file: expected one device.")
-    return _load_safetensors(f, torch.device(device))
-
-
-def _load_safetensors(f: str | os.PathLike[str] | BinaryIO, device: torch.device) -> dict[str, torch.Tensor]:
     try:
         tensors = load_file(f) if isinstance(f, (str, os.PathLike)) else load_bytes(f.read())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{f} cannot be read: {error}") from error
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    return {name: tensor.to(torch.device(device)) for name, tensor in tensors.items()}
 
 
 def _is_safetensors(f: str | os.PathLike[str] | BinaryIO) -> bool:
@@ -113,14 +107,10 @@ def _is_safetensors(f: str | os.PathLike[str] | BinaryIO) -> bool:
         if path.suffix == ".safetensors" or not path.is_file():
             return path.suffix == ".safetensors"
         with path.open("rb") as file:
-            return _starts_like_safetensors(file.read(9))
+            return file.read(9)[8:] == b"{"
     position = f.tell()
     start = f.read(9)
     f.seek(position)
-    return _starts_like_safetensors(start)
-
-
-def _starts_like_safetensors(start: bytes) -> bool:
     return start[8:] == b"{"
 
 

@@ -51,6 +51,7 @@ CHECKSUMS = "xxh3_64"
 _T = TypeVar("_T")
 _RESERVED = "__metadata__"
 _UNFINISHED = ".unfinished-"
+_CURE = "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
 _EXPORT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
@@ -152,9 +153,6 @@ def export_model(plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileS
         export.commit()
     finally:
         export.forget()
-
-
-_CURE = "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
 
 
 def select_tensors(state: Mapping[str, object], cure: str) -> dict[str, torch.Tensor]:
