@@ -270,7 +270,8 @@ def capture_rng_state(device: torch.device, module: Any = None) -> Tree:
     version, words, spare = states["python"]
     states["python"] = [version, torch.tensor(words), spare]
     if device.type != "cpu":
-        states[device.type] = _capture_device(device, module or _device_module(device))
+        module = module or torch.get_device_module(device)
+        states[device.type] = module.get_rng_state(*_device_argument(device))
     return states
 
 
@@ -287,10 +288,18 @@ def restore_rng_state(tree: Tree, device: torch.device, module: Any = None) -> N
         version, words, spare = states["python"]
         states["python"] = [version, words.tolist(), spare]
     restore_states({kind: states[kind] for kind in KINDS if kind in states})
+    if device.type != "cpu":
+        module = module or torch.get_device_module(device)
+        if device.type in states:
+            module.set_rng_state(states[device.type], *_device_argument(device))
+        elif device.type not in seeds:
+            fingerprint = fingerprint_states({"torch": tree.get("torch")})
+            seeds[device.type] = hash_text(repr((device.type, fingerprint)))
     for kind, seed in seeds.items():
-        _seed(kind, seed, device, module)
-    if device.type != "cpu" and device.type not in seeds:
-        _restore_device(states.get(device.type), tree, device, module)
+        if kind == device.type != "cpu":
+            module.manual_seed(seed)
+        elif kind in KINDS:
+            _seed_global(kind, seed)
 
 
 def derive_rng_state(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
@@ -299,56 +308,23 @@ def derive_rng_state(trees: Sequence[Tree], rank: int, world_size: int) -> Tree:
     A stream that was equal on several ranks is kept on all. Any other is seeded anew on each rank, from all the
     old states, the rank and the world size.
     """
-    kinds = dict.fromkeys(kind for tree in trees for kind in tree)
-    return {
-        kind: _derive_stream(kind, [tree.get(kind) for tree in trees], rank, world_size) for kind in kinds
-    }
+    derived: Tree = {}
+    for kind in dict.fromkeys(kind for tree in trees for kind in tree):
+        states = [tree.get(kind) for tree in trees]
+        fingerprints = [None if state is None else fingerprint_states({kind: state}) for state in states]
+        is_equal = len(fingerprints) > 1 and len(set(fingerprints)) == 1
+        seed = hash_text(repr((kind, fingerprints, rank, world_size)))
+        derived[kind] = states[0] if is_equal else {"seed": seed}
+    return derived
 
 
-def _derive_stream(kind: str, states: list[Any], rank: int, world_size: int) -> Any:
-    fingerprints = [None if state is None else fingerprint_states({kind: state}) for state in states]
-    if len(fingerprints) > 1 and len(set(fingerprints)) == 1:
-        return states[0]
-    return {"seed": _hash_parts(kind, fingerprints, rank, world_size)}
-
-
-def _hash_parts(*parts: Any) -> int:
-    """Return a seed that depends on all parts."""
-    return hash_text(repr(parts))
-
-
-def _seed(kind: str, seed: int, device: torch.device, module: Any) -> None:
-    """Seed a generator."""
+def _seed_global(kind: str, seed: int) -> None:
     if kind == "python":
         random.seed(seed)
     elif kind == "torch":
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices too
-    elif kind == "numpy":
-        numpy = importlib.import_module("numpy")
-        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-    elif kind == device.type:
-        (module or _device_module(device)).manual_seed(seed)
-
-
-def _capture_device(device: torch.device, module: Any) -> torch.Tensor:
-    state: torch.Tensor = module.get_rng_state(*_device_argument(device))
-    return state
-
-
-def _restore_device(state: torch.Tensor | None, tree: Tree, device: torch.device, module: Any) -> None:
-    if state is None:
-        _seed(
-            device.type,
-            _hash_parts(device.type, fingerprint_states({"torch": tree.get("torch")})),
-            device,
-            module,
-        )
     else:
-        (module or _device_module(device)).set_rng_state(state, *_device_argument(device))
-
-
-def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+        importlib.import_module("numpy").random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 
 def _device_argument(device: torch.device) -> tuple[torch.device, ...]:

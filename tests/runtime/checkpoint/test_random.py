@@ -138,7 +138,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch):
     module = Device()
-    monkeypatch.setattr(item, "_device_module", lambda _: module)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     return SimpleNamespace(module=module, name=torch.device("cuda", 0))
 
 
