@@ -8,7 +8,7 @@ changes a training there is translated, rejected with its replacement, or report
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,8 +20,22 @@ __all__ = ["Equivalent", "Translation", "translate"]
 _UNSET = FALSE | {"none"}
 """Values that mean unset: Accelerate's launcher writes all variables of a kind, even those that were not chosen."""
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-_LEVELS = ("debug", "info", "warning", "error", "critical")
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_FIELDS: Mapping[str, tuple[str, tuple[str, ...], str]] = MappingProxyType(
+    {
+        "mixed_precision": (
+            "ACCELERATE_MIXED_PRECISION",
+            ("bf16", "fp16"),
+            " Set ACCEL_MIXED_PRECISION to bf16, fp16 or no.",
+        ),
+        "device": (
+            "ACCELERATE_TORCH_DEVICE",
+            ("cpu", "cuda", "mps", "xpu"),
+            " Choose one of several devices with CUDA_VISIBLE_DEVICES.",
+        ),
+        "log_level": ("ACCELERATE_LOG_LEVEL", ("debug", "info", "warning", "error", "critical"), ""),
+    }
+)
+"""Variables by the field of `Settings` that they set: name, words, and advice for another value."""
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -97,11 +111,11 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
     """
     read = _VariableReader(environ)
     settings: dict[str, Equivalent] = {}
-    for field, translate_one in _SINGLE.items():
-        if field not in overrides:
-            settings |= {field: equivalent} if (equivalent := translate_one(read)) else {}
-        else:
-            read.overrule(field, overrides[field], translate_one)
+    for field in _FIELDS:
+        if field in overrides:
+            read.overrule(field, overrides[field])
+        elif equivalent := _word(read, field):
+            settings[field] = equivalent
     if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
         for name, reason in _REFUSED.items():
             if read.is_on(name):
@@ -150,13 +164,11 @@ class _VariableReader:
         """Record that a variable has no effect."""
         self._idle[name] = reason
 
-    def overrule(
-        self, field: str, text: str, translate_one: Callable[[_VariableReader], Equivalent | None]
-    ) -> None:
+    def overrule(self, field: str, text: str) -> None:
         """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
         reader = _VariableReader(self.environ)
         try:
-            equivalent = translate_one(reader)
+            equivalent = _word(reader, field)
         except SettingsError:
             equivalent = Equivalent(min(reader._used - _HARMLESS), "")
         self._used |= reader._used
@@ -178,29 +190,13 @@ class _VariableReader:
         )
 
 
-def _precision(read: _VariableReader) -> Equivalent | None:
-    name = "ACCELERATE_MIXED_PRECISION"
-    text = read.one_of(name, ("bf16", "fp16"), " Set ACCEL_MIXED_PRECISION to bf16, fp16 or no.")
-    return Equivalent(name, text) if text else None
-
-
-def _device(read: _VariableReader) -> Equivalent | None:
-    name = "ACCELERATE_TORCH_DEVICE"
-    if read.is_on("ACCELERATE_USE_CPU"):
+def _word(read: _VariableReader, field: str) -> Equivalent | None:
+    """Translate the variable of a field whose value is a word."""
+    if field == "device" and read.is_on("ACCELERATE_USE_CPU"):
         return Equivalent("ACCELERATE_USE_CPU", "cpu")
-    text = read.one_of(name, _DEVICES, " Choose one of several devices with CUDA_VISIBLE_DEVICES.")
+    name, values, advice = _FIELDS[field]
+    text = read.one_of(name, values, advice)
     return Equivalent(name, text) if text else None
-
-
-def _level(read: _VariableReader) -> Equivalent | None:
-    name = "ACCELERATE_LOG_LEVEL"
-    text = read.one_of(name, _LEVELS)
-    return Equivalent(name, text) if text else None
-
-
-_SINGLE: Mapping[str, Callable[[_VariableReader], Equivalent | None]] = MappingProxyType(
-    {"mixed_precision": _precision, "device": _device, "log_level": _level}
-)
 
 
 def _sizes(read: _VariableReader) -> dict[str, Equivalent]:

@@ -15,7 +15,6 @@ from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
 from accel_runtime.env import Settings, flatten_settings, variable_name
 from accel_runtime.parallel.dtensor import GroupFacts, class_of
-from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.topology import DataRank
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ __all__ = [
     "loader_facts",
     "model_facts",
     "origins",
-    "scheduler_facts",
 ]
 
 
@@ -246,11 +244,6 @@ def loader_facts(loader: PreparedLoader, data_rank: DataRank, accumulation_steps
         samples_a_step=global_batch * accumulation_steps if global_batch else None,
         end=loader.end,
     )
-
-
-def scheduler_facts(scheduler: PreparedScheduler) -> SchedulerFacts:
-    """Describe a prepared scheduler."""
-    return SchedulerFacts(type(scheduler.scheduler).__name__, scheduler.advances)
 
 
 def _format_model(model: ModelFacts) -> str:

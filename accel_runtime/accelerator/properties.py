@@ -19,9 +19,9 @@ from accel_runtime.description import (
     Description,
     OptionFacts,
     ProcessFacts,
+    SchedulerFacts,
     loader_facts,
     model_facts,
-    scheduler_facts,
 )
 from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
 from accel_runtime.heartbeat import call_site
@@ -494,7 +494,10 @@ class AcceleratorProperties(ProcessMethods):
                 for model in self._models
             ),
             optimizers=tuple(type(optimizer.optimizer).__name__ for optimizer in self._optimizers),
-            schedulers=tuple(map(scheduler_facts, self._schedulers)),
+            schedulers=tuple(
+                SchedulerFacts(type(scheduler.scheduler).__name__, scheduler.advances)
+                for scheduler in self._schedulers
+            ),
             loaders=tuple(
                 loader_facts(loader, self._backend.data_rank, self._accumulation.steps)
                 for loader in list(self._loaders.values())
