@@ -96,43 +96,30 @@ class ProfileKwargs(Configuration, KwargsHandler):
 @contextmanager
 def profiled(handler: ProfileKwargs, backend: Backend) -> Iterator[profile]:
     """Profile a block and write the traces; afterwards every process has written its own."""
-    traces = _Traces(handler, backend.topology.rank)
-    with handler.build(backend.device, traces.write_trace) as profiler:
+    logger = MultiProcessAdapter(logging.getLogger(__name__))
+    num_traces = 0
+
+    def write_trace(profiler: profile) -> None:
+        nonlocal num_traces
+        if handler.on_trace_ready is not None:
+            handler.on_trace_ready(profiler)
+        if handler.output_trace_dir is not None:
+            number = f".{num_traces}" if num_traces else ""
+            path = Path(handler.output_trace_dir) / f"profile_{backend.topology.rank}{number}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                profiler.export_chrome_trace(str(path))
+            except RuntimeError as error:
+                if "already saved" not in str(error):
+                    raise
+                message = "%s is not written: on_trace_ready has written this trace already, and torch can write it only once."
+                logger.warning_once(message, path, main_process_only=False)
+        num_traces += 1
+
+    with handler.build(backend.device, write_trace) as profiler:
         yield profiler
     if handler.output_trace_dir is not None:
-        traces.warn_if_none()
-        backend.barrier()
-
-
-class _Traces:
-    """Writer of complete recordings; the script's own handler is called first."""
-
-    def __init__(self, handler: ProfileKwargs, rank: int) -> None:
-        self._handler = handler
-        self._rank = rank
-        self._num_traces = 0
-        self._logger = MultiProcessAdapter(logging.getLogger(__name__))
-
-    def write_trace(self, profiler: profile) -> None:
-        if self._handler.on_trace_ready is not None:
-            self._handler.on_trace_ready(profiler)
-        if self._handler.output_trace_dir is not None:
-            folder = Path(self._handler.output_trace_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            number = f".{self._num_traces}" if self._num_traces else ""
-            self._write(profiler, folder / f"profile_{self._rank}{number}.json")
-        self._num_traces += 1
-
-    def _write(self, profiler: profile, path: Path) -> None:
-        try:
-            profiler.export_chrome_trace(str(path))
-        except RuntimeError as error:
-            if "already saved" not in str(error):
-                raise
-            message = "%s is not written: on_trace_ready has written this trace already, and torch can write it only once."
-            self._logger.warning_once(message, path, main_process_only=False)
-
-    def warn_if_none(self) -> None:
-        if not self._num_traces:
+        if not num_traces:
             message = "No trace is written: the schedule %s did not reach its active steps. Call step() on the profiler after each step."
-            self._logger.warning(message, self._handler.schedule_option, main_process_only=False)
+            logger.warning(message, handler.schedule_option, main_process_only=False)
+        backend.barrier()

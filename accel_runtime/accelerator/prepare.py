@@ -32,6 +32,7 @@ from accel_runtime.data.prepare import check_loader_configuration, prepare_loade
 from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
 from accel_runtime.env import flatten_settings
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.checks import FirstInput
@@ -311,26 +312,30 @@ class PrepareMethods(CheckpointMethods):
             and item not in self._checked
             and not any(item is model for model in self._models)
         ]
+        if not new:
+            return
         self._checked.update(new)
-        if new:
-            plugin = self._accumulation.plugin
-            settings = {
-                "mixed_precision": self.settings.mixed_precision,
-                "gradient_accumulation_steps": self._accumulation.steps,
-                "sync_each_batch": plugin.sync_each_batch,
-                "sync_with_dataloader": plugin.sync_with_dataloader,
-                "adjust_scheduler": plugin.adjust_scheduler,
-                "step_scheduler_with_optimizer": self._step_with_optimizer,
-                "rng_types": self._rng_types,
-                **{
-                    name: value
-                    for name, value in flatten_settings(self.settings)
-                    if name.startswith(("parallel", "fully_"))
-                },
-            }
-            check_consistent(
-                new, self._backend, options, settings | collect_option_facts(self._torch_options())
-            )
+        plugin = self._accumulation.plugin
+        settings = {
+            "mixed_precision": self.settings.mixed_precision,
+            "gradient_accumulation_steps": self._accumulation.steps,
+            "sync_each_batch": plugin.sync_each_batch,
+            "sync_with_dataloader": plugin.sync_with_dataloader,
+            "adjust_scheduler": plugin.adjust_scheduler,
+            "step_scheduler_with_optimizer": self._step_with_optimizer,
+            "rng_types": self._rng_types,
+        }
+        settings |= {
+            name: value
+            for name, value in flatten_settings(self.settings)
+            if name.startswith(("parallel", "fully_"))
+        }
+        handlers = (
+            self.ddp_handler or DistributedDataParallelKwargs(),
+            self.autocast_handler or AutocastKwargs(),
+            self.scaler_handler or GradScalerKwargs(),
+        )
+        check_consistent(new, self._backend, options, settings | collect_option_facts(handlers))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

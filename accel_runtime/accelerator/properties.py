@@ -212,14 +212,6 @@ class AcceleratorProperties(ProcessMethods):
         """Return the arguments of DDP and of its communication hook that differ from their defaults."""
         return {} if self.ddp_handler is None else changed_fields(self.ddp_handler)
 
-    def _torch_options(self) -> list[KwargsHandler]:
-        """Return the objects whose fields must be equal on all ranks, with defaults for missing ones."""
-        return [
-            self.ddp_handler or DistributedDataParallelKwargs(),
-            self.autocast_handler or AutocastKwargs(),
-            self.scaler_handler or GradScalerKwargs(),
-        ]
-
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
         """Return the autocast arguments; None means the defaults of torch."""
