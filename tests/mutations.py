@@ -87,8 +87,8 @@ MUTATIONS = (
     Mutation(
         "variables of accel win",
         "accel_runtime/accelerate_env.py",
-        "        if field not in overrides:",
-        "        if field:",
+        "        if field in overrides:",
+        "        if not field:",
         ("tests/runtime/test_accelerate_env.py",),
     ),
     Mutation(
