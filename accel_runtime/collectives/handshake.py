@@ -197,13 +197,12 @@ class Handshake:
             return
         data = f" of {describe_structure(call.structure)}" if call.structure else ""
         description = f"{call}{data}" + (f": {failure}" if failure else "")
-        texts = self._gather_texts(description)
-        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+        calls = self._gather_text(description)
         raise MismatchError(f"the ranks do not agree on this collective; each called:\n{calls}")
 
     def _warn_about_lines(self, call: CollectiveCall) -> None:
         """Warn that ranks make one call from different lines; collective."""
-        calls = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(self._gather_texts(str(call))))
+        calls = self._gather_text(str(call))
         if self.rank == 0:
             _LOG.warning(
                 "The ranks called one collective from different lines of the script. Their data fit, but may be of different "
@@ -211,10 +210,11 @@ class Handshake:
                 calls,
             )
 
-    def _gather_texts(self, text: str) -> list[str]:
+    def _gather_text(self, text: str) -> str:
+        """Return a line for each rank with its text; collective."""
         data = text.encode()
         result = self.exchange(CollectiveCall("describing", _NOWHERE), len(data), build_writer(data))
-        return [str(result.view(rank), "utf-8") for rank in range(self.size)]
+        return "\n".join(f"  rank {rank}: {str(result.view(rank), 'utf-8')}" for rank in range(self.size))
 
     def _gather_large(
         self, sizes: Sequence[int], write: Write | None, call: CollectiveCall

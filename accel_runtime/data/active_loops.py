@@ -29,16 +29,6 @@ class _LoopRecord:
         self.times = (0, 0)
         """Times of the last two batches (newest first), counted over all loops."""
 
-    def record(self, batch: Any, now: int) -> None:
-        info = self.loop.step_info
-        assert info is not None
-        self.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
-        self.times = (now, self.times[0])
-        if self.steps and self.steps[-1][0] is info:
-            self.steps[-1] = (info, self.steps[-1][1] + 1)
-        else:
-            self.steps.append((info, 1))
-
     def find_step(self, tensor: torch.Tensor) -> StepInfo | None:
         """Return the step whose batch contained this tensor, or the tensor it is a view of."""
         same = (tensor, tensor._base)  # noqa: SLF001 - torch's documented attribute for the base of a view
@@ -93,8 +83,15 @@ class ActiveLoops:
 
     def record_batch(self, record: _LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
+        info = record.loop.step_info
+        assert info is not None
         self._clock += 1
-        record.record(batch, self._clock)
+        record.times = (self._clock, record.times[0])
+        record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
+        if record.steps and record.steps[-1][0] is info:
+            record.steps[-1] = (info, record.steps[-1][1] + 1)
+        else:
+            record.steps.append((info, 1))
 
     def close(self, record: _LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
@@ -155,19 +152,15 @@ class ActiveLoops:
         if newest is None or newest.loop.step_info is None:
             return []
         info = newest.loop.step_info
-        if any(
-            other.loop.step_info and other.loop.step_info[:2] != info[:2] for other in self._abreast(newest)
-        ):
+        # Loops that have advanced since this loop's last batch but one, so it is not nested in them.
+        before = newest.times[1]
+        others = [other.loop.step_info for other in self._open[:-1] if before and other.times[0] > before]
+        if any(other and other[:2] != info[:2] for other in others):
             raise ValueError(
                 "gather_for_metrics() cannot tell which batch the data come from: several loops advance together (zip), and "
                 "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
             )
         return [info]
-
-    def _abreast(self, record: _LoopRecord) -> Iterator[_LoopRecord]:
-        """Return other loops that have advanced since this loop's last batch but one, so it is not nested in them."""
-        before = record.times[1]
-        return (other for other in self._open[:-1] if before and other.times[0] > before)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
