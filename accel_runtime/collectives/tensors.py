@@ -355,12 +355,7 @@ def _gather_ragged(
 ) -> GatheredData:
     start = len(plan.rows)
     rows = [blob[:start].view(torch.int64).tolist()[: len(flat.specs)] for blob in payloads]
-    plans = []
-    for counts in rows:
-        pairs = zip(flat.specs, counts, strict=True)
-        shapes = ((count, *spec.shape[1:]) if spec.shape else spec.shape for spec, count in pairs)
-        specs = (spec._replace(shape=shape) for spec, shape in zip(flat.specs, shapes, strict=True))
-        plans.append(_plan_transfer(tuple(specs)))
+    plans = [_plan_for_rows(flat.specs, counts) for counts in rows]
     pieces: list[list[torch.Tensor]] = [[] for _ in flat.specs]
     for kind, (indices, layout) in plan.kinds.items():
         layouts = [other.kinds[kind][1] for other in plans]
@@ -378,6 +373,14 @@ def _gather_ragged(
             for index, part in zip(indices, unpack_row(buffer, other_layout), strict=True):
                 pieces[index].append(part if part.dim() else part.view(1))
     return GatheredData([torch.cat(each) for each in pieces], rows)
+
+
+def _plan_for_rows(specs: tuple[TensorSpec, ...], rows: Sequence[int]) -> _TransferPlan:
+    """Return the plan of a rank whose tensors have other first dimensions."""
+    pairs = zip(specs, rows, strict=True)
+    return _plan_transfer(
+        tuple(s._replace(shape=(count, *s.shape[1:])) if s.shape else s for s, count in pairs)
+    )
 
 
 def _pack_buffer(flat: FlattenedData, indices: Sequence[int], layout: PackedLayout) -> torch.Tensor:

@@ -37,7 +37,7 @@ def place(topology, copies=COPIES):
 def backend(copies=COPIES):
     """A backend of four ranks that are fewer parts."""
     found = walks.backend()
-    found.data = place(found.topology, copies)
+    found.data_rank = place(found.topology, copies)
     return found
 
 
@@ -47,7 +47,7 @@ def accelerator(copies=COPIES, **options):
 
     def connect(*args):
         made = real(*args)
-        made.data = place(made.topology, copies)
+        made.data_rank = place(made.topology, copies)
         return made
 
     facade.connect = connect
@@ -160,7 +160,7 @@ def test_augmentation_is_the_same_in_copies(four, workers):
 def sharded(copies, counts, wrong=None):
     """A loader of this part's own data, and the place of this rank."""
     found = backend(copies)
-    rank = found.data.rank if wrong is None else found.topology.rank
+    rank = found.data_rank.rank if wrong is None else found.topology.rank
     data = [rank * 100 + number for number in range(counts[rank])]
     alone = Single(Topology(), torch.device("cpu"))
     loader = DataLoader(data, batch_size=2)
