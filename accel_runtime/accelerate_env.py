@@ -114,7 +114,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
     for field in _FIELDS:
         if field in overrides:
             read.overrule(field, overrides[field])
-        elif equivalent := _word(read, field):
+        elif equivalent := _translate_word(read, field):
             settings[field] = equivalent
     if not any(field.startswith(("parallel_", "fully_shard_")) for field in overrides):
         for name, reason in _REFUSED.items():
@@ -168,7 +168,7 @@ class _VariableReader:
         """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
         reader = _VariableReader(self.environ)
         try:
-            equivalent = _word(reader, field)
+            equivalent = _translate_word(reader, field)
         except SettingsError:
             equivalent = Equivalent(min(reader._used - _HARMLESS), "")
         self._used |= reader._used
@@ -190,7 +190,7 @@ class _VariableReader:
         )
 
 
-def _word(read: _VariableReader, field: str) -> Equivalent | None:
+def _translate_word(read: _VariableReader, field: str) -> Equivalent | None:
     """Translate the variable of a field whose value is a word."""
     if field == "device" and read.is_on("ACCELERATE_USE_CPU"):
         return Equivalent("ACCELERATE_USE_CPU", "cpu")
