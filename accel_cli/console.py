@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ __all__ = [
     "drop_typed",
     "error",
     "failure",
+    "is_secret",
+    "mask_secrets",
     "moving",
     "note",
     "plain",
@@ -26,6 +29,7 @@ __all__ = [
     "spinner",
     "table",
 ]
+
 
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
@@ -239,3 +243,20 @@ def _panel(title: str, body: Sequence[str], cause: str) -> None:
     text = Text("\n".join(body), overflow="fold").append(cause, style="bold red")
     panel = Panel(text, title=Text(title), title_align="left", border_style="red")
     Console(stderr=True).print(panel)
+
+
+_SECRET = re.compile(
+    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|(?<!KMS)_KEY$|_PAT$|COOKIE|AUTH",
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of a variable speaks of a secret."""
+    return bool(_SECRET.search(name))
+
+
+def mask_secrets(name: str, value: str) -> str:
+    """The value, unless the name speaks of a secret; a login inside an address is masked too."""
+    return "***" if value and is_secret(name) else _IN_URL.sub("***", value)

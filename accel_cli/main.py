@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands import checkpoint, config, env, estimate, jobs, launch, logs, stacks, test
-from accel_cli.commands.foreign_options import ForeignCommand, normalize_option
+from accel_cli.commands import checkpoint, config, env, estimate, jobs, launch, runs, test
+from accel_cli.commands.options import ForeignCommand, normalize_option
 
 __all__ = ["app", "main"]
 
@@ -32,9 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
-app.command("logs", rich_help_panel=_RUN, epilog=logs.EXAMPLE)(logs.logs)
+app.command("logs", rich_help_panel=_RUN, epilog=runs.LOGS_EXAMPLE)(runs.logs)
 app.command("test", cls=ForeignCommand, rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
-app.command("stacks", rich_help_panel=_RUN, epilog=stacks.EXAMPLE)(stacks.stacks)
+app.command("stacks", rich_help_panel=_RUN, epilog=runs.STACKS_EXAMPLE)(runs.stacks)
 app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_RUN)
 app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
 app.add_typer(config.app, name="config", rich_help_panel=_GROUP)

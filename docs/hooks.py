@@ -15,10 +15,10 @@ from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup
 
-from accel_cli import nodes
-from accel_cli.fields import Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
+from accel_cli.planning import nodes
+from accel_cli.profile.fields import Section
 from accel_cli.profile.schema import DIVIDING, Profile
 from accel_runtime import env
 from accel_runtime.env import Settings

@@ -111,7 +111,7 @@ ELSEWHERE = {
     "accel launch --gpu-ids 0,2 train.py": Elsewhere("needs three GPUs", "tests/cli/launchers/test_gpus.py"),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel launch --tpu-pod my-pod --zone us-central2-b --run-pod train.py --epochs 3": Elsewhere(
-        "needs a pod", "tests/cli/test_pods.py"
+        "needs a pod", "tests/cli/commands/test_tpu_pods.py"
     ),
     **dict.fromkeys(
         (

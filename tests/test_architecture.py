@@ -27,7 +27,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/runner/torch_log_level.py",
     "accel_cli/runner/worker.py",
     "accel_cli/runner/xla_replicas.py",
-    "accel_cli/launchers/slurm/submit.py",
+    "accel_cli/jobs/slurm.py",
     # A host of a SageMaker job reads the container's environment, as `accel launch` reads a shell's.
     "accel_cli/container/entry.py",
     "accel_cli/container/host.py",

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accel_cli.commands.completion import checkpoints
+from accel_cli.commands.options import complete_checkpoints
 
 __all__ = ["app"]
 
@@ -25,7 +25,7 @@ _Dir = Annotated[
     typer.Argument(
         metavar="DIR",
         help="A project's directory, one that holds checkpoints, or a checkpoint.",
-        autocompletion=checkpoints,
+        autocompletion=complete_checkpoints,
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]

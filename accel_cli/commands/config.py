@@ -7,15 +7,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel_cli.commands import completion
-from accel_cli.commands.foreign_options import ForeignGroup
+from accel_cli.commands import options
+from accel_cli.commands.options import ForeignGroup
 
 if TYPE_CHECKING:
-    from accel_cli.machine import Machine
+    from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
+if TYPE_CHECKING:
+    from accel_cli.planning.machine import Machine
+    from accel_cli.profile.layers import Resolved
+    from accel_cli.profile.store import Store
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 
-__all__ = ["app"]
+from accel_cli import console
+from accel_cli.errors import UsageError
+
+__all__ = ["app", "edit_interactively"]
+
 
 app = typer.Typer(
     cls=ForeignGroup,
@@ -30,7 +44,7 @@ _CHANGE = "Change"
 Name = Annotated[
     str | None,
     typer.Option(
-        "--profile", metavar="NAME", help="The named profile.", autocompletion=completion.profile_names
+        "--profile", metavar="NAME", help="The named profile.", autocompletion=options.complete_profile_names
     ),
 ]
 Project = Annotated[bool, typer.Option("--project", help="The project file, accel.yaml.")]
@@ -71,7 +85,7 @@ def show(profile: Name = None) -> None:
     import sys
 
     from accel_cli import console
-    from accel_cli.masking import masked
+    from accel_cli.console import mask_secrets
 
     resolved, values = _in_force(profile)
     # On a terminal, a row is a line: the files are named once, below.
@@ -84,7 +98,7 @@ def show(profile: Name = None) -> None:
         source = resolved.source(key)
         for name, path in files.items():
             source = source.replace(f"{name}: {path}:", f"{name}:")
-        rows.append((key, masked(key, _text(value)), console.short(source)))
+        rows.append((key, mask_secrets(key, _text(value)), console.short(source)))
     console.table(("KEY", "VALUE", "FROM"), rows)
     for name, path in files.items():
         console.plain(f"{name}: {console.short(path)}")
@@ -95,7 +109,7 @@ def get(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="KEY", help="The key, as config show prints it.", autocompletion=completion.keys
+            metavar="KEY", help="The key, as config show prints it.", autocompletion=options.complete_keys
         ),
     ],
     profile: Name = None,
@@ -103,7 +117,7 @@ def get(
     """Print one value in force, for scripts; nothing if it is unset."""
     from accel_cli import console
     from accel_cli.errors import ProfileError
-    from accel_cli.profile.problems import unknown_key
+    from accel_cli.profile.validation_errors import unknown_key
 
     _, values = _in_force(profile)
     if key not in values and not key.startswith("env."):
@@ -173,7 +187,7 @@ def set_(
         list[str],
         typer.Argument(
             metavar="KEY=VALUE", help="Values to set; an empty one takes a key out.",
-            autocompletion=completion.assignments,
+            autocompletion=options.complete_assignments,
         ),
     ],
     profile: Name = None,
@@ -182,11 +196,11 @@ def set_(
     """Set values in a profile, which is made if there is none; comments stay."""
     from accel_cli import console
     from accel_cli.profile import layers
-    from accel_cli.profile.updating import update
+    from accel_cli.profile.edit import update_profile
 
     target = _writable_target(profile, project=project)
     updates = layers.assigned(assignments, "set", kind=_find_kind(target)).values
-    _, lost = update(_store(), target, updates, "set")
+    _, lost = update_profile(_store(), target, updates, "set")
     for key in lost:
         console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
     console.note(f"{target} now says {', '.join(assignments)}")
@@ -201,7 +215,7 @@ def unset(
         typer.Argument(
             metavar="KEY",
             help="Keys to take out, or a section such as fully_shard.",
-            autocompletion=completion.keys,
+            autocompletion=options.complete_keys,
         ),
     ],
     profile: Name = None,
@@ -211,7 +225,7 @@ def unset(
     from accel_cli import console
     from accel_cli.errors import UsageError
     from accel_cli.profile import layers
-    from accel_cli.profile.updating import remove
+    from accel_cli.profile.edit import remove_keys
 
     target = _existing(_writable_target(profile, project=project))
     if "schema_version" in keys:
@@ -224,7 +238,7 @@ def unset(
         raise UsageError(
             f"{target} does not say {', '.join(missing)}. Use one of: {', '.join(there) or 'none, it says nothing'}."
         )
-    left = remove(_store(), target, [name for names in gone.values() for name in names], "unset")
+    left = remove_keys(_store(), target, [name for names in gone.values() for name in names], "unset")
     console.note(f"{target} no longer says {', '.join(keys)}")
     for problem in left:
         console.note(f"a mistake is left: {problem}")
@@ -240,7 +254,6 @@ def default(profile: Name = None, project: Project = False, force: Force = False
 def edit(profile: Name = None, project: Project = False) -> None:
     """Open a profile in $VISUAL or $EDITOR; it is replaced only by one without mistakes."""
     from accel_cli import console
-    from accel_cli.commands import editor
     from accel_cli.profile import layers, store
 
     target = _existing(_writable_target(profile, project=project))
@@ -248,7 +261,7 @@ def edit(profile: Name = None, project: Project = False) -> None:
     def check(scratch: Path) -> None:
         _check([*_below(target), layers.file(scratch, "file")])
 
-    text = editor.edited(target, check)
+    text = edit_interactively(target, check)
     if text is None:
         console.note(f"{target} was left as it is")
         return
@@ -271,21 +284,23 @@ def import_(
 
     What has a place in accel is mapped; everything else is listed by name.
     """
-    from accel_cli import console
-    from accel_cli.profile import accelerate, document, layers, store
+    from accel_cli import console, import_accelerate
+    from accel_cli.profile import layers, store, yaml_io
+    from accel_cli.profile.edit import layer
     from accel_cli.profile.schema import describe
-    from accel_cli.profile.updating import layer
 
     target = _writable_target(profile, project=project)
     text = store.read_text(file)
-    found = document.parse(text, str(file))
-    if not accelerate.is_accelerate(found.data):
+    found = yaml_io.parse(text, str(file))
+    if not import_accelerate.is_accelerate_config(found.data):
         _check([layers.file(file, "file")])
         _ask_to_replace(target, text, force=force)
         store.write(target, text)
         console.note(f"{target} is written")
         return
-    imported = accelerate.convert(found.data, str(file), accelerate.named(found.data, file.parent))
+    imported = import_accelerate.convert(
+        found.data, str(file), import_accelerate.named(found.data, file.parent)
+    )
     _check([layer(imported.data, target)])
     rendered = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
     _ask_to_replace(target, rendered, force=force)
@@ -300,7 +315,8 @@ def import_(
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config delete gpu")
 def delete(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The profile.", autocompletion=completion.profile_names)
+        str,
+        typer.Argument(metavar="NAME", help="The profile.", autocompletion=options.complete_profile_names),
     ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
@@ -377,11 +393,11 @@ def _in_force(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
     """Return the profile in force, and its values by dotted key."""
     import os
 
-    from accel_cli import planning
+    from accel_cli.planning import planner
     from accel_cli.profile.layers import flat
 
-    found = planning.look(os.environ, cpu=False)
-    resolved = planning.resolve(planning.Request("", profile=profile), os.environ, found)
+    found = planner.detect_machine(os.environ, cpu=False)
+    resolved = planner.resolve(planner.Request("", profile=profile), os.environ, found)
     values = flat(resolved.profile.model_dump())
     del values["schema_version"]  # of a file, not of a run
     return resolved, values
@@ -425,7 +441,7 @@ def _holds_only_defaults(target: Path, text: str) -> bool:
     """Return True if a file is the new text, or what `accel config default` writes on this machine."""
     import os
 
-    from accel_cli import machine
+    from accel_cli.planning import machine
     from accel_cli.profile import store
 
     there = store.read_text(target)
@@ -444,7 +460,7 @@ def _render_default(found: Machine) -> str:
 
 def _below(target: Path) -> list[Any]:
     """The layers a file stands on."""
-    from accel_cli.profile.updating import below
+    from accel_cli.profile.edit import below
 
     return list(below(_store(), target))
 
@@ -469,7 +485,8 @@ def _check(stack: list[Any]) -> None:
 def _write_default(target: Path, *, force: bool) -> None:
     import os
 
-    from accel_cli import console, machine
+    from accel_cli import console
+    from accel_cli.planning import machine
     from accel_cli.profile import store
 
     _free(target, force=force)
@@ -489,13 +506,63 @@ def _ask(target: Path) -> None:
             "the questions need a terminal. Without one: `accel config --default` writes what suits this machine, "
             "and `accel config set KEY=VALUE` changes single values."
         )
-    from accel_cli.wizard.session import converse
+    from accel_cli.wizard.session import run_wizard
 
-    raise typer.Exit(converse(target))
+    raise typer.Exit(run_wizard(target))
 
 
 def _text(value: object) -> str:
     """Return a value as it would be typed behind its key."""
-    from accel_cli.profile import document
+    from accel_cli.profile import yaml_io
 
-    return value if isinstance(value, str) else "" if value is None else document.inline(value)
+    return value if isinstance(value, str) else "" if value is None else yaml_io.inline(value)
+
+
+def edit_interactively(path: Path, check: Callable[[Path], None]) -> str | None:
+    """The new text of a file, or None if the person changed nothing or gave up.
+
+    Args:
+        path: The file; it is not touched.
+        check: Raises UsageError for a text that may not be kept.
+
+    Raises:
+        UsageError: There is no editor, it failed, or without a terminal the text has mistakes.
+    """
+    before = path.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder) / path.name
+        scratch.write_text(before, encoding="utf-8")
+        while True:
+            _open(scratch)
+            after = scratch.read_text(encoding="utf-8")
+            if after == before:
+                return None
+            try:
+                check(scratch)
+            except UsageError as error:
+                reason = str(error).replace(str(scratch), path.name)
+                if not _again(reason):
+                    return None
+            else:
+                return after
+
+
+def _open(path: Path) -> None:
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    command = [*shlex.split(editor), str(path)]
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise UsageError(f"the editor {editor!r} cannot be started ({error.strerror}); set EDITOR") from None
+    if code:
+        raise UsageError(f"the editor {editor!r} ended with code {code}; nothing was changed")
+
+
+def _again(reason: str) -> bool:
+    """Show what is wrong and ask whether to go on editing."""
+    if not sys.stdin.isatty():
+        raise UsageError(f"{reason}\nThe file was left as it was.")
+    console.error(reason)
+    console.drop_typed()
+    answer = input("Edit again? [Y/n] ")
+    return not answer.strip().lower().startswith("n")

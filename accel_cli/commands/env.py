@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from accel_cli.machine import Machine
+    from accel_cli.planning.machine import Machine
 
 __all__ = ["EXAMPLE", "env"]
 
@@ -57,8 +57,8 @@ def _facts() -> dict[str, Any]:
     import platform
     import sys
 
-    from accel_cli import machine
-    from accel_cli.masking import masked
+    from accel_cli.console import mask_secrets
+    from accel_cli.planning import machine
 
     found = machine.detect(os.environ)
     return {
@@ -73,7 +73,7 @@ def _facts() -> dict[str, Any]:
         "aws": _aws(),
         "profile": _profile(found),
         "variables": {
-            name: masked(name, value)
+            name: mask_secrets(name, value)
             for name, value in sorted(os.environ.items())
             if name.startswith(_RELEVANT)
         },
@@ -120,14 +120,16 @@ def _versions() -> dict[str, str]:
 def _profile(found: Any) -> dict[str, str] | str:
     import os
 
-    from accel_cli import planning
+    from accel_cli.console import mask_secrets
     from accel_cli.errors import UsageError
-    from accel_cli.masking import masked
+    from accel_cli.planning import planner
     from accel_cli.profile.layers import flat
 
     try:
-        resolved = planning.resolve(planning.Request("env"), os.environ, found)
+        resolved = planner.resolve(planner.Request("env"), os.environ, found)
     except UsageError as error:
         return f"cannot be used: {error}"
     values = flat(resolved.profile.model_dump())
-    return {key: f"{masked(key, str(value))}  [{resolved.source(key)}]" for key, value in values.items()}
+    return {
+        key: f"{mask_secrets(key, str(value))}  [{resolved.source(key)}]" for key, value in values.items()
+    }

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from accel_cli.commands.completion import profile_names
+from accel_cli.commands.options import complete_profile_names
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime.env import FullyShard
 
@@ -70,7 +70,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
     write_profile: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Write the layout into this profile.", autocompletion=profile_names
+            metavar="NAME", help="Write the layout into this profile.", autocompletion=complete_profile_names
         ),
     ] = None,
     output: Annotated[
@@ -233,12 +233,12 @@ def _write_profile(
     result: dict[str, Any], best: dict[str, Any], name: str | None, output: Path | None
 ) -> None:
     from accel_cli import console
+    from accel_cli.profile.edit import update_profile
     from accel_cli.profile.store import Store
-    from accel_cli.profile.updating import update
 
     store = Store.from_env(os.environ, Path.cwd())
     target = output or store.path(str(name))
-    profile, _ = update(store, target, _build_profile_keys(best, result["wrap"]), "accel estimate")
+    profile, _ = update_profile(store, target, _build_profile_keys(best, result["wrap"]), "accel estimate")
     console.note(f"{target} is written")
     if profile.mixed_precision != result["mixed_precision"]:
         console.note(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel_cli.commands.completion import profile_names
+from accel_cli.commands.options import complete_profile_names
 
 if TYPE_CHECKING:
     from accel_cli.jobs.base import Job, Jobs
@@ -43,7 +43,7 @@ _Profile = Annotated[
         "--profile",
         metavar="NAME",
         help="The named profile whose jobs these are.",
-        autocompletion=profile_names,
+        autocompletion=complete_profile_names,
     ),
 ]
 
@@ -86,7 +86,7 @@ def logs(
 ) -> None:
     """Print what a job has printed."""
     from accel_cli import console
-    from accel_cli.jobs import follow as following
+    from accel_cli.jobs import base as following
 
     with _open_jobs(launcher, profile, assignments) as jobs:
         job = jobs.status(job_id)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typing_extensions import override
 
-from accel_cli.commands.completion import profile_names
-from accel_cli.commands.foreign_options import ForeignCommand
+from accel_cli.commands.options import ForeignCommand, complete_profile_names
 
 if TYPE_CHECKING:
     from accel_cli.launchers.base import Launcher
-    from accel_cli.plan import Plan
-    from accel_cli.planning import Request
+    from accel_cli.planning.plan import Plan
+    from accel_cli.planning.planner import Request
     from accel_cli.profile.layers import Resolved
 
 __all__ = ["SETTINGS", "launch"]
@@ -66,7 +65,7 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
             metavar="NAME",
             help="The named profile to use.",
             rich_help_panel=_OVER,
-            autocompletion=profile_names,
+            autocompletion=complete_profile_names,
         ),
     ] = None,
     no_profile: Annotated[
@@ -226,14 +225,16 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
     import os
     from dataclasses import replace
 
-    from accel_cli import console, planning, pods
+    from accel_cli import console
+    from accel_cli.commands import tpu_pods
     from accel_cli.errors import UsageError
+    from accel_cli.planning import planner
 
     if module and no_python:
         raise UsageError("-m and --no-python contradict each other: a module needs Python")
     if profile and no_profile:
         raise UsageError("--profile and --no-profile contradict each other")
-    request = planning.Request(
+    request = planner.Request(
         target=script,
         args=tuple(args or ()),
         kind="module" if module else "program" if no_python else "script",
@@ -257,10 +258,10 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         no_profile=no_profile,
     )
     if tpu_pod is not None:
-        pods.check_target(request, pod_folder)
-        resolved, plan = pods.prepare(
-            pods.Pod(
-                tpu_pod, pods.folder(pod_folder), zone=zone, project=project, setup=tuple(pod_setup or ())
+        tpu_pods.check_target(request, pod_folder)
+        resolved, plan = tpu_pods.prepare(
+            tpu_pods.Pod(
+                tpu_pod, tpu_pods.folder(pod_folder), zone=zone, project=project, setup=tuple(pod_setup or ())
             ),
             request,
             os.environ,
@@ -269,12 +270,12 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         _refuse_pod_options(
             zone=zone, project=project, pod_folder=pod_folder, pod_setup=pod_setup, run_pod=run_pod
         )
-        planning.check_target(request.target, request.kind)
-        resolved, plan = planning.prepare(request, os.environ)
+        planner.check_target(request.target, request.kind)
+        resolved, plan = planner.prepare(request, os.environ)
     _refuse_job_options(plan, detach=detach, offline=offline)
     _note_options_after_script(context, request)
     if offline:
-        console.plain(planning.looked(plan, offline=True))
+        console.plain(planner.looked(plan, offline=True))
         return
     if dry_run or explain:
         console.plain(described(plan, resolved if explain else None))
@@ -284,11 +285,11 @@ def launch(  # noqa: PLR0913, PLR0917 - one parameter an option
         _print_pod(plan, quiet=quiet)
         return
     if run_pod:
-        pods.check_gcloud()
+        tpu_pods.check_gcloud()
     if not quiet:
         console.note(headline(plan, resolved))
     raise typer.Exit(
-        planning.run(replace(plan, detach=detach, again=_again(request, resolved.profile.start)))
+        planner.run_plan(replace(plan, detach=detach, again=_again(request, resolved.profile.start)))
     )
 
 
@@ -321,11 +322,12 @@ def _refuse_job_options(plan: Plan, *, detach: bool, offline: bool) -> None:
 
 def _note_options_after_script(context: typer.Context, request: Request) -> None:
     """Name the options of `accel launch` that the script gets because they stand after it."""
-    from accel_cli import console, planning
+    from accel_cli import console
+    from accel_cli.planning import planner
 
     dashes = context.meta[_TYPED][: -1 - len(request.args)][-1:] == ("--",)
     options = {name for parameter in context.command.params for name in parameter.opts}
-    names = [] if dashes else planning.find_options_after_script(request, options)
+    names = [] if dashes else planner.find_options_after_script(request, options)
     if names:
         target = request.target
         console.note(
@@ -335,10 +337,11 @@ def _note_options_after_script(context: typer.Context, request: Request) -> None
 
 
 def _show_what_is_sent(plan: Plan, *, wanted: bool) -> None:
-    from accel_cli import console, planning
+    from accel_cli import console
+    from accel_cli.planning import planner
 
     if plan.look and wanted:
-        console.plain(planning.looked(plan, offline=False))
+        console.plain(planner.looked(plan, offline=False))
 
 
 def _print_pod(plan: Plan, *, quiet: bool) -> None:
@@ -393,7 +396,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
     """The plan as text; with `resolved` also where every value of the profile came from."""
     import shlex
 
-    from accel_cli.masking import masked
+    from accel_cli.console import mask_secrets
     from accel_cli.profile.layers import flat
 
     lines = [
@@ -404,7 +407,7 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         *([f"start method: {plan.start_method}"] if plan.start_method else []),
         f"command: {shlex.join(plan.argv)}",
         "environment:",
-        *(f"  {name}={masked(name, value)}" for name, value in sorted(plan.env.items())),
+        *(f"  {name}={mask_secrets(name, value)}" for name, value in sorted(plan.env.items())),
     ]
     if plan.agent:
         lines += [
@@ -415,7 +418,9 @@ def described(plan: Plan, resolved: Resolved | None) -> str:
         lines += ["batch script:", plan.script.rstrip("\n")]
     if resolved:
         values = flat(resolved.profile.model_dump())
-        values |= {key: masked(key, str(value)) for key, value in values.items() if key.startswith("env.")}
+        values |= {
+            key: mask_secrets(key, str(value)) for key, value in values.items() if key.startswith("env.")
+        }
         lines += [
             "profile:",
             *(f"  {key}: {value}  [{resolved.source(key)}]" for key, value in values.items()),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.commands.completion import profile_names
+from accel_cli.commands.options import complete_profile_names
 
 __all__ = ["EXAMPLE", "test"]
 
@@ -16,7 +16,7 @@ EXAMPLE = "Example: accel test --nproc-per-node 2"
 def test(  # noqa: PLR0913, PLR0917 - one parameter an option
     profile: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The named profile to use.", autocompletion=profile_names),
+        typer.Option(metavar="NAME", help="The named profile to use.", autocompletion=complete_profile_names),
     ] = None,
     nproc_per_node: Annotated[
         str | None, typer.Option(metavar="N", help="Processes on each machine: a number, or auto.")
@@ -37,10 +37,11 @@ def test(  # noqa: PLR0913, PLR0917 - one parameter an option
     """Check that processes, collectives, gradients, gathering and precision work here."""
     import os
 
-    from accel_cli import console, planning
+    from accel_cli import console
     from accel_cli.commands.launch import headline
+    from accel_cli.planning import planner
 
-    request = planning.Request(
+    request = planner.Request(
         "accel_runtime.selfcheck",
         kind="module",
         profile=profile,
@@ -51,6 +52,6 @@ def test(  # noqa: PLR0913, PLR0917 - one parameter an option
         cpu=cpu,
         as_a_whole=True,
     )
-    resolved, plan = planning.prepare(request, os.environ)
+    resolved, plan = planner.prepare(request, os.environ)
     console.note(headline(plan, resolved))
-    raise typer.Exit(planning.run(plan))
+    raise typer.Exit(planner.run_plan(plan))

@@ -28,8 +28,8 @@ from accel_cli.container.problem import ContainerError
 from accel_cli.container.ready import Ready
 from accel_cli.container.told import Told
 from accel_cli.container.work import Work
-from accel_cli.machine import cpus
-from accel_cli.plan import Plan
+from accel_cli.planning.machine import cpus
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import run_dir
 from accel_runtime.env import SettingsError
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli import elastic
 from accel_cli.container import gpus, told
 from accel_cli.container.told import Told
 from accel_cli.container.work import Work
-from accel_cli.machine import cpus
-from accel_cli.plan import Plan
+from accel_cli.planning import plan
+from accel_cli.planning.machine import cpus
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import run_dir
 from accel_runtime.env import Settings, check_layout
 
@@ -55,9 +55,11 @@ class Ready:
         threads = {"OMP_NUM_THREADS": str(max(1, cpus() // count))}
         return Plan(
             launcher="sagemaker",
-            runner=elastic.runner(method),
-            argv=elastic.command(sys.executable, self.work.what),
-            env=elastic.added(self.environ, {**threads, **elastic.interfaces(machines)}, {}, settings),
+            runner=plan.get_runner(method),
+            argv=plan.build_worker_command(sys.executable, self.work.what),
+            env=plan.build_environment(
+                self.environ, {**threads, **plan.get_loopback_interfaces(machines)}, {}, settings
+            ),
             device=device,
             target=self.work.target,
             nnodes=machines,
@@ -89,7 +91,7 @@ class Ready:
             run_dir.HOST_KEY: self.told.host,
         }
         known |= {name: value for name, value in self.work.agent.items() if name in known}
-        return elastic.agent(
+        return plan.build_agent_settings(
             (machines, machines),
             rdzv_endpoint=self._endpoint,
             node_rank=self.told.rank,

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.sagemaker.section import SageMaker
 from accel_cli.launchers.single import Single
-from accel_cli.launchers.slurm.section import Slurm
+from accel_cli.launchers.slurm import Slurm
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.launchers.xla import Xla
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
 
 __all__ = ["LAUNCHERS", "suggest"]
 

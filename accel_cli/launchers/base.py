@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from accel_cli import elastic
 from accel_cli.errors import UsageError
-from accel_cli.fields import Answers, Section
-from accel_cli.machine import Machine
-from accel_cli.nodes import Facts
-from accel_cli.plan import Plan
+from accel_cli.planning import plan
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.nodes import Facts
+from accel_cli.planning.plan import Plan
+from accel_cli.profile.fields import Answers, Section
 from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = ["Job", "Launcher", "Plan"]
@@ -129,7 +129,7 @@ class Launcher(Section):
 
 def environment(job: Job, defaults: Mapping[str, str]) -> dict[str, str]:
     """What to add to the inherited environment: a variable the user set is left alone."""
-    return elastic.added(job.environ, defaults, job.env, job.settings)
+    return plan.build_environment(job.environ, defaults, job.env, job.settings)
 
 
 def device_of(job: Job, processes: int) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self
 
-from accel_cli import elastic, network
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job, Launcher
+from accel_cli.planning import network, plan
 from accel_cli.runner.rank_filter import check_ranks
 
 __all__ = [
@@ -194,11 +194,11 @@ class Elastic(Launcher):
 
     def interfaces(self) -> dict[str, str]:
         """Where collectives listen: left alone, on an address that other machines reach."""
-        return elastic.interfaces(self.range[1])
+        return plan.get_loopback_interfaces(self.range[1])
 
     def agent(self, job: Job) -> dict[str, Any]:
         """What the elastic agent is told, in torch's words where it has one."""
-        return elastic.agent(
+        return plan.build_agent_settings(
             self.range,
             rdzv_endpoint=self.rdzv_endpoint,
             node_rank=job.nodes.node_rank,
@@ -218,4 +218,4 @@ class Elastic(Launcher):
 
 def command(job: Job, file: str, *how: str) -> tuple[str, ...]:
     """The command of one process of a job, under a file of accel's."""
-    return elastic.command(job.python, (job.kind, job.target, *job.args), file, *how)
+    return plan.build_worker_command(job.python, (job.kind, job.target, *job.args), file, *how)

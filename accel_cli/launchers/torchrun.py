@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from typing_extensions import override
 
-from accel_cli import network
-from accel_cli.elastic import runner
 from accel_cli.errors import UsageError
-from accel_cli.fields import Answers, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, device_of, environment
 from accel_cli.launchers.gpus import GpuIds, choose_gpus
-from accel_cli.machine import Machine
-from accel_cli.nodes import PORT
+from accel_cli.planning import network
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.nodes import PORT
+from accel_cli.planning.plan import get_runner
+from accel_cli.profile.fields import Answers, Question
 from accel_cli.runner.rank_filter import get_highest_rank
 
 __all__ = ["Torchrun"]
@@ -120,7 +120,7 @@ class Torchrun(elastic.Elastic):
         threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            runner=runner(method),
+            runner=get_runner(method),
             argv=elastic.command(job, "worker.py"),
             env={**environment(job, {"OMP_NUM_THREADS": threads, **self.interfaces()}), **visible},
             device=device,

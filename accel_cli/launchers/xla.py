@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.fields import Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Plan, environment
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Choice, Question
 from accel_runtime.env import ROUNDING
 
 __all__ = ["Xla"]

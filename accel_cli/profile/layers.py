@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from accel_cli import console
 from accel_cli.errors import Problem, ProfileError, UsageError
-from accel_cli.profile import document, store
-from accel_cli.profile.problems import explain, unknown_key
+from accel_cli.profile import store, yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, known_keys
 from accel_cli.profile.store import DEFAULT, Store
+from accel_cli.profile.validation_errors import explain, unknown_key
 from accel_runtime import env
 from accel_runtime.env import Settings, SettingsError, variable_name
 
@@ -152,7 +152,7 @@ def assigned(assignments: Iterable[str], option: str = "--set", *, kind: object 
     if unknown := [key for key in said if key not in known and not key.startswith("env.")]:
         raise ProfileError([unknown_key(key, option, kind) for key in unknown])
     values = {
-        key: value if key.startswith("env.") else document.scalar(value, f"{option} {key}")
+        key: value if key.startswith("env.") else yaml_io.scalar(value, f"{option} {key}")
         for key, value in said.items()
     }
     return Layer(option, values, dict.fromkeys((*values, ""), option))

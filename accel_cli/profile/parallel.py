@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
-from accel_cli.fields import Answers, Choice, Question, Section
 from accel_cli.launchers import LAUNCHERS
+from accel_cli.profile.fields import Answers, Choice, Question, Section
 from accel_runtime.env import FullyShard, Number, Parallel, SettingsError, find_nearest
 
 __all__ = ["FullyShardSection", "ParallelSection"]

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from accel_cli.fields import Answers, Choice, Question, Section
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
 from accel_cli.launchers.single import Single
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Answers, Choice, Question, Section
 from accel_cli.profile.parallel import FullyShardSection, ParallelSection
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 

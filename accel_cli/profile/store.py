@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,24 +16,28 @@ from typing import Any
 
 import platformdirs
 
-from accel_cli.errors import UsageError
-from accel_cli.profile import document
-from accel_cli.profile.document import Document
-from accel_cli.profile.migrate import UnversionedError, migrated
-from accel_cli.profile.schema import json_schema
+from accel_cli.errors import Problem, ProfileError, UsageError
+from accel_cli.profile import yaml_io
+from accel_cli.profile.schema import SCHEMA_VERSION, json_schema
+from accel_cli.profile.yaml_io import Document
 from accel_runtime import env
 
 __all__ = [
     "DEFAULT",
+    "MIGRATIONS",
     "PROJECT_FILE",
     "Store",
+    "UnversionedError",
     "find_distrust",
+    "is_accelerate_config",
     "lock",
+    "migrate_profile",
     "read",
     "read_text",
     "render",
     "write",
 ]
+
 
 DEFAULT = "default"
 """The name of the user's own profile."""
@@ -131,9 +135,11 @@ def read(path: Path) -> Document:
     Raises:
         UsageError: It cannot be read, is no YAML, or of a version we do not know.
     """
-    found = document.parse(read_text(path), str(path))
+    found = yaml_io.parse(read_text(path), str(path))
     try:
-        return replace(found, data=migrated(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}"))
+        return replace(
+            found, data=migrate_profile(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}")
+        )
     except UnversionedError as error:
         return replace(found, problems=tuple(error.problems))
 
@@ -145,7 +151,7 @@ def render(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyTy
         data: What it says.
         comments: What stands above a key, by dotted key.
     """
-    return _HEADER + document.dump(data, comments)
+    return _HEADER + yaml_io.dump(data, comments)
 
 
 @contextmanager
@@ -202,3 +208,54 @@ def _replace(path: Path, text: str) -> None:
         Path(scratch).replace(path)
     finally:
         Path(scratch).unlink(missing_ok=True)
+
+
+Migration = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class UnversionedError(ProfileError):
+    """A file does not say its version; the rest of it is read as one of today's layout."""
+
+
+MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
+"""For every older version, what makes it the next one; a release that changes the layout adds a line."""
+
+
+def is_accelerate_config(data: Mapping[str, Any]) -> bool:
+    """Return True if this is a config file of Accelerate rather than a profile."""
+    return "compute_environment" in data or "distributed_type" in data
+
+
+def migrate_profile(
+    data: dict[str, Any],
+    where: str,
+    migrations: Mapping[int, Migration] = MIGRATIONS,
+    newest: int = SCHEMA_VERSION,
+) -> dict[str, Any]:
+    """The data of a file in today's layout.
+
+    Raises:
+        UnversionedError: The version is missing, or is no version.
+        ProfileError: The version is newer than this accel, or this is a config file of Accelerate.
+    """
+    version = data.get("schema_version")
+    if version is None and is_accelerate_config(data):
+        cure = "Make a profile of it: accel config import FILE"
+        raise ProfileError(
+            [Problem(where, "", f"this is a config file of Accelerate, not a profile. {cure}")]
+        )
+    if version is None:
+        hint = f"add the line: schema_version: {newest}"
+        raise UnversionedError(
+            [Problem(where, "schema_version", "every profile says its version", "nothing", hint)]
+        )
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UnversionedError(
+            [Problem(where, "schema_version", "expected a whole number above 0", repr(version))]
+        )
+    if version > newest:
+        reason = f"this file was written by a newer accel; this one reads up to version {newest}"
+        raise ProfileError([Problem(where, "schema_version", reason, repr(version))])
+    for step in range(version, newest):
+        data = {**migrations[step](data), "schema_version": step + 1}
+    return data

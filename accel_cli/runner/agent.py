@@ -27,9 +27,10 @@ from torch.distributed.elastic.rendezvous import (
 )
 from typing_extensions import override
 
-from accel_cli import console, network
+from accel_cli import console
 from accel_cli.errors import AccelError, ElsewhereError, UsageError
-from accel_cli.plan import Plan
+from accel_cli.planning import network
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import failures, rendezvous, run_dir
 from accel_cli.runner.bootstrap import BootstrapStore
 from accel_cli.runner.failures import format_in_line

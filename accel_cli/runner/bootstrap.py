@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.network import Endpoint, loopback_address
+from accel_cli.planning.network import Endpoint, loopback_address
 from accel_cli.runner import rendezvous
 from accel_cli.runner.run_dir import HOST_KEY
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import worker
 
 __all__ = ["explain_fallback", "get_torch_variables", "source_of", "threads"]

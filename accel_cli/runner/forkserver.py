@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from accel_cli.errors import AccelError, UsageError, explain_os_error
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 
 __all__ = ["exec_fork_server"]
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from accel_cli.errors import AccelError, explain_address_space, explain_os_error, explain_torch_error
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import exec_fallback
 from accel_cli.runner.forkserver_process import ForkRequest, ForkServer, start_fork_server
 

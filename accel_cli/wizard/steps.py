@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import re
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
-from accel_cli.fields import Answers, Choice, Offers, Question, Section, question_of
 from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Launcher
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile import yaml_io
+from accel_cli.profile.fields import Answers, Choice, Offers, Question, Section, question_of
 from accel_cli.profile.layers import nested
-from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import DIVIDING, Profile
-from accel_cli.wizard import typed
+from accel_cli.profile.validation_errors import explain
 
-__all__ = ["Step", "next_step", "profile_from", "suggested", "suggested_values", "told", "values_from"]
+__all__ = [
+    "NONE",
+    "Step",
+    "format_answer",
+    "is_optional",
+    "next_step",
+    "parse_answer",
+    "profile_from",
+    "suggested",
+    "suggested_values",
+    "told",
+    "values_from",
+]
+
 
 _KIND = "launcher.kind"
 _MORE = "more"
@@ -67,7 +82,7 @@ class Step:
     @property
     def may_be_none(self) -> bool:
         """Whether nothing is an answer."""
-        return typed.may_be_none(self.annotation)
+        return is_optional(self.annotation)
 
     def read(self, text: str) -> Any:
         """The value of what was typed.
@@ -76,7 +91,7 @@ class Step:
             ValueError: It cannot be read as a value.
         """
         try:
-            return typed.read(text, self.annotation)
+            return parse_answer(text, self.annotation)
         except ProfileError:
             raise ValueError("this cannot be read as a value") from None
 
@@ -226,3 +241,75 @@ def _kind() -> Question:
 
 def _title(launcher: type[Launcher]) -> str:
     return f"{launcher.title} (needs {launcher.lacks()})" if launcher.lacks() else launcher.title
+
+
+NONE = "-"
+"""What is typed to have nothing where something is suggested."""
+_NEXT = re.compile(r",\s*(?=[^\s,=]+\s*=)")
+"""A comma before another `name=`: a value may have commas of its own."""
+
+
+def parse_answer(text: str, annotation: Any) -> Any:
+    """The value of what was typed, for a field of this type.
+
+    Args:
+        text: What was typed, and is not empty.
+        annotation: The field's type; only one that takes no text is read as YAML would read it.
+
+    Raises:
+        ValueError: Names and their values were expected, and came otherwise.
+        ProfileError: It is no YAML.
+    """
+    text = text.strip()
+    if text == NONE and is_optional(annotation):
+        return None
+    if get_origin(annotation) is dict:
+        return _mapping(text)
+    if get_origin(annotation) is list:
+        return [part for part in re.split(r"[,\s]+", text) if part]
+    return text if _is_text(annotation) else yaml_io.scalar(text, "answer")
+
+
+def format_answer(value: Any) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={_inner(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def is_optional(annotation: Any) -> bool:
+    """Whether a field of this type may have nothing."""
+    return get_origin(annotation) in {dict, list} or types.NoneType in _members(annotation)
+
+
+def _is_text(annotation: Any) -> bool:
+    """Whether a field takes text, and nothing that YAML has another word for."""
+    return set(_members(annotation)) <= {str, types.NoneType}
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) in {Union, types.UnionType}:
+        yield from get_args(annotation)
+    else:
+        yield annotation
+
+
+def _mapping(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in _NEXT.split(text.rstrip(", ")):
+        name, equals, value = part.partition("=")
+        name = name.strip()
+        if not (name and equals and value.strip()):
+            raise ValueError(f"expected name=value, with a comma before the next name; {part!r} is none")
+        if name in found:
+            raise ValueError(f"{name} comes twice")
+        found[name] = value.strip()
+    return found
+
+
+def _inner(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "{" + ", ".join(f"{name}: {each}" for name, each in value.items()) + "}"

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli import layout
 from accel_cli.launchers.base import Job
-from accel_cli.machine import Machine
+from accel_cli.planning import planner
+from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.profile.layers import file, resolve
-from accel_cli.tpu import Packages, Tpu
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
@@ -42,6 +41,6 @@ def test_a_ready_profile_plans_what_its_name_says(path, tmp_path, monkeypatch):
     profile = resolve([file(path, "file")]).profile
     machine = TPU if "tpu" in path.stem else GPUS
     job = Job("x.py", (), "script", profile.settings, {}, {}, machine, "python")
-    plan = layout.planned(profile.start, job)
+    plan = planner.plan_layout(profile.start, job)
     planned = (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device, profile.mixed_precision)
     assert (*planned, *([plan.layout] if plan.layout else [])) == EXPECTED[path.stem]

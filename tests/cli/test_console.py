@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from accel_cli import console
-from accel_cli.commands import editor
+from accel_cli.commands import config
 
 
 class Output:
@@ -47,4 +47,4 @@ def test_a_line_that_is_typed_before_a_question_is_shown_does_not_answer_it(term
 
 def test_a_line_that_is_typed_in_front_of_the_question_to_edit_again_does_not_answer_it(terminal):
     terminal(b"n\n", b"y\n")
-    assert editor._again("a mistake") is True
+    assert config._again("a mistake") is True

@@ -8,7 +8,7 @@ from in_process import run
 
 from accel_cli.errors import UsageError
 from accel_cli.jobs import SERVICES, again, service
-from accel_cli.jobs import follow as following
+from accel_cli.jobs import base as following
 from accel_cli.jobs.base import Job, Jobs, Log, Pace, UnreachableError
 from accel_cli.jobs.slurm import SlurmJobs, parsed
 from accel_cli.launchers import LAUNCHERS

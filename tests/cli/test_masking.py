@@ -1,6 +1,6 @@
 import pytest
 
-from accel_cli.masking import masked
+from accel_cli.console import mask_secrets
 
 
 @pytest.mark.parametrize(
@@ -13,4 +13,4 @@ from accel_cli.masking import masked
     ],
 )  # fmt: skip
 def test_secrets_are_hidden_and_the_rest_is_shown(name, value, shown):
-    assert masked(name, value) == shown
+    assert mask_secrets(name, value) == shown

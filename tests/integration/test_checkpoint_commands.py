@@ -105,9 +105,11 @@ def test_a_look_at_checkpoints_takes_no_torch(project, cwd):
 
 
 def test_tab_offers_directories(cwd, project):
-    from accel_cli.commands.completion import checkpoints
+    from accel_cli.commands.options import complete_checkpoints
 
-    assert checkpoints("ru") == ["run"]
-    assert checkpoints("run/checkpoints/") == [f"run/checkpoints/checkpoint_{number}" for number in range(3)]
-    assert checkpoints("./r") == ["./run"]
-    assert checkpoints("no/where") == []
+    assert complete_checkpoints("ru") == ["run"]
+    assert complete_checkpoints("run/checkpoints/") == [
+        f"run/checkpoints/checkpoint_{number}" for number in range(3)
+    ]
+    assert complete_checkpoints("./r") == ["./run"]
+    assert complete_checkpoints("no/where") == []

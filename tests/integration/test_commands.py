@@ -12,8 +12,8 @@ import pytest
 import typer.main
 from in_process import run
 
-from accel_cli.machine import Machine
 from accel_cli.main import app
+from accel_cli.planning.machine import Machine
 from accel_cli.profile.layers import file, resolve
 
 GROUP = typer.main.get_command(app)
@@ -33,7 +33,7 @@ def typed(cwd, capfd):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of two cores and no devices, which needs no process that imports torch to be known."""
-    monkeypatch.setattr("accel_cli.machine.detect", lambda *_: Machine(2))
+    monkeypatch.setattr("accel_cli.planning.machine.detect", lambda *_: Machine(2))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -390,7 +390,9 @@ def test_bad_input_is_one_message_and_code_2(typed, home, args, said):
 def test_a_file_that_is_no_profile_is_refused_by_its_first_lines(typed, cwd, monkeypatch):
     (cwd / "much.yaml").write_text("schema_version: 1\n" + "".join(f"key{n}: 1\n" for n in range(500)))
     searches = []
-    monkeypatch.setattr("accel_cli.profile.problems.find_nearest", lambda *asked: searches.append(asked))
+    monkeypatch.setattr(
+        "accel_cli.profile.validation_errors.find_nearest", lambda *asked: searches.append(asked)
+    )
     done = typed("config", "validate", "much.yaml")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "... and 450 more"

@@ -5,7 +5,7 @@ import time
 import in_process
 import pytest
 
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
 
 ENTER, DOWN, CTRL_C, CLEAR = "\r", "\x1b[B", "\x03", "\x15"
 KIND, PROFILE, REGION, ROLE = "How should scripts run?", "Which AWS profile?", "Which region?", "Which role"
@@ -206,6 +206,6 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, configured, written
 
 
 def test_what_suits_the_machine_is_written_without_a_word_to_aws(aws, cwd, capfd, monkeypatch):
-    monkeypatch.setattr("accel_cli.machine.detect", lambda *_: Machine(2))
+    monkeypatch.setattr("accel_cli.planning.machine.detect", lambda *_: Machine(2))
     assert in_process.run(capfd, "config", "--default").returncode == 0
     assert not aws.calls()

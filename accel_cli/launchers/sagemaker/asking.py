@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli import console
 from accel_cli.errors import AccelError
-from accel_cli.fields import Agree, Answers, Choice, Offers, Question
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Agree, Answers, Choice, Offers, Question
 
 if TYPE_CHECKING:
     from accel_cli.launchers.sagemaker.aws import Account

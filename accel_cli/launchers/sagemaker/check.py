@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker.instances import known, nearby
 from accel_cli.launchers.sagemaker.service import model
-from accel_cli.masking import is_secret, masked
 from accel_runtime.env import find_nearest
 
 __all__ = ["check", "problems"]
@@ -223,7 +223,7 @@ def _shown(place: _Place, value: object) -> str:
     name = re.split(r"[.\[]", place.path)[-1]
     if isinstance(value, Mapping) or is_secret(name):
         return "keys and values" if isinstance(value, Mapping) else "***"
-    text = repr(masked(name, value) if isinstance(value, str) else value)
+    text = repr(mask_secrets(name, value) if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 

@@ -12,7 +12,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers.sagemaker import buckets, images, instances, roles, tables
 from accel_cli.launchers.sagemaker.aws import Account, is_no_job
 from accel_cli.launchers.sagemaker.request import Facts, named
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 from accel_runtime.env import variable_name
 
 __all__ = ["ACCOUNT", "ROLE", "Found", "assumed", "filled", "gather", "is_taken"]

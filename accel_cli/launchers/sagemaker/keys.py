@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from accel_cli.fields import Section
 from accel_cli.launchers.sagemaker.patterns import parsed
+from accel_cli.profile.fields import Section
 
 __all__ = [
     "Channel", "Uri", "bucket", "channels", "inside", "instance", "name", "patterns", "processes", "s3", "seconds", "variables",

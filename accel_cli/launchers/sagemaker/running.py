@@ -8,9 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
-from accel_cli.masking import is_secret
 
 if TYPE_CHECKING:
     from accel_cli.launchers.sagemaker.section import SageMaker

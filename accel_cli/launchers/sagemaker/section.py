@@ -10,11 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.fields import Answers, Choice, Question
 from accel_cli.launchers import elastic
 from accel_cli.launchers.base import Job, Launcher, Plan
 from accel_cli.launchers.sagemaker import asking, instances, keys, running
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Answers, Choice, Question
 from accel_runtime.env import ProcessGroupBackend, Settings
 
 __all__ = ["SageMaker"]

@@ -10,7 +10,7 @@ from accel_cli import console
 from accel_cli.launchers.sagemaker import files
 from accel_cli.launchers.sagemaker.facts import Found
 from accel_cli.launchers.sagemaker.files import Chosen
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 
 __all__ = ["described"]
 

@@ -15,8 +15,7 @@ from typing import Any
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs import service
-from accel_cli.jobs.base import Jobs
-from accel_cli.jobs.follow import follow
+from accel_cli.jobs.base import Jobs, follow
 from accel_cli.launchers.sagemaker import (
     buckets,
     bundle,
@@ -32,7 +31,7 @@ from accel_cli.launchers.sagemaker.aws import Account
 from accel_cli.launchers.sagemaker.files import Chosen
 from accel_cli.launchers.sagemaker.request import Facts, training_job
 from accel_cli.launchers.sagemaker.sight import described
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 
 __all__ = ["look", "submit"]
 

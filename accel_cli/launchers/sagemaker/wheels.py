@@ -14,8 +14,8 @@ from pathlib import Path
 
 import platformdirs
 
+from accel_cli.console import mask_secrets
 from accel_cli.container.packages import NEEDED
-from accel_cli.masking import masked
 
 __all__ = ["PYTHONS", "command", "fetch"]
 
@@ -83,7 +83,7 @@ def _download(asked: Sequence[str]) -> str:
         return ""
     # Only its last word: what it says before may show addresses of a person's own, with logins.
     said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
-    return masked("", said[-1].removeprefix("ERROR: "))
+    return mask_secrets("", said[-1].removeprefix("ERROR: "))
 
 
 def _keep(scratch: Path, kept: Path) -> None:

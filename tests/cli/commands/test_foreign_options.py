@@ -7,7 +7,7 @@ import pytest
 import typer
 from in_process import run
 
-from accel_cli.commands.foreign_options import FLAGS, RENAMED, normalize_option
+from accel_cli.commands.options import FLAGS, RENAMED, normalize_option
 from accel_cli.main import app
 from accel_cli.profile.schema import known_keys
 

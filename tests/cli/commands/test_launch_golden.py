@@ -11,8 +11,7 @@ import in_process
 import pytest
 
 import accel_cli
-from accel_cli.machine import Machine
-from accel_cli.tpu import Packages, Tpu
+from accel_cli.planning.machine import Machine, Packages, Tpu
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems choose other network interfaces"
@@ -120,8 +119,8 @@ def launch(cwd, home, script, capfd, monkeypatch):
     def call(machine, args, env):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("accel_cli.machine.glance", lambda _environ: MACHINES[machine])
-        monkeypatch.setattr("accel_cli.machine.cpus", lambda: MACHINES[machine].cpus)
+        monkeypatch.setattr("accel_cli.planning.machine.glance", lambda _environ: MACHINES[machine])
+        monkeypatch.setattr("accel_cli.planning.machine.cpus", lambda: MACHINES[machine].cpus)
         done = in_process.run(capfd, "launch", *args)
         assert done.returncode == 0, done.stderr
         text = f"{done.stdout}\nstderr:\n{done.stderr}" if done.stderr else done.stdout

@@ -13,8 +13,8 @@ from accel_cli.container.told import Told
 from accel_cli.container.work import Work
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.machine import Machine, cpus
-from accel_cli.nodes import Facts
+from accel_cli.planning.machine import Machine, cpus
+from accel_cli.planning.nodes import Facts
 from accel_runtime.env import Parallel, Settings, SettingsError
 
 NAMES = ("algo-1", "algo-2")

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from accel_cli import machine
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.gpus import VARIABLES
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.machine import Machine
-from accel_cli.planning import Request, prepare
+from accel_cli.planning import machine
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.planner import Request, prepare
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import Settings
 

@@ -12,9 +12,9 @@ from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.machine import Machine
-from accel_cli.nodes import Facts
-from accel_cli.plan import Plan
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.nodes import Facts
+from accel_cli.planning.plan import Plan
 from accel_runtime.env import Settings
 
 CPU = Machine(cpus=8)

@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
-from accel_cli.launchers.slurm.render import quoted
-from accel_cli.launchers.slurm.section import Slurm
-from accel_cli.machine import Machine
-from accel_cli.nodes import first_host
+from accel_cli.launchers.slurm import Slurm, quoted
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.nodes import first_host
 from accel_runtime.env import Settings
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from accel_cli import planning
 from accel_cli.commands.launch import described, headline
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.xla import Xla
-from accel_cli.machine import Machine
-from accel_cli.nodes import Facts
-from accel_cli.tpu import Packages, Tpu
+from accel_cli.planning import planner
+from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.nodes import Facts
 from accel_runtime.env import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
@@ -125,17 +124,17 @@ def test_the_hosts_of_a_pod_meet_as_machines_do():
 
 
 def prepared(*assignments, **options):
-    request = planning.Request(
+    request = planner.Request(
         "train.py", assignments=("launcher.kind=xla", *assignments), no_profile=True, **options
     )
-    return planning.resolve(request, {}, TPU), request
+    return planner.resolve(request, {}, TPU), request
 
 
 @pytest.mark.parametrize(("typed", "replicas"), [("1", 1), ("all", "all"), ("auto", "all")])
 def test_the_option_for_processes_says_the_replicas(typed, replicas):
     resolved, request = prepared(nproc_per_node=typed)
     assert resolved.profile.launcher.replicas == replicas
-    assert planning.make(request, resolved, {}, TPU).argv[2] == str(replicas)
+    assert planner.make_plan(request, resolved, {}, TPU).argv[2] == str(replicas)
 
 
 def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
@@ -146,11 +145,11 @@ def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
 def test_a_typed_number_of_this_machine_reaches_the_plan():
     options = {"nnodes": "2", "rdzv_endpoint": "host0:29400", "node_rank": 1}
     resolved, request = prepared(**options)
-    assert planning.make(request, resolved, {"SLURM_JOB_ID": "1"}, TPU).agent["node_rank"] == 1
+    assert planner.make_plan(request, resolved, {"SLURM_JOB_ID": "1"}, TPU).agent["node_rank"] == 1
 
 
 def test_the_line_at_the_start_says_no_number_that_nobody_knows():
     resolved, request = prepared()
-    assert headline(planning.make(request, resolved, {}, TPU), resolved).startswith(
+    assert headline(planner.make_plan(request, resolved, {}, TPU), resolved).startswith(
         "xla, a replica on every device, xla (PJRT_DEVICE=TPU), mixed precision no;"
     )

@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.profile.document import parse
-from accel_cli.profile.edit import changed, edited
+from accel_cli.profile.edit import change_values, edit_text
 from accel_cli.profile.schema import describe
 from accel_cli.profile.store import render
+from accel_cli.profile.yaml_io import parse
 
 TEXT = """\
 # mine
@@ -32,8 +32,8 @@ VALUES |= st.lists(VALUES, max_size=2) | st.dictionaries(
 
 def change(text, updates):
     found = parse(text, "x")
-    data, lost = changed(found.data, updates)
-    return edited(text, found, data), lost
+    data, lost = change_values(found.data, updates)
+    return edit_text(text, found, data), lost
 
 
 def test_a_value_is_replaced_in_its_line_and_comments_stay():
@@ -86,5 +86,5 @@ def test_another_kind_of_launcher_loses_the_keys_it_does_not_have_and_says_so():
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_the_text_always_says_the_new_data(updates):
     found = parse(TEXT, "x")
-    data, _ = changed(found.data, updates)
-    assert parse(edited(TEXT, found, data), "x").data == data
+    data, _ = change_values(found.data, updates)
+    assert parse(edit_text(TEXT, found, data), "x").data == data

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.profile import problems
+from accel_cli.profile import validation_errors
 from accel_cli.profile.layers import assigned, environment, resolve, stack
 from accel_cli.profile.schema import SECTIONS, known_keys
 from accel_cli.profile.store import Store, write
@@ -193,9 +193,11 @@ def test_a_key_of_accelerate_or_torchrun_is_named_with_what_it_is_called_here(ke
 
 
 def test_what_foreign_keys_are_called_here_names_keys_and_sections_that_are_there():
-    keys = re.findall(r"(launcher\.\w+|device|mixed_precision)\b", " ".join(problems._RENAMED.values()))
+    keys = re.findall(
+        r"(launcher\.\w+|device|mixed_precision)\b", " ".join(validation_errors._RENAMED.values())
+    )
     assert set(keys) <= set(known_keys())
-    assert set(problems._EXAMPLES) == set(SECTIONS)
+    assert set(validation_errors._EXAMPLES) == set(SECTIONS)
 
 
 def test_a_value_with_commas_that_yaml_divides_is_named_with_the_cure(store, cwd):

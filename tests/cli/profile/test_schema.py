@@ -9,11 +9,11 @@ from accel_cli.errors import ProfileError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.profile import document
+from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import Layer, environment, flat, resolve
 from accel_cli.profile.parallel import FullyShardSection, ParallelSection
-from accel_cli.profile.problems import explain
 from accel_cli.profile.schema import Profile, json_schema, known_keys
+from accel_cli.profile.validation_errors import explain
 
 NAMES = st.text(alphabet=st.characters(exclude_characters="=\0", codec="utf-8"), min_size=1, max_size=12)
 VALUES = st.text(alphabet=st.characters(exclude_characters="\0", codec="utf-8"), max_size=12)
@@ -64,7 +64,7 @@ PROFILES = st.builds(
 
 @given(PROFILES)
 def test_a_profile_that_is_written_is_read_back_the_same(profile):
-    data = document.parse(document.dump(profile.data()), "x").data
+    data = yaml_io.parse(yaml_io.dump(profile.data()), "x").data
     assert Profile.model_validate(data) == profile
 
 

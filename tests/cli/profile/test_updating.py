@@ -5,8 +5,8 @@ from multiprocessing import get_context
 import pytest
 
 from accel_cli.errors import ProfileError
+from accel_cli.profile.edit import remove_keys, update_profile
 from accel_cli.profile.store import Store
-from accel_cli.profile.updating import remove, update
 
 Process = get_context("fork").Process
 
@@ -18,9 +18,11 @@ def where(tmp_path):
 
 def test_a_file_is_made_and_changed_with_its_comments_kept(where):
     file = where.path("gpu")
-    update(where, file, {"mixed_precision": "bf16", "parallel.dp_shard": 2}, "test")
+    update_profile(where, file, {"mixed_precision": "bf16", "parallel.dp_shard": 2}, "test")
     file.write_text(file.read_text() + "# mine\n")
-    profile, lost = update(where, file, {"mixed_precision": None, "parallel.dp_shard": "auto"}, "test")
+    profile, lost = update_profile(
+        where, file, {"mixed_precision": None, "parallel.dp_shard": "auto"}, "test"
+    )
     assert (profile.mixed_precision, profile.parallel.dp_shard, lost) == ("no", "auto", [])
     assert "# mine" in file.read_text()
     assert "mixed_precision" not in file.read_text()
@@ -28,17 +30,19 @@ def test_a_file_is_made_and_changed_with_its_comments_kept(where):
 
 def test_values_that_processes_set_at_once_are_all_kept(where):
     file = where.path("gpu")
-    processes = [Process(target=update, args=(where, file, {f"env.V{n}": str(n)}, "test")) for n in range(20)]
+    processes = [
+        Process(target=update_profile, args=(where, file, {f"env.V{n}": str(n)}, "test")) for n in range(20)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert update(where, file, {}, "test")[0].env == {f"V{n}": str(n) for n in range(20)}
+    assert update_profile(where, file, {}, "test")[0].env == {f"V{n}": str(n) for n in range(20)}
 
 
 def test_the_user_s_own_profile_is_below(where):
-    update(where, where.path("default"), {"log_level": "info"}, "test")
-    profile, _ = update(where, where.path("gpu"), {"mixed_precision": "bf16"}, "test")
+    update_profile(where, where.path("default"), {"log_level": "info"}, "test")
+    profile, _ = update_profile(where, where.path("gpu"), {"mixed_precision": "bf16"}, "test")
     assert profile.log_level == "info"
     assert "log_level" not in where.path("gpu").read_text()
 
@@ -46,7 +50,7 @@ def test_the_user_s_own_profile_is_below(where):
 def test_what_could_not_be_used_is_refused_and_nothing_is_written(where):
     file = where.path("gpu")
     with pytest.raises(ProfileError, match="test"):
-        update(where, file, {"parallel.dp_shard": 0}, "test")
+        update_profile(where, file, {"parallel.dp_shard": 0}, "test")
     assert not file.exists()
 
 
@@ -54,17 +58,17 @@ def test_a_mistake_of_a_section_that_is_set_does_not_name_a_file_that_is_not_the
     with pytest.raises(
         ProfileError, match=r"^test: launcher.kind: expected .* \(set launcher.kind too: torchrun"
     ):
-        update(where, where.path("gpu"), {"launcher.nproc_per_node": 2}, "test")
+        update_profile(where, where.path("gpu"), {"launcher.nproc_per_node": 2}, "test")
 
 
 def test_a_profile_with_several_mistakes_is_repaired_key_by_key(where):
     file = where.path("gpu")
     file.parent.mkdir()
     file.write_text("launcher:\n  kind: torchrun\n  nprocs: 3\n  ranks: all\ndevise: cpu\n")
-    left = remove(where, file, ["launcher.nprocs"], "test")
+    left = remove_keys(where, file, ["launcher.nprocs"], "test")
     assert [problem.key for problem in left] == ["schema_version", "devise"]
-    assert [problem.key for problem in remove(where, file, ["devise"], "test")] == ["schema_version"]
+    assert [problem.key for problem in remove_keys(where, file, ["devise"], "test")] == ["schema_version"]
     with pytest.raises(ProfileError) as caught:
-        remove(where, file, ["launcher.kind"], "test")
+        remove_keys(where, file, ["launcher.kind"], "test")
     assert [problem.key for problem in caught.value.problems] == ["launcher.kind"]
     assert file.read_text() == "launcher:\n  kind: torchrun\n  ranks: all\n"

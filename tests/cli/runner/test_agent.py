@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import agent, forkserver
 
 

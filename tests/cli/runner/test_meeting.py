@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.network import Endpoint
+from accel_cli.planning.network import Endpoint
 from accel_cli.runner.bootstrap import limit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")

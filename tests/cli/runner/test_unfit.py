@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from accel_cli.plan import Plan
+from accel_cli.planning.plan import Plan
 from accel_cli.runner import exec_fallback
 
 

@@ -2,15 +2,14 @@ import socket
 
 import pytest
 
-from accel_cli import network
 from accel_cli.errors import ProfileError
 from accel_cli.launchers.base import Job
-from accel_cli.machine import Machine
-from accel_cli.profile.document import parse
+from accel_cli.planning import network
+from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.profile.layers import flat, to_data
 from accel_cli.profile.schema import describe
 from accel_cli.profile.store import render
-from accel_cli.tpu import Packages, Tpu
+from accel_cli.profile.yaml_io import parse
 from accel_cli.wizard.steps import next_step, profile_from, suggested, suggested_values, told, values_from
 
 MACHINES = [

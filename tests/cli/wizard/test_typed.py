@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.wizard.typed import may_be_none, read, show
+from accel_cli.wizard.steps import format_answer, is_optional, parse_answer
 
 Texts = dict[str, str]
 NAMES = st.text("abcXYZ019_.-/", min_size=1, max_size=8)
@@ -14,12 +14,12 @@ VALUES = st.text("ab =:0[]()+.{}*", min_size=1, max_size=12).map(str.strip).filt
 @pytest.mark.parametrize("text", ["007", "1e-4", "no", "true", "~", "null", "s3://Bucket/PATH", "a: b", "[x"])
 @pytest.mark.parametrize("annotation", [str, str | None])
 def test_text_is_kept_as_it_is_typed(text, annotation):
-    assert read(f" {text} ", annotation) == text
+    assert parse_answer(f" {text} ", annotation) == text
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("auto", "auto"), ("2h", "2h"), ("a100:4", "a100:4")])
 def test_what_may_be_a_number_is_read_as_yaml_would(text, value):
-    assert read(text, int | str) == value
+    assert parse_answer(text, int | str) == value
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_may_be_a_number_is_read_as_yaml_would(text, value):
     ],
 )
 def test_names_with_values_are_read_out_of_one_line(text, value):
-    assert read(text, Texts) == value
+    assert parse_answer(text, Texts) == value
 
 
 @pytest.mark.parametrize(
@@ -44,29 +44,29 @@ def test_names_with_values_are_read_out_of_one_line(text, value):
 )
 def test_what_is_no_name_with_a_value_is_said(text, wrong):
     with pytest.raises(ValueError, match=wrong):
-        read(text, Texts)
+        parse_answer(text, Texts)
 
 
 def test_a_list_is_read_with_commas_or_spaces():
-    assert read("subnet-1, subnet-2 subnet-3", list[str]) == ["subnet-1", "subnet-2", "subnet-3"]
+    assert parse_answer("subnet-1, subnet-2 subnet-3", list[str]) == ["subnet-1", "subnet-2", "subnet-3"]
 
 
 @pytest.mark.parametrize("annotation", [str | None, Texts, list[str], int | None])
 def test_a_hyphen_is_nothing_where_nothing_may_be(annotation):
-    assert may_be_none(annotation)
-    assert read("-", annotation) is None
+    assert is_optional(annotation)
+    assert parse_answer("-", annotation) is None
 
 
 def test_a_hyphen_is_text_where_there_must_be_some():
-    assert not may_be_none(str)
-    assert read("-", str) == "-"
+    assert not is_optional(str)
+    assert parse_answer("-", str) == "-"
 
 
 @given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3))
 def test_what_is_shown_can_be_typed(value):
-    assert read(show(value), Texts) == value
+    assert parse_answer(format_answer(value), Texts) == value
 
 
 def test_channels_with_more_than_a_place_are_shown_too():
     value = {"train": {"uri": "s3://b/x", "input_mode": "FastFile"}, "test": "s3://b/y"}
-    assert show(value) == "train={uri: s3://b/x, input_mode: FastFile}, test=s3://b/y"
+    assert format_answer(value) == "train={uri: s3://b/x, input_mode: FastFile}, test=s3://b/y"

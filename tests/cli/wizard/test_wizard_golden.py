@@ -3,10 +3,9 @@
 import golden
 import pytest
 
-from accel_cli import network
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.machine import Machine
-from accel_cli.tpu import Packages, Tpu
+from accel_cli.planning import network
+from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.wizard.steps import next_step
 
 MACHINES = {

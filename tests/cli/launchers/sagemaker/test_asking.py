@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from accel_cli.fields import Choice
 from accel_cli.launchers.sagemaker import asking
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Choice
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
 CONFIG = """\

@@ -13,7 +13,7 @@ from accel_cli.launchers.sagemaker import buckets, check, facts
 from accel_cli.launchers.sagemaker.aws import Account
 from accel_cli.launchers.sagemaker.request import training_job
 from accel_cli.launchers.sagemaker.section import SageMaker
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
 from accel_runtime.env import Settings
 
 NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.sagemaker.section import SageMaker
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
 from accel_runtime.env import Settings
 
 

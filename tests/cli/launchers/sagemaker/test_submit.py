@@ -13,7 +13,7 @@ from accel_cli.jobs.base import UnreachableError
 from accel_cli.launchers.base import Job
 from accel_cli.launchers.sagemaker import starting, submit, wheels
 from accel_cli.launchers.sagemaker.section import SageMaker
-from accel_cli.machine import Machine
+from accel_cli.planning.machine import Machine
 from accel_runtime.env import Settings
 
 BUCKET = "sagemaker-us-east-1-123456789012"

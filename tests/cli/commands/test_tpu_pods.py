@@ -1,0 +1,262 @@
+"""A pod's workers get the same `accel launch`: through gcloud and their own shells, byte for byte.
+
+gcloud is a stand-in: a program that gives the command to a real bash in another home, as ssh gives it to a worker's.
+The worker's `python3` writes down what it was called with.
+"""
+
+import os
+import shlex
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import in_process
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_cli.commands import tpu_pods
+from accel_cli.errors import UsageError
+from accel_cli.planning import planner
+from accel_cli.planning.planner import Request
+
+GCLOUD = """#!/bin/bash
+for word; do case $word in --command=*) command=${word#--command=} ;; esac; done
+printf '%s\\0' "$@" > "$RECORD/gcloud"
+HOME=$RECORD/worker PATH=$RECORD/worker/bin:$PATH bash -c "$command"
+"""
+PYTHON = """#!/bin/bash
+printf '%s\\0' "$@" > "$RECORD/argv"
+pwd > "$RECORD/pwd"
+exit "${CODE:-0}"
+"""
+POD = tpu_pods.Pod("my-pod", "my project", zone="us-central2-b")
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with gcloud, a worker's home with the project in it, and the environment in which they are found."""
+    folder = tmp_path_factory.mktemp("world")
+    program(folder / "bin/gcloud", GCLOUD)
+    program(folder / "worker/bin/python3", PYTHON)
+    (folder / "worker/my project").mkdir()
+    (folder / "home/my project/.git").mkdir(parents=True)
+    environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "RECORD": str(folder)}
+    return folder, environ | {"HOME": str(folder / "home")}
+
+
+def words(file):
+    return [os.fsdecode(word) for word in file.read_bytes().split(b"\0")[:-1]]
+
+
+def prepared(*args, pod=POD, environ=None, target="train.py", **said):
+    return tpu_pods.prepare(pod, Request(target, args, **said), environ or {"ACCEL_HOME": "/nowhere"})[1]
+
+
+def received(world, plan, **more):
+    """What a worker's Python gets when the printed command is pasted into a shell."""
+    folder, environ = world
+    (folder / "argv").unlink(missing_ok=True)
+    done = subprocess.run(["bash", "-c", shlex.join(plan.argv)], env=environ | more, check=False)
+    assert done.returncode == int(more.get("CODE", 0))
+    return words(folder / "argv")
+
+
+def test_the_command_starts_the_same_launch_on_every_worker(world):
+    plan = prepared("--epochs", "3", mixed_precision="bf16")
+    assert plan.argv[:6] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-pod")
+    assert plan.argv[6:8] == ("--zone=us-central2-b", "--worker=all")
+    launch = "-m accel_cli launch --no-profile --set launcher.kind=xla --set mixed_precision=bf16 --"
+    assert received(world, plan) == [*launch.split(), "train.py", "--epochs", "3"]
+    assert (world[0] / "pwd").read_text() == f"{world[0]}/worker/my project\n"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", codec="utf-8")) | st.binary().map(os.fsdecode),
+        max_size=4,
+    )
+)
+def test_arguments_arrive_byte_for_byte(world, arguments):
+    arguments = [argument.replace("\0", "") for argument in arguments]
+    got = received(world, prepared(*arguments))
+    assert got[got.index("--") + 1 :] == ["train.py", *arguments]
+
+
+@pytest.mark.parametrize("target", ["-x.py", "a b/t'r.py", "$HOME.py"])
+def test_the_script_arrives_as_it_was_typed(world, target):
+    assert received(world, prepared(target=target))[-1] == target
+
+
+def test_a_module_stays_a_module(world):
+    assert received(world, prepared("x", target="pkg.train", kind="module"))[-4:] == [
+        "-m",
+        "--",
+        "pkg.train",
+        "x",
+    ]
+
+
+def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "accel.yaml").write_text(
+        "schema_version: 1\nlauncher:\n  kind: xla\n  spmd: true\nlog_level: info\n"
+    )
+    (tmp_path / "home/profiles").mkdir(parents=True)
+    (tmp_path / "home/profiles/default.yaml").write_text("schema_version: 1\nmixed_precision: fp16\n")
+    monkeypatch.chdir(tmp_path)
+    environ = {"ACCEL_HOME": str(tmp_path / "home"), "ACCEL_PROCESS_GROUP_TIMEOUT": "60"}
+    said = received(world, prepared(environ=environ, assignments=("env.A=b c",)))
+    given = {said[index + 1] for index, word in enumerate(said) if word == "--set"}
+    assert given == {
+        "launcher.kind=xla",
+        "launcher.spmd=true",
+        "log_level=info",
+        "process_group_timeout=60",
+        "env.A=b c",
+    }
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(["no", "true", "3", "0,2", "a: b", "#x", "", "~", "'", "[", "a\nb", "\u2028"])
+    | st.text(st.characters(codec="utf-8"), min_size=1)
+)
+def test_a_value_is_read_back_as_what_it_was(value):
+    text = tpu_pods._text("launcher.rdzv_id", value)
+    assert planner.layers.assigned([f"launcher.rdzv_id={text}"]).values == {"launcher.rdzv_id": value}
+
+
+def test_lines_before_run_on_the_worker(world):
+    pod = tpu_pods.Pod("p", "my project", setup=("export CODE=5", "cd /"))
+    received(world, prepared(pod=pod), CODE="5")
+    assert (world[0] / "pwd").read_text() == "/\n"
+
+
+def test_zone_and_project_are_gclouds_own_unless_they_are_said():
+    assert [
+        w for w in prepared(pod=tpu_pods.Pod("p", ".")).argv if w.startswith(("--zone", "--project"))
+    ] == []
+    assert "--project=mine" in prepared(pod=tpu_pods.Pod("p", ".", project="mine")).argv
+
+
+def test_the_folder_is_the_one_here_seen_from_the_home(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / "a b").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "a b")
+    assert tpu_pods.folder(None) == "a b"
+    assert tpu_pods.folder("~/other") == "other"
+    assert tpu_pods.folder("/srv/run") == "/srv/run"
+    monkeypatch.chdir(tmp_path)
+    assert tpu_pods.folder(None) == str(tmp_path)
+
+
+def test_a_home_that_is_a_link_is_a_home(tmp_path, monkeypatch):
+    (tmp_path / "disk/me/work").mkdir(parents=True)
+    (tmp_path / "me").symlink_to(tmp_path / "disk/me")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path / "me/work")
+    assert tpu_pods.folder(None) == "work"
+
+
+def test_what_is_said_of_the_hosts_of_this_machine_does_not_travel(world):
+    environ = {"ACCEL_HOME": "/nowhere", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}
+    assert not [word for word in received(world, prepared(environ=environ)) if "nnodes" in word]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"pod": tpu_pods.Pod("-oProxyCommand=x", ".")}, "--tpu-pod '-oProxyCommand=x' is no name"),
+        ({"pod": tpu_pods.Pod("p", ".", zone="a b")}, "--zone 'a b' is no name"),
+        ({"node_rank": 0}, "--node-rank is for one machine"),
+        ({"mixed_precision": "fp16"}, "fp16"),
+        ({"cpu": True}, "device: cpu"),
+        ({"assignments": ("launcher.kind=single",)}, "--set launcher.kind=xla"),
+        ({"assignments": ("env.HF_TOKEN=hf_secret",)}, "env.HF_TOKEN holds a secret"),
+    ],
+)
+def test_what_cannot_run_on_a_pod_is_refused_here(said, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")) as caught:
+        prepared(**said)
+    assert "hf_secret" not in str(caught.value)
+
+
+# The command itself.
+
+
+@pytest.fixture
+def launch(cwd, capfd):
+    """Calls `accel launch` in this process."""
+    return partial(in_process.run, capfd, "launch")
+
+
+def test_the_command_is_printed_and_nothing_runs(launch, script, world):
+    script("")
+    done = launch("--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
+    assert done.returncode == 0
+    assert shlex.split(done.stdout)[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
+    assert "--run-pod" in done.stderr
+    quiet = launch("-q", "--tpu-pod", "pod", "--zone", "z", "train.py", "a  b", env=world[1])
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_on_request_it_runs_and_its_exit_code_is_gclouds(accel, script, world, code, cwd):
+    script("")
+    folder, environ = world
+    where = Path("elsewhere")
+    (folder / "worker" / where).mkdir(exist_ok=True)
+    options = ["--tpu-pod", "pod", "--zone", "z", "--pod-folder", "elsewhere", "--run-pod"]
+    done = accel("launch", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
+    assert done.returncode == code, done.stderr
+    assert words(folder / "argv")[-2:] == ["train.py", "a  b"]
+    assert (folder / "pwd").read_text() == f"{folder}/worker/elsewhere\n"
+    assert "TPU pod pod" in done.stderr
+
+
+def test_without_gcloud_one_message_says_where_it_is(launch, script, tmp_path):
+    script("")
+    (tmp_path / "empty").mkdir()
+    done = launch(
+        "--tpu-pod",
+        "p",
+        "--run-pod",
+        "train.py",
+        env={**os.environ, "PATH": str(tmp_path / "empty")},
+    )
+    assert done.returncode == 2
+    assert "gcloud, which reaches the workers of a pod, is not on PATH" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_says_the_command_and_where_values_came_from(launch, script, world):
+    script("")
+    done = launch("--tpu-pod", "p", "--run-pod", "--explain", "train.py", env=world[1])
+    assert "command: gcloud compute tpus tpu-vm ssh p" in done.stdout
+    assert "launcher.kind: xla  [detected]" in done.stdout
+    assert not (world[0] / "gcloud").exists() or "p" not in words(world[0] / "gcloud")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--zone", "z"], ["--project", "p"], ["--pod-folder", "d"], ["--pod-setup", "x"], ["--run-pod"]],
+)
+def test_options_of_a_pod_need_a_pod(launch, script, option):
+    script("")
+    done = launch(*option, "train.py")
+    assert done.returncode == 2
+    assert f"{option[0]} is for a TPU pod: it needs --tpu-pod NAME" in done.stderr
+
+
+def test_a_script_that_is_not_here_is_refused_unless_the_workers_have_their_own_folder(launch):
+    assert "does not exist" in launch("--tpu-pod", "p", "train.py").stderr
+    assert launch("--tpu-pod", "p", "--pod-folder", "d", "train.py").returncode == 0

@@ -1,0 +1,316 @@
+"""How an Accelerate file divides models, and what becomes of every key that says so."""
+
+import json
+
+import pytest
+
+from accel_cli.errors import ProfileError
+from accel_cli.import_accelerate import convert, named
+from accel_cli.launchers.base import Job
+from accel_cli.planning import planner
+from accel_cli.planning.machine import Machine
+from accel_cli.profile import yaml_io
+from accel_cli.profile.schema import Profile
+from tests.cli.import_accelerate.test_accelerate import DEEPSPEED, FSDP, reasons
+
+GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
+
+
+def imported(kind, file=None, **sections):
+    data = {"distributed_type": kind, "num_processes": 4, **sections}
+    return convert(data, "config.yaml", file)
+
+
+def sections(result):
+    return result.data.get("parallel", {}), result.data.get("fully_shard", {})
+
+
+def fsdp(**words):
+    return imported("FSDP", fsdp_config={f"fsdp_{name}": value for name, value in words.items()})
+
+
+def zero(**words):
+    return imported("DEEPSPEED", deepspeed_config=words)
+
+
+def test_a_file_for_fsdp2_loses_nothing():
+    result = convert(yaml_io.parse(FSDP, "x").data, "x")
+    parallel, options = sections(result)
+    assert (parallel, options) == ({"dp_shard": 4}, {"wrap": ["LlamaDecoderLayer"]})
+    assert result.left == ()
+    told = reasons(result.mapped)
+    assert told["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: 4"
+    assert told["fsdp_config.fsdp_auto_wrap_policy"] == "fully_shard.wrap: [LlamaDecoderLayer]"
+    assert told["fsdp_config.transformer_layer_cls_to_wrap"] == "fully_shard.wrap: [LlamaDecoderLayer]"
+    assert told["fsdp_config.fsdp_reshard_after_forward"] == "fully_shard.reshard_after_forward: true"
+    assert told["parallelism_config.parallelism_config_dp_shard_size"] == "parallel.dp_shard: 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "parallel", "options"),
+    [
+        ({}, {"dp_shard": "auto"}, {}),
+        ({"version": 1, "sharding_strategy": "FULL_SHARD"}, {"dp_shard": "auto"}, {}),
+        ({"version": 1, "sharding_strategy": 2}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"version": 1, "reshard_after_forward": "SHARD_GRAD_OP"}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"version": 2, "reshard_after_forward": False}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"version": 2, "sharding_strategy": "NO_SHARD"}, {"dp_shard": "auto"}, {}),
+        ({"sharding_strategy": "NO_SHARD", "offload_params": True}, {}, {}),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"dp_shard": "auto"}, {}),
+        ({"offload_params": "true", "activation_checkpointing": True}, {"dp_shard": "auto"}, {"cpu_offload": True, "activation_checkpointing": True}),
+        ({"auto_wrap_policy": "NO_WRAP"}, {"dp_shard": "auto"}, {"wrap": "none"}),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, {"dp_shard": "auto"}, {"wrap": 100_000_000}),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "2000"}, {"dp_shard": "auto"}, {"wrap": 2000}),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, {"dp_shard": "auto"}, {}),
+        ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "A, B"}, {"dp_shard": "auto"}, {"wrap": ["A", "B"]}),
+        ({"ignored_modules": "lm_head"}, {"dp_shard": "auto"}, {"ignore": ["lm_head"]}),
+    ],
+)  # fmt: skip
+def test_fsdp_becomes_fully_shard(words, parallel, options):
+    assert sections(fsdp(**words)) == (parallel, options)
+
+
+def test_a_copy_on_each_machine_is_kept():
+    there = {"num_machines": 2, "main_process_ip": "node0"}
+    result = imported("FSDP", fsdp_config={"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, **there)
+    assert sections(result) == (
+        {"dp_replicate": 2, "dp_shard": "auto"},
+        {"reshard_after_forward": False},
+    )
+    assert (
+        "parallel.dp_replicate: 2, a copy on each machine"
+        in reasons(result.mapped)["fsdp_config.fsdp_sharding_strategy"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "why"),
+    [
+        ("backward_prefetch", "NO_PREFETCH", "always gathers the next module early"),
+        ("state_dict_type", "FULL_STATE_DICT", "save_model() writes whole weights"),
+        ("use_orig_params", False, "always keep their names"),
+        ("cpu_ram_efficient_loading", True, "create the model on the meta device"),
+        ("activation_checkpointing_offload", True, "on the device"),
+        ("ignored_modules", "model.(a|b)", "it is a regular expression"),
+        ("min_num_params", 5, "with SIZE_BASED_WRAP only"),
+        ("transformer_layer_cls_to_wrap", "Block", "with TRANSFORMER_BASED_WRAP only"),
+        ("verison", 2, "did you mean fsdp_version?"),
+    ],
+)
+def test_a_word_of_fsdp_that_has_no_place_says_why(word, value, why):
+    assert why in reasons(fsdp(**{word: value}).left)[f"fsdp_config.fsdp_{word}"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("backward_prefetch", "BACKWARD_PRE"), ("sync_module_states", True), ("use_orig_params", True), ("version", 1), ("forward_prefetch", True)],
+)  # fmt: skip
+def test_a_word_of_fsdp_that_is_so_anyway_loses_nothing(word, value):
+    assert fsdp(**{word: value}).left == ()
+
+
+def test_options_of_a_model_that_stays_whole_have_no_say_and_it_is_said():
+    result = fsdp(sharding_strategy="NO_SHARD", offload_params=True, backward_prefetch="BACKWARD_PRE")
+    assert reasons(result.left) == {
+        "fsdp_config.fsdp_offload_params": "it has no say, since nothing is sharded here"
+    }
+    assert "every process keeps the whole model (DDP)" in reasons(result.mapped)["distributed_type"]
+
+
+def test_a_section_that_accelerate_does_not_use_has_no_say():
+    result = imported(
+        "MULTI_GPU", fsdp_config={"fsdp_offload_params": True}, deepspeed_config={"zero_stage": 7}
+    )
+    assert sections(result) == ({}, {})
+    assert reasons(result.left) == {
+        "fsdp_config.fsdp_offload_params": "it has no say without distributed_type: FSDP",
+        "deepspeed_config.zero_stage": "it has no say without distributed_type: DEEPSPEED",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "parallel", "options"),
+    [
+        ({}, {"dp_shard": "auto"}, {}),
+        ({"zero_stage": 0}, {}, {}),
+        ({"zero_stage": 1}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"zero_stage": 2}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"zero_stage": "3"}, {"dp_shard": "auto"}, {}),
+        ({"zero_stage": 3, "offload_optimizer_device": "cpu"}, {"dp_shard": "auto"}, {"cpu_offload": True}),
+        ({"zero_stage": 3, "offload_param_device": "nvme"}, {"dp_shard": "auto"}, {"cpu_offload": True}),
+    ],
+)
+def test_zero_becomes_fully_shard(words, parallel, options):
+    assert sections(zero(**words)) == (parallel, options)
+
+
+def test_a_file_for_deepspeed_says_line_by_line_what_became_of_it():
+    result = convert(yaml_io.parse(DEEPSPEED, "x").data, "x")
+    mapped, left = reasons(result.mapped), reasons(result.left)
+    assert mapped["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: auto"
+    assert mapped["deepspeed_config.zero_stage"] == "fully_shard.reshard_after_forward: true: ZeRO-3"
+    assert "fully_shard.cpu_offload: true" in mapped["deepspeed_config.offload_param_device"]
+    assert (
+        "Accelerator(gradient_accumulation_steps=...)" in left["deepspeed_config.gradient_accumulation_steps"]
+    )
+    assert "clip_grad_norm_" in left["deepspeed_config.gradient_clipping"]
+    assert mapped["deepspeed_config.offload_optimizer_device"] == "off in accel too"
+    assert mapped["deepspeed_config.zero3_init_flag"] == "off in accel too"
+
+
+FILE = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "zero_hpz_partition_size": 2,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "communication_data_type": "bfp16",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "gradient_accumulation_steps": 4,
+    "train_batch_size": "auto",
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+
+
+def test_the_json_file_of_deepspeed_is_read_and_said_too():
+    result = imported("DEEPSPEED", FILE, deepspeed_config={"deepspeed_config_file": "ds.json"})
+    assert sections(result) == (
+        {"dp_shard": "auto"},
+        {"reshard_after_forward": 2, "reduce_dtype": "bf16", "cpu_offload": True},
+    )
+    assert result.data["mixed_precision"] == "bf16"
+    mapped, left = reasons(result.mapped), reasons(result.left)
+    at = "deepspeed_config_file"
+    assert mapped[f"deepspeed_config.{at}"] == "what it says is listed below"
+    assert mapped[f"{at}.bf16.enabled"] == "mixed_precision: bf16"
+    assert mapped[f"{at}.zero_optimization.stage"] == "fully_shard.reshard_after_forward: true: ZeRO-3"
+    assert "Accelerate fills it in" in mapped[f"{at}.train_batch_size"]
+    assert mapped[f"{at}.wall_clock_breakdown"] == "off in accel too"
+    assert "communication" in left[f"{at}.zero_optimization.overlap_comm"]
+    assert "a plain optimizer of torch" in left[f"{at}.optimizer.type"]
+    assert "Accelerator(gradient_accumulation_steps=...)" in left[f"{at}.gradient_accumulation_steps"]
+    assert "DeepSpeed's own" in left[f"{at}.steps_per_print"]
+
+
+def test_a_number_format_that_the_config_itself_says_is_taken():
+    said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "fp16"}
+    result = imported("DEEPSPEED", FILE, **said)
+    assert result.data["mixed_precision"] == "fp16"
+    assert "says otherwise" in reasons(result.left)["deepspeed_config_file.bf16.enabled"]
+
+
+def test_a_json_file_that_is_not_here_is_said_and_needs_the_least_memory():
+    result = zero(deepspeed_config_file="gone.json")
+    assert sections(result) == ({"dp_shard": "auto"}, {})
+    assert "there is no such file here" in reasons(result.left)["deepspeed_config.deepspeed_config_file"]
+
+
+def test_the_json_file_is_looked_for_here_and_beside_the_config(tmp_path, monkeypatch):
+    folder, cwd = tmp_path / "conf", tmp_path / "cwd"
+    folder.mkdir()
+    cwd.mkdir()
+    monkeypatch.chdir(cwd)
+    data = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    assert named(data, folder) is None
+    (folder / "ds.json").write_text(json.dumps({"a": 1}))
+    assert named(data, folder) == {"a": 1}
+    (cwd / "ds.json").write_text("{")
+    with pytest.raises(ProfileError, match=r"ds\.json: this is not JSON"):
+        named(data, folder)
+    (cwd / "ds.json").write_text("[]")
+    with pytest.raises(ProfileError, match="expected keys and values"):
+        named(data, folder)
+    assert named({"deepspeed_config": None}, folder) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "parallel"),
+    [
+        ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}),
+        ("FSDP", {"dp_shard": 2, "tp": "2"}, {"dp_shard": 2, "tp": 2}),
+        ("MULTI_GPU", {"tp": 4}, {"tp": 4}),
+        ("FSDP", {"cp": 4}, {"cp": 4}),
+        ("FSDP", {"dp_shard": 1}, {"dp_shard": "auto"}),
+    ],
+)
+def test_a_mesh_becomes_the_sizes_of_parallel_and_launches(kind, mesh, parallel):
+    sized = {f"parallelism_config_{name}_size": size for name, size in mesh.items()}
+    result = imported(kind, parallelism_config=sized, mixed_precision="bf16")
+    assert sections(result)[0] == parallel
+    profile = Profile.model_validate(result.data)
+    job = Job("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
+    assert planner.plan_layout(profile.start, job).nproc_per_node == 4
+
+
+def test_the_mesh_of_early_releases_is_read_too():
+    assert sections(imported("MULTI_GPU", tp_config={"tp_size": 4}))[0] == {"tp": 4}
+
+
+def test_what_a_mesh_has_besides_its_sizes_is_said():
+    result = imported(
+        "FSDP",
+        parallelism_config={
+            "parallelism_config_dp_shard_size": 2,
+            "parallelism_config_cp_size": 2,
+            "parallelism_config_cp_comm_strategy": "alltoall",
+            "parallelism_config_sp_size": 2,
+            "tp_size": 2,
+        },
+    )
+    left = reasons(result.left)
+    assert "gathers (allgather)" in left["parallelism_config.parallelism_config_cp_comm_strategy"]
+    assert "parallel.cp divides sequences too" in left["parallelism_config.parallelism_config_sp_size"]
+    assert "did you mean parallelism_config_tp_size" in left["parallelism_config.tp_size"]
+
+
+def test_a_mesh_for_other_processes_than_there_are_is_refused():
+    with pytest.raises(ProfileError, match=r"parallelism_config: .*is 8, and there are 4 processes"):
+        imported("FSDP", parallelism_config={"parallelism_config_dp_shard_size": 8})
+
+
+@pytest.mark.parametrize(("kind", "why"), [("NO", "is one process"), ("XLA", "launcher.spmd: true")])
+def test_where_there_is_nothing_to_divide_over_a_mesh_is_left(kind, why):
+    result = convert(
+        {
+            "distributed_type": kind,
+            "fsdp_config": {"fsdp_offload_params": True},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
+        "x",
+    )
+    assert sections(result) == ({}, {})
+    assert why in reasons(result.left)["parallelism_config.parallelism_config_tp_size"]
+    assert "fsdp_config.fsdp_offload_params" in reasons(result.left)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "expected"),
+    [
+        ("FSDP", {"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: expected 1 or 2, got 3"),
+        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "HALF"}}, "expected true, false, FULL_SHARD"),
+        ("FSDP", {"fsdp_config": {"fsdp_offload_params": "maybe"}}, "expected true or false, got maybe"),
+        ("FSDP", {"fsdp_config": {"fsdp_auto_wrap_policy": "BIG"}}, "expected TRANSFORMER_BASED_WRAP, "),
+        ("FSDP", {"fsdp_config": {"fsdp_min_num_params": 0.5}}, "expected a whole number of at least 1, got 0.5"),
+        ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 4}}, "deepspeed_config.zero_stage: expected a ZeRO stage, 0 to 3, got 4"),
+        ("DEEPSPEED", {"deepspeed_config": {"offload_param_device": "disk"}}, "expected none, cpu or nvme, got disk"),
+        ("FSDP", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "parallelism_config_tp_size: expected a whole number"),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_understood_is_said_with_its_key(kind, section, expected):
+    with pytest.raises(ProfileError) as caught:
+        imported(kind, **section)
+    assert expected in str(caught.value)
+
+
+def test_a_value_of_the_json_file_that_cannot_be_understood_is_said_with_its_keys():
+    said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    with pytest.raises(
+        ProfileError, match=r"deepspeed_config_file\.zero_optimization\.stage: expected a ZeRO stage"
+    ):
+        imported("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **said)

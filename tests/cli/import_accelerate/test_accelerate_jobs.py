@@ -1,0 +1,337 @@
+"""Accelerate's config files for Amazon SageMaker."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.errors import ProfileError
+from accel_cli.import_accelerate import Imported, convert
+from accel_cli.profile import yaml_io
+from accel_cli.profile.schema import Profile
+
+# As `accelerate config` of 1.15.0 writes it, with an argument or two by hand.
+WRITTEN = """
+additional_args:
+  environment:
+    HF_TOKEN: hf_secret
+    HF_HOME: /opt/Cache
+  aws_access_key_id: AKIASECRET
+  volume_size: 200
+base_job_name: accelerate-sagemaker-1
+compute_environment: AMAZON_SAGEMAKER
+debug: false
+distributed_type: DATA_PARALLEL
+dynamo_config: {}
+ec2_instance_type: ml.p4d.24xlarge
+enable_cpu_affinity: false
+gpu_ids: all
+iam_role_name: Training
+image_uri: null
+mixed_precision: bf16
+num_machines: 2
+profile: research
+py_version: py38
+pytorch_version: 1.10.2
+region: eu-west-1
+sagemaker_inputs_file: Data/Inputs.tsv
+sagemaker_metrics_file: Metrics.tsv
+transformers_version: 4.17.0
+use_cpu: false
+"""
+LEAST = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\n"
+P4D = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: ml.p4d.24xlarge\n"
+
+
+def imported(text: str) -> Imported:
+    return convert(yaml_io.parse(text, "config.yaml").data, "config.yaml")
+
+
+def with_args(lines: str, above: str = LEAST) -> Imported:
+    return imported(above + "additional_args:\n" + "".join(f"  {line}\n" for line in lines.splitlines()))
+
+
+def refused(text: str) -> list[str]:
+    with pytest.raises(ProfileError) as caught:
+        imported(text)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def told(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    return {line.partition(": ")[0]: text for line, text in pairs}
+
+
+def leaves(data, above=""):
+    names = []
+    for key, value in data.items():
+        names += leaves(value, f"{above}{key}.") if isinstance(value, dict) and value else [above + key]
+    return names
+
+
+def test_a_file_that_accelerate_wrote_becomes_the_same_job():
+    result = imported(WRITTEN)
+    launcher = Profile.model_validate(result.data).launcher.model_dump(exclude_none=True)
+    expected = {
+        "kind": "sagemaker",
+        "aws_profile": "research",
+        "region": "eu-west-1",
+        "role": "Training",
+        "instance_type": "ml.p4d.24xlarge",
+        "instance_count": 2,
+        "nproc_per_node": "auto",
+        "base_job_name": "accelerate-sagemaker-1",
+        "inputs_file": "Data/Inputs.tsv",
+        "metrics_file": "Metrics.tsv",
+        "volume_size": 200,
+    }
+    assert {key: launcher[key] for key in expected} == expected
+    assert not {"pytorch_version", "image_uri"} & set(launcher)
+    assert result.data["mixed_precision"] == "bf16"
+    assert result.data["env"] == {"HF_HOME": "/opt/Cache"}
+    mapped = told(result.mapped)
+    assert mapped["compute_environment"] == "launcher.kind: sagemaker"
+    assert mapped["ec2_instance_type"] == "launcher.instance_type: ml.p4d.24xlarge"
+    assert mapped["num_machines"] == "launcher.instance_count: 2"
+    assert mapped["additional_args.environment.HF_HOME"] == "env.HF_HOME: /opt/Cache"
+
+
+def test_what_a_file_of_accelerate_says_too_early_for_accel_is_left_with_the_reason():
+    left = told(imported(WRITTEN).left)
+    assert set(left) == {
+        "additional_args.environment.HF_TOKEN", "additional_args.aws_access_key_id", "distributed_type",
+        "py_version", "pytorch_version", "transformers_version",
+    }  # fmt: skip
+    assert "accel needs torch 2.9 or newer" in left["pytorch_version"]
+    assert "launcher.secrets.HF_TOKEN" in left["additional_args.environment.HF_TOKEN"]
+    assert "launcher.aws_profile" in left["additional_args.aws_access_key_id"]
+    assert "launcher.requirements" in left["transformers_version"]
+
+
+def test_every_key_is_told_exactly_once():
+    result = imported(WRITTEN)
+    found = sorted([*told(result.mapped), *told(result.left)])
+    assert found == sorted(leaves(yaml_io.parse(WRITTEN, "config.yaml").data))
+
+
+def test_no_secret_is_shown_or_written():
+    result = imported(WRITTEN)
+    assert "secret" not in str(result.data).lower().replace("'secrets'", "")
+    said = str([*result.mapped, *result.left]).lower()
+    assert "hf_secret" not in said
+    assert "akiasecret" not in said
+
+
+def test_no_distribution_is_one_process_on_a_host_as_in_accelerate():
+    result = imported(LEAST)
+    assert result.data["launcher"]["nproc_per_node"] == 1
+    assert told(result.mapped)["distributed_type"] == "launcher.nproc_per_node: 1"
+
+
+def test_torchrun_in_the_arguments_is_a_process_for_each_gpu():
+    result = with_args("distribution: {torch_distributed: {enabled: true}}")
+    assert "nproc_per_node" not in result.data["launcher"]
+    assert "torchrun" in told(result.mapped)["additional_args.distribution.torch_distributed.enabled"]
+    assert (
+        "torchrun"
+        in told(with_args("distribution: {mpi: {enabled: true}}").left)[
+            "additional_args.distribution.mpi.enabled"
+        ]
+    )
+
+
+@pytest.mark.parametrize("kind", ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.g5.12xlarge"])
+def test_the_data_parallel_library_is_left_where_the_type_has_none(kind):
+    result = imported(P4D.replace("ml.p4d.24xlarge", kind) + "image_uri: me/image:1\n")
+    assert (
+        "ml.p4d.24xlarge and ml.p4de.24xlarge only; torchrun over NCCL"
+        in told(result.left)["distributed_type"]
+    )
+    assert "process_group_backend" not in result.data
+
+
+def test_the_data_parallel_library_is_left_where_the_image_has_none():
+    assert "no image of AWS's with torch 2.9 or newer" in told(imported(P4D).left)["distributed_type"]
+
+
+def test_the_data_parallel_library_of_an_image_of_ones_own_is_used():
+    result = imported(P4D + "image_uri: me/image:1\n")
+    assert result.data["process_group_backend"] == "smddp"
+    assert told(result.mapped)["distributed_type"] == "process_group_backend: smddp"
+
+
+def test_model_parallelism_is_left_with_the_key_that_configures_it():
+    left = told(imported(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
+    assert "launcher.model_parallel" in left["distributed_type"]
+
+
+def test_the_type_that_accelerate_offers_and_that_is_none_is_the_one_that_is_meant():
+    result = imported(P4D.replace("p4d", "p4dn"))
+    assert result.data["launcher"]["instance_type"] == "ml.p4d.24xlarge"
+    assert "AWS has no ml.p4dn.24xlarge" in told(result.mapped)["ec2_instance_type"]
+    below = with_args("instance_type: ml.p4dn.24xlarge")
+    assert "AWS has no ml.p4dn.24xlarge" in told(below.mapped)["additional_args.instance_type"]
+    assert below.data["launcher"]["instance_type"] == "ml.p4d.24xlarge"
+
+
+@pytest.mark.parametrize(
+    ("version", "kept"), [("2.9.0", True), ("2.13", True), ("2.8.1", False), ("1.10.2", False)]
+)
+def test_a_torch_that_accel_supports_is_kept(version, kept):
+    result = imported(f"{LEAST}pytorch_version: '{version}'\n")
+    assert result.data["launcher"].get("pytorch_version") == (version if kept else None)
+    assert ("pytorch_version" in told(result.mapped)) is kept
+
+
+def test_an_image_says_its_torch_itself():
+    result = imported(LEAST + "image_uri: 1.dkr.ecr/Me:Tag\npytorch_version: '2.13'\n")
+    assert result.data["launcher"]["image_uri"] == "1.dkr.ecr/Me:Tag"
+    assert "pytorch_version" not in result.data["launcher"]
+    assert "launcher.image_uri" in told(result.left)["pytorch_version"]
+
+
+def test_arguments_of_the_estimator_become_keys_of_the_launcher():
+    result = with_args("""\
+use_spot_instances: true
+max_run: 3600
+max_wait: 7200
+subnets: [subnet-1, subnet-2]
+security_group_ids: [sg-1]
+tags: [{Key: Team, Value: Vision}]
+output_kms_key: alias/Out
+volume_kms_key: alias/Vol
+checkpoint_s3_uri: s3://Bucket/Ck
+enable_network_isolation: yes
+encrypt_inter_container_traffic: true
+metric_definitions: [{Name: loss, Regex: 'loss: ([0-9.]+)'}]
+source_dir: src
+framework_version: '2.12'
+instance_count: 3
+role: Other
+base_job_name: mine""")
+    launcher = result.data["launcher"]
+    expected = {
+        "spot": True, "max_run": 3600, "max_wait": 7200, "subnets": ["subnet-1", "subnet-2"],
+        "security_group_ids": ["sg-1"], "tags": {"Team": "Vision"}, "output_kms_key": "alias/Out",
+        "volume_kms_key": "alias/Vol", "checkpoint_uri": "s3://Bucket/Ck", "network_isolation": True,
+        "encrypt_traffic": True, "metrics": {"loss": "loss: ([0-9.]+)"}, "source_dir": "src",
+        "pytorch_version": "2.12", "instance_count": 3, "role": "Other", "base_job_name": "mine",
+    }  # fmt: skip
+    assert {key: launcher[key] for key in expected} == expected
+    assert result.left == ()
+    assert told(result.mapped)["additional_args.tags"] == "launcher.tags: {Team: Vision}"
+    assert told(result.mapped)["additional_args.volume_kms_key"] == "launcher.volume_kms_key: alias/Vol"
+
+
+def test_tags_may_be_keys_and_instances_may_be_kept():
+    result = with_args("tags: {Team: Vision}\nkeep_alive_period_in_seconds: 600")
+    assert result.data["launcher"]["tags"] == {"Team": "Vision"}
+    assert result.data["launcher"]["keep_alive"] == 600
+    assert told(result.mapped)["additional_args.tags.Team"] == "launcher.tags.Team: Vision"
+
+
+def test_an_argument_wins_over_the_key_above_it_as_in_accelerate():
+    result = with_args("instance_type: ml.g5.xlarge", P4D)
+    assert result.data["launcher"]["instance_type"] == "ml.g5.xlarge"
+    assert "Accelerate takes that" in told(result.left)["ec2_instance_type"]
+
+
+def test_other_arguments_are_left_by_name_with_the_reason():
+    result = with_args("""\
+hyperparameters: {lr: 0.1, epochs: 3}
+output_path: s3://Bucket/out
+input_mode: FastFile
+debugger_hook_config: {S3OutputPath: s3://Bucket}
+instance_tpye: ml.g5.xlarge
+sagemaker_session: x""")
+    left = told(result.left)
+    assert "behind the script" in left["additional_args.hyperparameters.lr"]
+    assert "launcher.bucket" in left["additional_args.output_path"]
+    assert "launcher.inputs" in left["additional_args.input_mode"]
+    assert "has no such setting" in left["additional_args.debugger_hook_config.S3OutputPath"]
+    assert "did you mean instance_type?" in left["additional_args.instance_tpye"]
+    assert "does not know this argument" in left["additional_args.sagemaker_session"]
+    assert len(left) == 7
+
+
+def test_arguments_that_ask_for_nothing_are_not_left():
+    result = with_args("""\
+debugger_hook_config: false
+disable_profiler: true
+use_spot_instances: false
+keep_alive_period_in_seconds: 0
+max_wait: null
+input_mode: File
+checkpoint_local_path: /opt/ml/checkpoints
+environment: {}
+tags: []""")
+    assert result.left == ()
+    assert result.data["launcher"].get("spot") in {None, False}
+    assert "keep_alive" not in result.data["launcher"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("additional_args: {max_run: long}", "config.yaml: additional_args.max_run: expected a whole number, got long"),
+        ("additional_args: {tags: Team}", "config.yaml: additional_args.tags: expected a list of entries with Key and Value"),
+        ("additional_args: {tags: [{Key: a}]}", "config.yaml: additional_args.tags: expected a list of entries with Key and Value"),
+        ("additional_args: {environment: [A]}", "config.yaml: additional_args.environment: expected keys and values"),
+        ("additional_args: {environment: {A: [1]}}", "config.yaml: additional_args.environment.A: expected text, got [1]"),
+        ("additional_args: {use_spot_instances: maybe}", "config.yaml: additional_args.use_spot_instances: expected true or false"),
+        ("additional_args: 3", "config.yaml: additional_args: expected keys and values, got 3"),
+        ("ec2_instance_type: large", "config.yaml: ec2_instance_type: launcher.instance_type: expected an instance type like ml.g5.xlarge"),
+        ("additional_args: {checkpoint_s3_uri: /data}", "config.yaml: additional_args.checkpoint_s3_uri: launcher.checkpoint_uri: expected a place in S3"),
+        ("additional_args: {use_spot_instances: true, keep_alive_period_in_seconds: 9}", "keep_alive: instances of spot jobs cannot be kept"),
+        ("additional_args: {max_wait: 9}", "max_wait: only spot jobs wait"),
+        ("additional_args: {subnets: [a]}", "subnets and security_group_ids go together"),
+        ("num_processes: 4", "config.yaml: num_processes: Accelerate does not know this key (it belongs to compute_environment: LOCAL_MACHINE)"),
+        ("regoin: x", "config.yaml: regoin: Accelerate does not know this key (did you mean region?)"),
+    ],
+)  # fmt: skip
+def test_what_no_job_can_have_is_a_problem_of_its_key(lines, said):
+    found = refused(f"{LEAST}{lines}\n")
+    assert len(found) == 1, found
+    assert said in found[0]
+
+
+def test_all_mistakes_are_said_at_once():
+    found = refused(
+        LEAST + "regoin: x\nmixed_precision: fp64\nadditional_args: {max_run: a, volume_size: b}\n"
+    )
+    assert len(found) == 4
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = """
+    mixed_precision fp16 use_cpu debug gpu_ids num_machines dynamo_backend ec2_instance_type iam_role_name image_uri
+    profile region base_job_name pytorch_version transformers_version py_version sagemaker_inputs_file
+    sagemaker_metrics_file dynamo_config enable_cpu_affinity"""
+ARGUMENTS = """
+    environment tags metric_definitions subnets security_group_ids max_run max_wait use_spot_instances volume_size
+    keep_alive_period_in_seconds hyperparameters distribution instance_type instance_count role image_uri
+    framework_version checkpoint_s3_uri checkpoint_local_path debugger_hook_config rules input_mode HF_TOKEN nonsense"""
+
+
+@given(
+    st.dictionaries(st.sampled_from(KEYS.split()), ANYTHING, max_size=5),
+    st.dictionaries(st.sampled_from(ARGUMENTS.split()), ANYTHING, max_size=5),
+    st.sampled_from(["NO", False, "DATA_PARALLEL", "MODEL_PARALLEL"]),
+)
+def test_any_file_is_a_profile_with_every_key_told_or_problems(keys, arguments, kind):
+    file = {
+        **keys,
+        "compute_environment": "AMAZON_SAGEMAKER",
+        "distributed_type": kind,
+        "additional_args": arguments,
+    }
+    try:
+        result = convert(file, "config.yaml")
+    except ProfileError as error:
+        assert error.problems
+        return
+    Profile.model_validate(result.data)
+    assert len(result.mapped) + len(result.left) == len(leaves(file))
+    assert all(text for _, text in (*result.mapped, *result.left))

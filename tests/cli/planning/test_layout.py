@@ -1,0 +1,139 @@
+"""How a launch divides models: what is refused before anything starts, and what is said of the rest."""
+
+import pytest
+
+from accel_cli.commands.launch import described, headline
+from accel_cli.errors import ProfileError, UsageError
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.base import Job
+from accel_cli.planning import planner
+from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.nodes import Facts
+from accel_cli.planning.planner import Request
+from accel_cli.profile.schema import Profile
+from accel_runtime.env import Settings
+
+GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
+TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+SINGLE = {"kind": "single"}
+FOUR = {"kind": "torchrun", "nproc_per_node": 4}
+RANGE = {"kind": "torchrun", "nproc_per_node": 2, "nnodes": "1:3", "rdzv_endpoint": "a:1"}
+SLURM = {"kind": "slurm", "nnodes": 2, "gpus_per_node": 8}
+P4 = {"kind": "sagemaker", "instance_type": "ml.p4d.24xlarge", "instance_count": 2}
+
+
+def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
+    profile = Profile.model_validate({"launcher": launcher, **said})
+    job = Job(
+        "x.py", (), "script", profile.settings, {}, environ or {}, machine, "python", nodes=nodes or Facts()
+    )
+    return planner.plan_layout(profile.start, job)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "parallel", "said"),
+    [
+        (FOUR, {}, ""),
+        (FOUR, {"dp_replicate": 4}, "dp_replicate 4"),
+        (FOUR, {"dp_shard": "auto"}, "dp_shard 4"),
+        (FOUR, {"dp_shard": "auto", "tp": 2}, "dp_shard 2 x tp 2"),
+        (FOUR, {"dp_shard": 2, "dp_replicate": 2}, "dp_replicate 2 x dp_shard 2"),
+        (FOUR, {"cp": 4}, "cp 4"),
+        (SINGLE, {"dp_shard": "auto"}, "dp_shard 1"),
+        (RANGE, {"dp_shard": "auto", "tp": 2}, "dp_shard 1 to 3 x tp 2"),
+        (SLURM, {"dp_shard": 8, "dp_replicate": 2}, "dp_replicate 2 x dp_shard 8"),
+        (P4, {"dp_shard": "auto"}, "dp_shard 16"),
+        (P4 | {"instance_type": "ml.p5.48xlarge", "nproc_per_node": 1}, {"dp_shard": 2}, "dp_shard 2"),
+        (P4 | {"instance_type": "ml.g99.48xlarge"}, {"dp_shard": "auto", "tp": 2}, "dp_shard auto x tp 2"),
+    ],
+)
+def test_a_plan_says_how_models_are_divided(launcher, parallel, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if launcher["kind"] == "sagemaker":
+        launcher = {**launcher, "allow_unknown_instance": True}
+    assert planned(launcher, parallel=parallel).layout == said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said", "because"),
+    [
+        (FOUR, {"parallel": {"dp_shard": 8}}, "dp_shard: 8 x cp: 1 x tp: 1 is 8, and there are 4 processes. Start 8"),
+        (FOUR, {"parallel": {"tp": 2}}, "dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
+        (FOUR, {"parallel": {"tp": 3, "dp_shard": "auto"}}, "4 is not a multiple of 3"),
+        (SINGLE, {"parallel": {"tp": 2}}, "tp: 2 is 2, and there is 1 process. Start 2"),
+        (SINGLE, {"parallel": {"dp_shard": 4}}, "there is 1 process"),
+        (RANGE, {"parallel": {"dp_shard": 4}}, "there may be 2 to 6 processes, and dp_shard: auto fits"),
+        (RANGE, {"parallel": {"dp_shard": "auto", "tp": 4}}, "2 is not a multiple of 4"),
+        (SLURM, {"parallel": {"dp_shard": 8}}, "there are 16 processes"),
+        (P4, {"parallel": {"dp_shard": 8}}, "there are 16 processes"),
+        (P4 | {"instance_type": "ml.m5.large"}, {"parallel": {"tp": 4}}, "there are 2 processes"),
+        (P4, {"parallel": {"dp_shard": 2}, "device": "cpu", "mixed_precision": "no", "launcher": P4 | {"instance_count": 1}}, "there is 1 process"),
+        (FOUR, {"fully_shard": {"cpu_offload": True}}, "fully_shard.cpu_offload has no effect with parallel.dp_shard: 1"),
+        (FOUR, {"parallel": {"tp_plan": {"up": "colwise"}}}, "parallel.tp_plan has no effect with tp: 1"),
+        (FOUR, {"parallel": {"dp_shard": 4}, "fully_shard": {"reshard_after_forward": 3}}, "does not divide the 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_so_is_refused_before_anything_starts(
+    launcher, said, because, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        planned(said.pop("launcher", launcher), **said)
+    assert because in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"parallel": {"dp_shard": "auto"}}, {"parallel": {"tp": 2}}, {"fully_shard": {"cpu_offload": True}}],
+)
+@pytest.mark.parametrize("spmd", [True, False])
+def test_a_tpu_divides_models_in_a_way_of_its_own_which_the_refusal_names(said, spmd):
+    launcher = {"kind": "xla", "spmd": spmd}
+    with pytest.raises(UsageError, match=r"TPU \(torch_xla\) has another: launcher.spmd: true"):
+        planned(launcher, TPU, **said)
+    assert planned(launcher, TPU).layout == ""
+
+
+def test_ranks_that_something_else_started_are_counted(monkeypatch):
+    around = Facts("mpirun", ranks={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    assert planned(SINGLE, nodes=around, parallel={"tp": 2}).layout == "tp 2"
+    with pytest.raises(UsageError, match="there are 2 processes"):
+        planned(SINGLE, nodes=around, parallel={"tp": 4})
+
+
+def test_only_one_library_divides_the_models_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launcher = P4 | {"image_uri": "my/image", "model_parallel": {"hybrid_shard_degree": 2}}
+    with pytest.raises(UsageError, match=r"launcher\.model_parallel .* take one out"):
+        planned(launcher, parallel={"dp_shard": "auto"})
+
+
+def test_a_launch_is_refused_in_planning_and_says_its_layout_at_the_start(cwd):
+    request = Request(
+        "x.py", nproc_per_node="4", cpu=True, assignments=("parallel.dp_shard=2", "parallel.tp=2")
+    )
+    resolved, plan = planner.prepare(request, {})
+    assert "mixed precision no, dp_shard 2 x tp 2; profile" in headline(plan, resolved)
+    assert "layout: dp_shard 2 x tp 2" in described(plan, None).splitlines()
+    assert "parallel.dp_shard: 2  [--set]" in described(plan, resolved)
+    assert plan.env["ACCEL_PARALLEL_DP_SHARD"] == "2"
+    with pytest.raises(UsageError, match="there are 3 processes"):
+        planner.prepare(Request("x.py", nproc_per_node="3", cpu=True, assignments=request.assignments), {})
+
+
+def test_a_launch_of_whole_models_says_nothing_of_it(cwd):
+    resolved, plan = planner.prepare(Request("x.py", nproc_per_node="2", cpu=True), {})
+    assert plan.layout == ""
+    assert "layout" not in described(plan, None)
+    assert "dp_" not in headline(plan, resolved)
+
+
+def test_words_of_fsdp1_are_refused_with_what_is_said_today(cwd):
+    for key in ("fully_shard.sharding_strategy", "fully_shard.fsdp_backward_prefetch", "use_orig_params"):
+        with pytest.raises(ProfileError, match=f"{key}: this is a word of FSDP1; under fully_shard, "):
+            planner.prepare(Request("x.py", assignments=(f"{key}=x",)), {})
+
+
+def test_every_launcher_says_whether_its_processes_can_divide_models():
+    assert [kind for kind, launcher in LAUNCHERS.items() if not launcher.divides] == ["xla"]
+    assert Settings().parallel.plain

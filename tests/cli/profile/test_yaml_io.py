@@ -1,0 +1,96 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.errors import ProfileError
+from accel_cli.profile.yaml_io import dump, parse, scalar
+
+KEYS = st.text(min_size=1, max_size=8)
+LEAVES = (
+    st.none() | st.booleans() | st.integers(-(10**15), 10**15) | st.text(max_size=20) | st.floats(-1e9, 1e9)
+)
+DATA = st.dictionaries(
+    KEYS,
+    st.recursive(LEAVES, lambda kids: st.lists(kids, max_size=3) | st.dictionaries(KEYS, kids, max_size=3)),
+    max_size=5,
+)
+
+
+@given(DATA)
+def test_what_is_dumped_is_read_back(data):
+    assert parse(dump(data), "x").data == data
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused_with_its_place(text):
+    try:
+        assert isinstance(parse(text, "some.yaml").data, dict)
+    except ProfileError as error:
+        assert str(error).startswith("some.yaml")
+
+
+@given(st.text(alphabet="[]{}&*!|>%@`'\"#:-?, \n\tab01~<=", max_size=60))
+def test_any_punctuation_is_read_or_refused_with_its_place(text):
+    try:
+        assert isinstance(parse(text, "some.yaml").data, dict)
+    except ProfileError as error:
+        assert str(error).startswith("some.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"), ("on", "on"), ("off", "off"), ("Yes", "Yes"), ("1:30", "1:30"), ("1:4", "1:4"),
+        ("2024-01-01", "2024-01-01"), ("0x10", "0x10"), ("010", 10), ("true", True), ("null", None), ("~", None),
+        ("1e-3", 1e-3), ("-0.5", -0.5), ("[1, a]", [1, "a"]), ("'2'", "2"), ("!!float 1", 1.0), ("!!str 1", "1"), ("", None), ("9" * 40, float("9" * 40)),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    assert scalar(text, "x") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3", "x:3: a: this key comes twice; it is also on line 1"),
+        ("a: &here 1\nb: *here", "x:1: b: anchors and aliases have no place"),
+        ("a: &a [*a]", "anchors and aliases"),
+        ("a: !!python/object:os.system x", "x:1: a: the tag"),
+        ("- 1", "x:1: expected keys and values, got a list"),
+        ("just text", "x:1: expected keys and values, got text"),
+        ("a: [1", "x:1: this is not YAML"),
+        ("[" * 500, "x"),
+        ("{a: " * 400 + "1" + "}" * 400, "nested too deeply"),
+        ("? [a, b]\n: 1", "a key must be a word"),
+        ("\x00", "this is not YAML"),
+        ("a: !!float .", "x:1: a: '.' is not a value of the tag !!float"),
+        ("a: !!int 0x10", "x:1: a: '0x10' is not a value of the tag !!int"),
+        ("a: !!bool maybe", "x:1: a: 'maybe' is not a value of the tag !!bool"),
+        ("a: !!null 1", "x:1: a: '1' is not a value of the tag !!null"),
+    ],
+)
+def test_what_a_profile_does_not_need_is_refused_by_line(text, said):
+    with pytest.raises(ProfileError) as caught:
+        parse(text, "x")
+    assert said in str(caught.value)
+
+
+def test_every_key_knows_its_line():
+    lines = parse("a: 1\nb:\n  c: 2\n  d: [x,\n    y]\n", "x").lines
+    assert (lines[("a",)], lines[("b", "c")], lines[("b", "d", 1)]) == (1, 3, 5)
+
+
+def test_an_empty_file_says_nothing():
+    assert parse("# only a comment\n", "x").data == {}
+
+
+def test_comments_stand_above_their_keys_and_change_nothing():
+    data = {"a": {"b": 1, "c": ["x: y", "# z"], "d": {"e": "f"}}, "g": "no\nline", "h": {}}
+    text = dump(data, {"a.b": "First, in words that are more than a line of eighty columns can hold, so in two",
+                       "a.c": "second", "g": "third"})  # fmt: skip
+    assert parse(text, "").data == data
+    assert max(map(len, text.splitlines())) <= 80
+    lines = text.splitlines()
+    assert lines[:4] == ["a:", lines[1], lines[2], "  b: 1"]
+    assert lines[lines.index("  c:") - 1] == "  # second"
+    assert "# third" in lines
