@@ -55,6 +55,8 @@ def prepare_loader(
     loader: DataLoader[Any], backend: Backend, loops: ActiveLoops, options: LoaderOptions
 ) -> PreparedLoader:
     """Return the prepared loader; raise ValueError if the script's loader cannot be sharded exactly."""
+    if options.presharded:
+        _check_presharded_options(options)
     if options.put_on_device:
         _check_batch_size(loader, backend.num_batch_shards)
     return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
@@ -86,6 +88,20 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
     if options.seeded and seed is None:
         seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
     return (DispatchSource if dispatched else MapStyleSource)(loader, backend, sharding, seed)
+
+
+def _check_presharded_options(options: LoaderOptions) -> None:
+    """Raise ValueError for an option that has no meaning if every process reads a shard of its own."""
+    if options.dispatch:
+        raise ValueError(
+            'Cannot prepare this DataLoader with data="sharded" and dispatch_batches=True: the first process does not have '
+            "the data of the others. Set dispatch_batches=False, or leave out data."
+        )
+    if options.split_batches:
+        raise ValueError(
+            'Cannot prepare this DataLoader with data="sharded" and split_batches=True: batch_size is that of one process '
+            "there, and the batch is not split. Set split_batches=False."
+        )
 
 
 def _check_batch_size(loader: DataLoader[Any], num_devices: int) -> None:

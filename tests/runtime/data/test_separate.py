@@ -10,6 +10,7 @@ import walks
 from torch.utils.data import DataLoader, DistributedSampler
 from walks import checked, walked
 
+from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.source import EpochIterator
@@ -183,3 +184,10 @@ def test_a_sampler_that_gives_less_than_it_says_is_an_error():
     source = PreshardedSource(walks.dispatched(loader, alone()), loader, alone())
     with pytest.raises(RuntimeError, match="fewer samples than its length"):
         walked(source)
+
+
+@pytest.mark.parametrize("option", ["dispatch_batches", "split_batches"])
+def test_options_of_a_common_order_are_refused_for_presharded_data(option):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**{option: True}))
+    with pytest.raises(ValueError, match=f'data="sharded" and {option}=True'):
+        accelerator.prepare_data_loader(DataLoader(range(4)), data="sharded")
