@@ -66,7 +66,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor on this rank, without a step of autograd; the tensor itself if it is no DTensor."""
+    """Return the memory of a tensor on this rank, without a step of autograd; or the tensor itself if it is not a DTensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 

@@ -384,7 +384,7 @@ class Gradients:
         return self._groups
 
     def list_unused(self) -> set[nn.Parameter]:
-        """Return the parameters whose optimizer has not used their gradients since the newest backward pass."""
+        """Return the parameters whose optimizer did not step or clear their gradients since the newest backward pass."""
         return {
             parameter
             for optimizer in self._optimizers
@@ -394,7 +394,7 @@ class Gradients:
         }
 
     def set_unused(self, parameters: Container[nn.Parameter]) -> None:
-        """Set the parameters whose optimizers have not used their gradients."""
+        """Set the parameters whose optimizers did not step or clear their gradients."""
         for optimizer in self._optimizers:
             optimizer.has_used_gradients = not any(
                 parameter in parameters for group in optimizer.param_groups for parameter in group["params"]
