@@ -11,23 +11,11 @@ from accel_cli.commands import options
 from accel_cli.commands.options import ForeignGroup
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
-if TYPE_CHECKING:
-    from accel_cli.planning.machine import Machine
-    from accel_cli.profile.layers import Resolved
-    from accel_cli.profile.store import Store
-import os
-import shlex
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-
-from accel_cli import console
-from accel_cli.errors import UsageError
-
 __all__ = ["app", "edit_interactively"]
 
 
@@ -528,6 +516,10 @@ def edit_interactively(path: Path, check: Callable[[Path], None]) -> str | None:
     Raises:
         UsageError: There is no editor, it failed, or without a terminal the text has mistakes.
     """
+    import tempfile
+
+    from accel_cli.errors import UsageError
+
     before = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder) / path.name
@@ -548,6 +540,12 @@ def edit_interactively(path: Path, check: Callable[[Path], None]) -> str | None:
 
 
 def _open(path: Path) -> None:
+    import os
+    import shlex
+    import subprocess
+
+    from accel_cli.errors import UsageError
+
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     command = [*shlex.split(editor), str(path)]
     try:
@@ -560,6 +558,11 @@ def _open(path: Path) -> None:
 
 def _again(reason: str) -> bool:
     """Show what is wrong and ask whether to go on editing."""
+    import sys
+
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+
     if not sys.stdin.isatty():
         raise UsageError(f"{reason}\nThe file was left as it was.")
     console.error(reason)

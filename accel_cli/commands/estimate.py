@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from accel_cli.commands.options import complete_profile_names
-from accel_cli.errors import AccelError, UsageError
-from accel_runtime.env import FullyShard
 
 __all__ = ["EXAMPLE", "estimate"]
 
@@ -82,7 +75,10 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
 
     Nothing is allocated: the factory is called on the meta device. Exit code 1 if no layout fits.
     """
+    import json
+
     from accel_cli import console
+    from accel_cli.errors import AccelError, UsageError
 
     if write_profile and output:
         raise UsageError("--write-profile and --output mean different files; give one")
@@ -126,6 +122,12 @@ def _request_estimate(**options: Any) -> dict[str, Any]:
         UsageError: Nothing can be estimated; the message tells why.
         AccelError: The child process ended without an answer.
     """
+    import json
+    import subprocess
+    import sys
+
+    from accel_cli.errors import AccelError, UsageError
+
     # Output of a factory is shown. In a session of its own, Ctrl-C ends the child without a traceback.
     child = subprocess.run(
         [sys.executable, "-m", "accel_runtime.estimate", json.dumps(options)],
@@ -232,6 +234,8 @@ def _format_no_fit(result: dict[str, Any]) -> str:
 def _write_profile(
     result: dict[str, Any], best: dict[str, Any], name: str | None, output: Path | None
 ) -> None:
+    import os
+
     from accel_cli import console
     from accel_cli.profile.edit import update_profile
     from accel_cli.profile.store import Store
@@ -249,6 +253,10 @@ def _write_profile(
 
 def _build_profile_keys(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
     """Return the keys of a profile for a layout, by dotted key; None removes a key."""
+    from dataclasses import fields
+
+    from accel_runtime.env import FullyShard
+
     # An option without effect is refused.
     updates: dict[str, Any] = (
         {} if layout["wrapped"] else {f"fully_shard.{f.name}": None for f in fields(FullyShard)}

@@ -9,10 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from accel_cli.runner.run_dir import RunFolder
-if TYPE_CHECKING:
-    from accel_cli.runner.run_dir import RunFolder
-if TYPE_CHECKING:
-    from accel_cli.runner.run_dir import RunFolder
 
 __all__ = ["LOGS_EXAMPLE", "STACKS_EXAMPLE", "logs", "stacks"]
 
