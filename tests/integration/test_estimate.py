@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import types
 from contextlib import redirect_stdout
 
 import in_process
 import pytest
 import yaml
 
-from accel_cli.commands import estimate as command
 from accel_runtime.estimate import __main__ as estimating
 
 MODULE = """
@@ -82,8 +80,7 @@ def estimate(cwd, capfd, monkeypatch, tmp_path):
             file.seek(0)
             return subprocess.CompletedProcess(command, code, file.read())
 
-    ways = {"run": child, "DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
-    monkeypatch.setattr(command, "subprocess", types.SimpleNamespace(**ways))
+    monkeypatch.setattr(subprocess, "run", child)
     monkeypatch.syspath_prepend(cwd)
     yield lambda *args: in_process.run(capfd, "estimate", *args)
     sys.modules.pop("models", None)
