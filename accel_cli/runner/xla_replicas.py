@@ -216,10 +216,6 @@ def _take(folder: ReplicaFolder) -> None:
     os.environ[RANK_FOLDER] = str(folder.path)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 class ReplicaSignalHandlers:
     """Takes the place of `signal.signal` and `signal.getsignal`, so that a script may call them on a replica.
 
@@ -485,3 +481,7 @@ class _ThreadMain(ModuleType):
 
     def __delattr__(self, name: str) -> None:
         delattr(object.__getattribute__(self, "_chosen")(), name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
