@@ -9,10 +9,6 @@ READY := $(VENV)/.ready
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
 XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py
-# AWS's own SDK, which says what images there are, is half a gigabyte with what it needs; accel does not use it.
-SDK := .venv-sagemaker
-SDK_READY := $(SDK)/.ready
-SDK_NEEDS := sagemaker-core==2.27.0 'pytest>=9' 'typing-extensions>=4.12'
 # Three tests at a time, also on two cores: much of what is tested waits.
 AT_ONCE := -n 3 --dist worksteal
 
@@ -20,7 +16,7 @@ AT_ONCE := -n 3 --dist worksteal
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-full test-xla test-images test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-full test-xla test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,13 +38,10 @@ test-slow: $(READY)  ## Run those that need more: hosts, a Slurm cluster, an AWS
 test-xla: $(XLA_READY)  ## Set up torch_xla in an environment of its own, and test on its CPU device
 	$(XLA)/bin/python -m pytest -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
-test-images: $(SDK_READY)  ## Set up AWS's SDK in an environment of its own, and compare accel's table of images
-	$(SDK)/bin/python -m pytest -W default tests/sagemaker_sdk
-
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` takes that interpreter as it is
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
-test-full: $(READY) $(XLA_READY) test-images  ## Run all tests in random order, then break features and see tests fail
+test-full: $(READY) $(XLA_READY)  ## Run all tests in random order, then break features and see tests fail
 	$(BIN)/python -m pytest $(AT_ONCE) -p randomly
 	$(XLA)/bin/python -m pytest -n 2 --dist worksteal $(XLA_TESTS)
 	$(BIN)/python tests/mutations.py
@@ -73,7 +66,7 @@ bench-gpu: $(GPU_READY)  ## Measure accel on a GPU beside bare torch and Acceler
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove everything the other targets made
-	rm -rf $(VENV) $(XLA) $(SDK) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment for everything, made anew when what it is made from changes.
@@ -88,11 +81,4 @@ $(XLA_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(XLA)
 	@sed '/^torch==/d' constraints.txt > $(XLA)/constraints.txt
 	@$(XLA)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA)/constraints.txt -e '.[test,xla]'
-	@touch $@
-
-$(SDK_READY): pyproject.toml Makefile
-	@echo 'Setting up $(SDK): a minute, or as long as 400 MB take to download'
-	@$(PYTHON) -m venv $(SDK)
-	@$(SDK)/bin/python -m pip install --quiet --disable-pip-version-check $(SDK_NEEDS)
-	@$(SDK)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

@@ -1,4 +1,4 @@
-"""Data of `accel checkpoint`: list, verify, describe, export and prune checkpoints. Imports no torch."""
+"""List, verify, describe, export and prune checkpoints, for `accel checkpoint`; torch is not imported."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accel_runtime.checkpoint.directory import (
 )
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.filesystem import FileSystem
-from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, TensorEntry, verify_all_files
-from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors
+from accel_runtime.checkpoint.manifest import Checkpoint, Manifest, verify_all_files
+from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors
 
 __all__ = [
     "export_checkpoint",
@@ -40,7 +40,7 @@ _PROGRESS_S = 0.1
 
 @contextmanager
 def _command_errors() -> Iterator[None]:
-    """Raise errors of checkpoints as `UsageError` for a wrong request, and as `AccelError` for damage."""
+    """Convert errors of the runtime: an invalid request to `UsageError`, a damaged checkpoint to `AccelError`."""
     try:
         yield
     except RequestError as error:
@@ -62,15 +62,15 @@ def list_checkpoints(directory: str) -> dict[str, Any]:
 
 @_command_errors()
 def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
-    """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is complete."""
+    """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
     entry = find_newest_checkpoint(Path(directory))
     problems = _find_problems(entry, progress)
     return {
         **_describe_entry(entry),
-        "whole": not problems,
+        "complete": not problems,
         "problems": problems,
-        "strangers": _list_untracked(entry.checkpoint) if entry.checkpoint else [],
-        "before": _find_earlier(entry, progress) if problems else None,
+        "untracked": _list_untracked(entry.checkpoint) if entry.checkpoint else [],
+        "earlier": _find_earlier(entry, progress) if problems else None,
     }
 
 
@@ -81,7 +81,7 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
     manifest = checkpoint.manifest
     description: dict[str, Any] = {
         "path": str(checkpoint.path),
-        "passed_over": _list_newer_problems(directory, checkpoint),
+        "skipped": _list_newer_problems(directory, checkpoint),
         "step": manifest.step,
         "saved_at": manifest.saved_at,
         "world_size": manifest.world_size,
@@ -89,10 +89,12 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "items": [_describe_item(manifest, item) for item in manifest.items],
         "files": {name: file.bytes for name, file in manifest.files.items()},
-        "strangers": _list_untracked(checkpoint),
+        "untracked": _list_untracked(checkpoint),
     }
     if tensors:
-        description["tensors"] = {name: _describe_tensor(stored) for name, stored in manifest.tensors.items()}
+        description["tensors"] = {
+            name: {**asdict(tensor), "bytes": tensor.bytes} for name, tensor in manifest.tensors.items()
+        }
     return description
 
 
@@ -104,7 +106,7 @@ def export_checkpoint(
     checkpoint = find_complete_checkpoint(Path(directory))
     result = merge_tensors(checkpoint, Path(output), request, _ByteProgress(progress, checkpoint.path, 0))
     head = {"path": str(checkpoint.path), "step": checkpoint.manifest.step}
-    return {**head, "passed_over": _list_newer_problems(directory, checkpoint), **asdict(result)}
+    return {**head, "skipped": _list_newer_problems(directory, checkpoint), **asdict(result)}
 
 
 @_command_errors()
@@ -118,8 +120,8 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
     complete = [entry for entry in numbered if entry.checkpoint is not None]
     kept, removed = complete[-keep:], complete[:-keep]
     result = {
-        "removes": [_describe_entry(entry) for entry in removed],
-        "keeps": [_describe_entry(entry) for entry in kept],
+        "removed": [_describe_entry(entry) for entry in removed],
+        "kept": [_describe_entry(entry) for entry in kept],
         "damaged": [entry.problem for entry in numbered if entry.checkpoint is None],
         "leftovers": [str(path) for path in scan.leftovers],
     }
@@ -144,7 +146,7 @@ def _require_one_undamaged(entries: list[DirectoryEntry], progress: Progress) ->
             return
         all_problems += problems
     raise CheckpointError(
-        "\n".join([*all_problems, "Nothing was removed: none of the checkpoints to keep is undamaged."])
+        "\n".join([*all_problems, "Nothing was removed: every checkpoint to keep is damaged."])
     )
 
 
@@ -173,7 +175,7 @@ def _describe_entry(entry: DirectoryEntry) -> dict[str, Any]:
         return description | dict.fromkeys(("step", "saved_at", "world_size", "bytes"))
     manifest = entry.checkpoint.manifest
     if entry.checkpoint.path != entry.path:
-        description["lies_in"] = str(entry.checkpoint.path)
+        description["location"] = str(entry.checkpoint.path)
     return description | {
         "step": manifest.step,
         "saved_at": manifest.saved_at,
@@ -208,26 +210,12 @@ def _describe_item(manifest: Manifest, item: str) -> dict[str, Any]:
     }
 
 
-def _describe_tensor(stored: TensorEntry) -> dict[str, Any]:
-    chunks = [
-        {
-            "file": chunk.file,
-            "start": chunk.start,
-            "bytes": chunk.bytes,
-            "offsets": list(chunk.offsets),
-            "sizes": list(chunk.sizes),
-        }
-        for chunk in stored.chunks
-    ]
-    return {"dtype": stored.dtype, "shape": list(stored.shape), "bytes": stored.bytes, "chunks": chunks}
-
-
 def _list_untracked(checkpoint: Checkpoint) -> list[str]:
     return [str(path.relative_to(checkpoint.path)) for path in list_untracked_files(checkpoint)]
 
 
 class _ByteProgress:
-    """Sums the bytes that threads read of a checkpoint, and reports the sum from time to time."""
+    """Counts the bytes that threads read of a checkpoint, and reports the count every `_PROGRESS_S` seconds."""
 
     def __init__(self, progress: Progress, path: Path, total: int) -> None:
         self._progress, self._path, self._total = progress, path, total

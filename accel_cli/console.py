@@ -1,4 +1,4 @@
-"""What a person sees: notes and errors on stderr, tables on stdout, all readable on 80 columns."""
+"""Output of the commands: notes and errors on stderr, tables on stdout, secrets masked."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "coloured",
+    "abbreviate_home",
     "confirm",
-    "drop_typed",
+    "discard_typed_input",
     "error",
-    "failure",
+    "format_size",
     "is_secret",
     "mask_secrets",
-    "moving",
     "note",
     "plain",
-    "reading",
-    "short",
+    "print_failure",
+    "print_json",
+    "read_progress",
     "show",
-    "size",
     "spinner",
     "table",
+    "transfer_progress",
+    "use_color",
 ]
 
 
@@ -35,90 +36,97 @@ _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
 _THOUSAND = 1000
-_PATIENCE_S = 1.0
-"""What takes longer is shown to be under way."""
+_PROGRESS_DELAY_S = 1.0
+"""Reads that take longer show a progress bar."""
 
 
 def note(text: str) -> None:
-    """A line about what happens, beside the script's own output."""
-    _say("accel:", _DIM, text)
+    """Write a line about the progress of a command to stderr."""
+    _write_message("accel:", _DIM, text)
 
 
 def error(text: str) -> None:
-    """What went wrong and what to do."""
-    _say("accel: error:", _BOLD_RED, text)
+    """Write an error and its cure to stderr."""
+    _write_message("accel: error:", _BOLD_RED, text)
 
 
-def failure(where: str, body: Sequence[str], cause: str) -> None:
-    """How a process failed, cause last: a panel on a terminal, plain lines for other programs.
+def print_failure(process: str, body: Sequence[str], cause: str) -> None:
+    """Write how a process failed, cause last: a panel on a terminal, plain lines for other programs.
 
     Args:
-        where: Which process.
-        body: Where it happened, as lines.
-        cause: What it raised, or how it ended.
+        process: The rank, node and PID.
+        body: The lines of the traceback.
+        cause: The exception, or how the process ended.
     """
     if body and sys.stderr.isatty():
-        _panel(f"{where} failed", [*body, ""], cause)
+        _print_panel(f"{process} failed", [*body, ""], cause)
         return
     if body:
-        called = any(line.startswith('  File "') and ", in " in line for line in body)
-        head = ["Traceback (most recent call last):"] if called else []
+        has_calls = any(line.startswith('  File "') and ", in " in line for line in body)
+        head = ["Traceback (most recent call last):"] if has_calls else []
         _write("\n".join([*head, *body, ""]))
-    error(f"{where}: {cause}")
+    error(f"{process}: {cause}")
 
 
-def coloured() -> bool:
-    """Whether there may be colours on a terminal."""
+def use_color() -> bool:
+    """Return whether output to a terminal may be coloured."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def confirm(question: str) -> bool:
-    """Ask on a terminal if something shall be done; anything but a yes is a no."""
-    drop_typed()
+def confirm(question: str, *, default: bool = False) -> bool:
+    """Ask a yes-or-no question on the terminal; Enter gives the default answer, the end of the input False."""
+    discard_typed_input()
     try:
-        answer = input(f"{question} [y/N] ")
+        answer = input(f"{question} [{'Y/n' if default else 'y/N'}] ").strip().lower()
     except EOFError:
         _write("\n")
         return False
-    return answer.strip().lower() in {"y", "yes"}
+    return answer in {"y", "yes"} or (default and not answer)
 
 
-def drop_typed() -> None:
-    """Drop the lines that were typed on the terminal before a question was shown."""
+def discard_typed_input() -> None:
+    """Discard the lines that were typed on the terminal before a question was shown."""
     if os.name == "posix" and sys.stdin.isatty():
-        import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
+        import termios  # noqa: PLC0415 - not on Windows, and not needed by a launch
 
         termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
 
 
 def plain(text: str) -> None:
-    """Text for other programs, as it is."""
+    """Write text to stdout unchanged, for other programs."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def print_json(data: Any) -> None:
+    """Write data to stdout as JSON."""
+    import json  # noqa: PLC0415 - not needed by a launch
+
+    plain(json.dumps(data, indent=2))
+
+
 def show(text: str) -> None:
-    """Text for a person, with rich's markup."""
-    from rich.console import Console  # noqa: PLC0415 - not what a launch needs
+    """Write text with rich's markup to stdout."""
+    from rich.console import Console  # noqa: PLC0415 - slow, and not needed by a launch
 
     Console().print(text, highlight=False, soft_wrap=True)
 
 
-def short(text: str) -> str:
-    """A text in which the person's home is `~`."""
-    return text.replace(f"{Path.home()}/", "~/")
+def abbreviate_home(text: str) -> str:
+    """Return a text with `~` for the home directory."""
+    return text.replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111 - Path.home() fails without a home
 
 
-def size(number: float) -> str:
-    """A number of bytes."""
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit."""
     for unit in ("B", "kB", "MB"):
-        if number < _THOUSAND:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= _THOUSAND
-    return f"{number:.2f} GB"
+        if size < _THOUSAND:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= _THOUSAND
+    return f"{size:.2f} GB"
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Rows under headings; to another program, one line a row with tabs between."""
+    """Write rows below headings to a terminal, and tab-separated rows to other programs."""
     if not sys.stdout.isatty():
         for row in rows:
             plain("\t".join(row))
@@ -136,72 +144,71 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 @contextmanager
-def reading() -> Iterator[Callable[[str, int, int], None]]:
-    """Show on a terminal how much of a directory was read, once that takes a while.
+def read_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show on a terminal how much of each directory was read, once that takes more than a second.
 
     Yields:
-        Told which directory it is, how many bytes of it were read, and how many there are (0: not known).
+        A function of a directory, the number of bytes read from it, and the number of its bytes (0 if unknown).
     """
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
     with ExitStack() as stack:
-        bars: list[Any] = []
+        bar: Any = None
         tasks: dict[str, Any] = {}
-        begun = time.monotonic()
+        start: float | None = None
 
-        def tell(path: str, done: int, total: int) -> None:
-            nonlocal begun
-            begun = begun if tasks else time.monotonic()
-            tasks.setdefault(path, None)
-            if time.monotonic() - begun < _PATIENCE_S:
+        def report(path: str, done: int, total: int) -> None:
+            nonlocal bar, start
+            now = time.monotonic()
+            start = now if start is None else start
+            if now - start < _PROGRESS_DELAY_S:
                 return
-            if not bars:
-                bars.append(stack.enter_context(_progress()))
-            if tasks[path] is None:
-                tasks[path] = bars[0].add_task(Path(path).name, total=total or None)
-            bars[0].update(tasks[path], completed=done)
+            if bar is None:
+                bar = stack.enter_context(_create_progress())
+            if path not in tasks:
+                tasks[path] = bar.add_task(Path(path).name, total=total or None)
+            bar.update(tasks[path], completed=done)
 
-        yield tell
+        yield report
 
 
 @contextmanager
-def moving(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how much of something was sent or fetched; threads may tell it.
+def transfer_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how many of `total` bytes were uploaded or downloaded.
 
     Yields:
-        Told how many bytes more there are; less than nothing where some are moved again.
+        A thread-safe function that adds a number of bytes; negative if they are transferred again.
     """
     if not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.progress import TransferSpeedColumn  # noqa: PLC0415 - as above
 
-    with _progress(TransferSpeedColumn()) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda more: bar.advance(task, more)
+    with _create_progress(TransferSpeedColumn()) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda size: bar.advance(task, size)
 
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Show that something is under way; keys that are pressed meanwhile are dropped.
+    """Show a spinner with a text, and discard keys that are pressed meanwhile.
 
-    Shown, the end of a line would move the spinner's line up, where nothing takes it away; and kept, they would answer a
-    question that was not read.
+    An echoed newline would leave a line of the spinner on the screen, and buffered keys would answer the next question.
     """
     from rich.console import Console  # noqa: PLC0415 - as above
 
-    with _dropped_keys(), Console().status(text):
+    with _discard_keys(), Console().status(text):
         yield
 
 
 @contextmanager
-def _dropped_keys() -> Iterator[None]:
-    """Neither show nor keep what is typed on the terminal, if there is one."""
+def _discard_keys() -> Iterator[None]:
+    """Turn off echo on the terminal, if there is one, and discard its input at the end."""
     if os.name != "posix" or not sys.stdin.isatty():
         yield
         return
-    import termios  # noqa: PLC0415 - not on Windows, and not what a launch needs
+    import termios  # noqa: PLC0415 - not on Windows, and not needed by a launch
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
@@ -213,29 +220,29 @@ def _dropped_keys() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSAFLUSH, before)
 
 
-def _progress(*more: Any) -> Any:
+def _create_progress(*extra_columns: Any) -> Any:
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), *more)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), *extra_columns)
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _say(head: str, style: str, text: str) -> None:
-    """Write a message to stderr, its head in a style where a person looks at it."""
-    # By hand: a launch says one line, and rich takes as long to import as all else a launch does.
-    styled = f"{style}{head}{_RESET}" if sys.stderr.isatty() and coloured() else head
+def _write_message(head: str, style: str, text: str) -> None:
+    """Write a message to stderr, with a styled head on a terminal."""
+    # Without rich: importing it takes as long as everything else in a launch.
+    styled = f"{style}{head}{_RESET}" if sys.stderr.isatty() and use_color() else head
     _write(f"{styled} {text}\n")
 
 
 def _write(text: str) -> None:
-    """Write to stderr; a screen that is full or gone must not end what is under way."""
+    """Write to stderr; a full or closed stream must not end the command."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
-def _panel(title: str, body: Sequence[str], cause: str) -> None:
+def _print_panel(title: str, body: Sequence[str], cause: str) -> None:
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.panel import Panel  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -253,10 +260,10 @@ _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of a variable speaks of a secret."""
+    """Return whether a variable looks like a secret by its name."""
     return bool(_SECRET.search(name))
 
 
 def mask_secrets(name: str, value: str) -> str:
-    """The value, unless the name speaks of a secret; a login inside an address is masked too."""
+    """Return `***` if the name looks like a secret, else the value with logins in its URLs masked."""
     return "***" if value and is_secret(name) else _IN_URL.sub("***", value)

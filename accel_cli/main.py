@@ -1,103 +1,153 @@
-"""The `accel` command: its subcommands, and the boundary where errors become messages."""
+"""The command `accel`: its subcommands, and the conversion of errors to messages."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from typing_extensions import override
 
-from accel_cli.commands import checkpoint, config, env, estimate, jobs, launch, runs, test
-from accel_cli.commands.options import ForeignCommand, normalize_option
+from accel_cli import console
+from accel_cli.commands.base import AccelGroup, CommandApp, get_summary
+from accel_cli.commands.options import normalize_option
+from accel_cli.errors import AccelError, explain_os_error
+from accel_cli.registry import Registry
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
 
-_GROUP = "Set up"
-_RUN = "Run"
+COMMANDS: Registry[typer.Typer] = Registry(
+    {
+        "launch": "accel_cli.commands.launch:app",
+        "logs": "accel_cli.commands.runs:app",
+        "test": "accel_cli.commands.test:app",
+        "stacks": "accel_cli.commands.runs:app",
+        "tpu-pod": "accel_cli.commands.tpu_pod:app",
+        "checkpoint": "accel_cli.commands.checkpoint:app",
+        "jobs": "accel_cli.commands.jobs:app",
+        "config": "accel_cli.commands.config:app",
+        "estimate": "accel_cli.commands.estimate:app",
+        "env": "accel_cli.commands.env:app",
+    },
+    group="accel.commands",
+)
+"""The typer application of each command, by name."""
 
-app = typer.Typer(
+
+class LazyCommands(Mapping[str, Any]):
+    """The commands of `accel` by name; the module of each is imported when it is looked up."""
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        holder = CommandApp()
+        holder.add_typer(COMMANDS[name])
+        group: Any = typer.main.get_command(holder)
+        return group.commands[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS.names)
+
+    @override
+    def __len__(self) -> int:
+        return len(COMMANDS.names)
+
+
+class LazyGroup(AccelGroup):
+    """The command `accel`, whose subcommands are built when they are used."""
+
+    @override
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = LazyCommands()  # type: ignore[assignment]
+
+    @override
+    def list_summaries(self, ctx: Any) -> Iterator[tuple[str, str, str]]:
+        # Without building the commands, which takes longer than importing their modules.
+        for name in COMMANDS.names:
+            commands = COMMANDS[name]
+            infos: list[Any] = [commands.info, *commands.registered_commands]
+            info = next(info for info in infos if info.name == name)
+            yield str(commands.rich_help_panel), name, get_summary(info.help or inspect.getdoc(info.callback))
+
+
+app = CommandApp(
     name="accel",
-    help="Run a raw PyTorch training script, unchanged, anywhere.",
+    cls=LazyGroup,
+    add_completion=True,
     epilog="A first run: accel launch --nproc-per-node 2 train.py --epochs 3",
     no_args_is_help=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        "max_content_width": 80,
-        # Commands below inherit it: `--nproc_per_node`, as torchrun and Accelerate spell options, is accepted.
+        # All commands inherit it: they accept `--nproc_per_node`, the spelling of torchrun and Accelerate.
         "token_normalize_func": normalize_option,
     },
-    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.command("launch", rich_help_panel=_RUN, **launch.SETTINGS)(launch.launch)
-app.command("logs", rich_help_panel=_RUN, epilog=runs.LOGS_EXAMPLE)(runs.logs)
-app.command("test", cls=ForeignCommand, rich_help_panel=_RUN, epilog=test.EXAMPLE)(test.test)
-app.command("stacks", rich_help_panel=_RUN, epilog=runs.STACKS_EXAMPLE)(runs.stacks)
-app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_RUN)
-app.add_typer(jobs.app, name="jobs", rich_help_panel=_RUN)
-app.add_typer(config.app, name="config", rich_help_panel=_GROUP)
-app.command("estimate", rich_help_panel=_GROUP, epilog=estimate.EXAMPLE)(estimate.estimate)
-app.command("env", cls=ForeignCommand, rich_help_panel=_GROUP, epilog=env.EXAMPLE)(env.env)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
+def _print_version(value: bool) -> None:
+    if value:
+        from accel_runtime.env import __version__
 
-        typer.echo(f"accel {version('accel')}")
+        typer.echo(f"accel {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def accel(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Run a raw PyTorch training script, unchanged, anywhere."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `accel`; what a person can mend ends in one message and an exit code, not in a traceback.
+    """Run `accel`; errors of the user become one message and an exit code, without a traceback.
 
     Args:
-        arguments: What follows `accel`; None takes the command line's.
+        arguments: The arguments after `accel`; None for those of the command line.
     """
-    from accel_cli.errors import AccelError, explain_os_error
-
     try:
         _open_missing_streams()
         _reset_sigchld()
         app(arguments)
     except KeyboardInterrupt:
-        # Nothing runs yet: there is nothing to say.
+        # No process was started, so there is nothing to report.
         sys.exit(128 + 2)
     except AccelError as error:
-        from accel_cli import console
-
         console.error(str(error))
         sys.exit(error.exit_code)
+    except RuntimeError as error:
+        # pathlib and platformdirs raise it for a user id without an account.
+        if "home directory" not in str(error):
+            raise
+        console.error("Cannot determine the home directory of this user. Set HOME or ACCEL_HOME.")
+        sys.exit(2)
     except (OSError, MemoryError) as error:
-        from accel_cli import console
-
         console.error(explain_os_error(error))
         sys.exit(1)
 
 
 def _reset_sigchld() -> None:
-    """Let the kernel keep exit codes of children: a parent that ignores SIGCHLD passes that on, and codes are lost."""
+    """Reset SIGCHLD if the parent process ignores it: the kernel would discard the exit codes of child processes."""
     if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _open_missing_streams() -> None:
-    """Open the null device where a standard stream is closed: its number would go to the next file that is opened."""
+    """Open the null device for each closed standard stream, so that no other file gets its descriptor."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))

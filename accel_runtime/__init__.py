@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_runtime.accelerator.accelerator import Accelerator as Accelerator
+    from accel_runtime.accelerator import Accelerator as Accelerator
     from accel_runtime.big_modeling import init_empty_weights as init_empty_weights
     from accel_runtime.big_modeling import init_on_device as init_on_device
     from accel_runtime.checkpoint.errors import CheckpointError as CheckpointError
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from accel_runtime.topology import Topology as Topology
     from accel_runtime.tracking import GeneralTracker as GeneralTracker
     from accel_runtime.tracking import LoggerType as LoggerType
-    from accel_runtime.training.compilation import DynamoBackend as DynamoBackend
-    from accel_runtime.training.compilation import TorchDynamoPlugin as TorchDynamoPlugin
+    from accel_runtime.training.forward import DynamoBackend as DynamoBackend
+    from accel_runtime.training.forward import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_runtime.utils.imports import is_rich_available as is_rich_available
     from accel_runtime.utils.operations import broadcast as broadcast
     from accel_runtime.utils.operations import broadcast_object_list as broadcast_object_list
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_modules())
     if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("accel")
+        return importlib.import_module("accel_runtime.env").__version__
     if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_modules()[name]), name)

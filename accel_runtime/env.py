@@ -30,9 +30,11 @@ __all__ = [
     "BEAT",
     "BEAT_NUMBERS",
     "BEAT_SIZE",
+    "FAILURE_FILE",
     "FSDP1_STRATEGIES",
     "HOME",
     "LAUNCH",
+    "NODE_NAME",
     "PJRT",
     "PREFIX",
     "PROFILE",
@@ -48,6 +50,7 @@ __all__ = [
     "ProcessGroupBackend",
     "Settings",
     "SettingsError",
+    "__version__",
     "accelerate_variables",
     "check_layout",
     "explain_fsdp1_option",
@@ -56,6 +59,8 @@ __all__ = [
     "is_placed_by_device",
     "read_switch",
 ]
+
+__version__ = "0.1.0"
 
 PREFIX = "ACCEL_"
 HOME = "ACCEL_HOME"
@@ -70,6 +75,10 @@ RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """Directory of this process in the launcher's run directory; not set if `accel launch` keeps none."""
 LAUNCH = "ACCEL_LAUNCH"
 """Unique name that `accel launch` gives a run, and that its checkpoints contain."""
+NODE_NAME = "ACCEL_NODE_NAME"
+"""Name of this node in messages, for containers whose host name means nothing."""
+FAILURE_FILE = "ACCEL_FAILURE_FILE"
+"""File to which `accel launch` writes the reason of a failure on this node."""
 BEAT = "beat"
 """File in that directory with the progress of the process: whole numbers of 8 bytes, then text."""
 BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
@@ -177,7 +186,8 @@ def accelerate_variables(environ: Mapping[str, str]) -> Translation:
 
 def find_nearest(name: str, known: list[str]) -> str | None:
     """Return the known name that `name` is probably a typo of, or None."""
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+    # RUN_NAME and NODE_NAME, which share little but an ending, have a ratio of 0.71; timeout and rdzv_timeout have 0.74.
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.72)), None)
 
 
 def flatten_settings(settings: object, prefix: str = "") -> list[tuple[str, Any]]:
@@ -266,6 +276,8 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         PROFILE,
         TRUST_NETWORK,
         RANK_FOLDER,
+        NODE_NAME,
+        FAILURE_FILE,
         TRUSTED_PROJECTS,
         *(variable_name(name) for name, _ in flatten_settings(Settings())),
     ]

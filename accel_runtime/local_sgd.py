@@ -13,7 +13,7 @@ from typing_extensions import Self
 from accel_runtime.collectives.tensors import reduce
 
 if TYPE_CHECKING:
-    from accel_runtime.accelerator.accelerator import Accelerator
+    from accel_runtime.accelerator import Accelerator
 
 __all__ = ["LocalSGD"]
 

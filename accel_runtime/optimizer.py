@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.precision import LossScaler
+from accel_runtime.training.forward import LossScaler
 
 __all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
 

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_runtime.accelerator.accelerator import Accelerator
+from accel_runtime.accelerator import Accelerator
+from accel_runtime.env import __version__
 
 __all__ = ["main"]
 
@@ -135,7 +135,7 @@ def _format_report(
 ) -> str:
     """Return a table for an issue, for devices that accel's own tests do not cover."""
     rows = {
-        "accel": _version("accel"),
+        "accel": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         **device_info,
@@ -150,13 +150,6 @@ def _format_report(
     return "\n".join(
         ["\nTo report how it works on this device:\n", "| what | here |", "|---|---|", *lines, ""]
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed as a package"
 
 
 def _run_check(check: Callable[[Accelerator], str], accelerator: Accelerator) -> _CheckResult:

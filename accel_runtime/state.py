@@ -21,7 +21,7 @@ from accel_runtime.backends import (
 )
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.source import StepInfo
 from accel_runtime.env import MixedPrecision
 from accel_runtime.options import DistributedType, InitProcessGroupKwargs

@@ -9,21 +9,22 @@ from benchmarks.report import NONE, Table, ratio
 
 __all__ = ["measure_dispatch", "measure_gather"]
 
-_HEADER = ("", "bare", "with it", "added", "with it ÷ bare", "with it ÷ accel", "that of bare ÷ accel")
+_HEADER = ("", "bare", "library", "added", "library ÷ bare", "library ÷ accel", "the ratio ÷ accel")
 _COLUMNS = """\
-Waiting for another process varies much more than computing does, so besides the times themselves (`with it ÷ accel`)
-what is compared is how each library stands to the bare code beside it (`that of bare ÷ accel`)."""
+Waiting for another process varies much more than computing. Therefore two ratios are shown: of the times
+themselves (`library ÷ accel`), and of each library's `library ÷ bare` to that of accel (`the ratio ÷ accel`)."""
 _GATHER = f"""\
-Milliseconds of wall time on two and on four gloo processes for one `gather` of a dict of 20 tensors of 8 numbers, and
-for one `gather_object` of a list of 4 small dicts. Bare is `torch.distributed.all_gather` and `torch.cat`, tensor by
-tensor, or `all_gather_object`, in the same processes, block by block in turn. What we hold ourselves to: on two
-processes and on four Accelerate needs at least 8 times as long for the tensors, and on two 3 times for the objects.
+Milliseconds of wall time on two and on four gloo processes for one `gather` of a dict of 20 tensors of 8
+numbers, and for one `gather_object` of a list of 4 small dicts. Bare is `torch.distributed.all_gather` and
+`torch.cat`, tensor by tensor, or `all_gather_object`, in the same processes, in alternating blocks. Goals: on
+two and on four processes, Accelerate takes at least 8 times as long for the tensors, and on two processes 3
+times for the objects.
 {_COLUMNS}"""
 _DISPATCH = f"""\
-Microseconds of wall time for a batch of a stream that rank 0 reads for two gloo processes (`dispatch_batches=True`):
-4 samples a process, each a tensor of 4 numbers or a dict of 5 such tensors; reading them costs next to nothing. Bare
-is rank 0's loader and `torch.distributed.scatter_object_list`, in the same processes, block by block in turn. What we
-hold ourselves to: Accelerate needs at least 5 times as long.
+Microseconds of wall time for a batch of an iterable dataset that rank 0 reads for two gloo processes
+(`dispatch_batches=True`): 4 samples for each process, each a tensor of 4 numbers or a dict of 5 such tensors;
+reading them takes almost no time. Bare is rank 0's loader and `torch.distributed.scatter_object_list`, in the
+same processes, in alternating blocks. Goal: Accelerate takes at least 5 times as long.
 {_COLUMNS}"""
 
 

@@ -15,7 +15,7 @@ __all__ = ["Blocks", "pooled"]
 
 @dataclass(frozen=True)
 class Blocks:
-    """Times of the bare code and, in turn with it, of the same with a library."""
+    """Times of the bare code and of the same code with a library, in alternating blocks."""
 
     bare: list[float]
     library: list[float]

@@ -10,9 +10,10 @@ from benchmarks.report import Table
 __all__ = ["measure"]
 
 _TEXT = """\
-Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD, a
-DataLoader of 11 samples in batches of 2. Counted with `sys.setprofile` in all threads; functions of torch and
-others, and those defined in C, are left out, and so is what the import of a module calls."""
+Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD,
+a DataLoader of 11 samples in batches of 2. They are counted with `sys.setprofile` in all threads, without
+functions of torch and other libraries, functions defined in C, and functions that run while a module is
+imported."""
 
 
 def measure(bench: Bench) -> Table:

@@ -14,15 +14,16 @@ from benchmarks.report import NONE, Table, format_spread, ratio
 __all__ = ["measure"]
 
 _TEXT = """\
-Seconds of wall time on one process for the state of a model with AdamW: 50 million parameters (0.6 GB of state) and
-200 million (2.4 GB), in memory (`tmpfs`) and on the disk. What we hold ourselves to: saving and loading not slower than
-Accelerate, though every byte is hashed and verified; a save in the background holds the script up for at most a fifth of
-Accelerate's save at the first time and a tenth later. For that, memory as large as the state is taken once
-(`ProjectConfiguration(async_save=True)` takes it after the first step).
+Seconds of wall time on one process for the state of a model with AdamW: 50 million parameters (0.6 GB of state)
+and 200 million (2.4 GB), in memory (`tmpfs`) and on disk. Goals: saving and loading are not slower than
+Accelerate, although every byte is hashed and verified; the first asynchronous save blocks the script for at
+most a fifth of Accelerate's save, and later ones for a tenth. An asynchronous save allocates memory of the size
+of the state once (`ProjectConfiguration(async_save=True)` allocates it after the first step).
 
-On the disk accel's save ends when the bytes are there; Accelerate's and `torch.save` end when they are in the page cache,
-which a loss of power empties. That difference is the disk's, and a save in the background waits for it while the script
-goes on. What such a save holds the script up for is one copy of the state, at the speed of the memory."""
+On disk, accel's save ends when the bytes are synced. Accelerate's and `torch.save` end when they are in the
+page cache, which is lost with a power failure. The difference is the time of the disk, and an asynchronous save
+spends it while the script continues. Such a save blocks the script for one copy of the state, at the speed of
+the memory."""
 _HEADER = ("", "seconds", "Accelerate's save ÷ it", "Accelerate's load ÷ it")
 _SIZES = (50, 200)
 _GIGABYTE = 1e9
@@ -62,14 +63,14 @@ def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tup
         _row(f"{label}: Accelerate saves", theirs["save"], theirs["save"], None),
         _row(f"{label}: torch.save", found["torch"]["save"], theirs["save"], None),
         _row(f"{label}: accel saves", own["save"], theirs["save"], None),
-        _row(f"{label}: held up by the first save in the background", behind["first"], theirs["save"], None),
-        _row(f"{label}: held up by a later one", behind["later"], theirs["save"], None),
-        _row(f"{label}: such a save as a whole", behind["whole"], theirs["save"], None),
+        _row(f"{label}: blocked by the first asynchronous save", behind["first"], theirs["save"], None),
+        _row(f"{label}: blocked by a later one", behind["later"], theirs["save"], None),
+        _row(f"{label}: asynchronous save, complete", behind["whole"], theirs["save"], None),
         _row(f"{label}: Accelerate loads", theirs["load"], None, theirs["load"]),
         _row(f"{label}: torch.load", found["torch"]["load"], None, theirs["load"]),
         _row(f"{label}: accel loads", own["load"], None, theirs["load"]),
         (
-            f"{label}: memory taken for the background, GB",
+            f"{label}: memory of the asynchronous save, GB",
             format_spread([b / _GIGABYTE for b in behind["more"]]),
             NONE,
             NONE,

@@ -11,9 +11,9 @@ from benchmarks.report import Table, comparison_row
 __all__ = ["measure"]
 
 _TEXT = """\
-The same task in each group, accel first; the last columns divide by what accel needs for it. What we hold
-ourselves to: `accel --help` needs at most an eighth of what `accelerate --help` needs. Two floors stand at the
-end, a Python that does nothing and one that imports torch."""
+The same task in each group, accel first. The last columns divide by the time of accel. The last two rows are
+lower bounds: a Python that does nothing, and one that imports torch. Goal: `accel --help` takes at most an
+eighth of `accelerate --help`."""
 _HEADER = ("command", "CPU s", "wall s", "CPU ÷ accel", "wall ÷ accel")
 _GROUPS = (
     ("accel --help", "accelerate --help"),

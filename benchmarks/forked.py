@@ -11,10 +11,17 @@ from benchmarks.report import Table, format_spread, ratio
 __all__ = ["measure"]
 
 _TEXT = """\
-Restart is the time from the failure of one of 2 processes until torch is imported again in both. Memory is what
-4 processes that wait in a process group do not share with any other, together. What we hold ourselves to: a
-restart takes less than a second, and the memory is at most half of what it is under torchrun."""
-_HEADER = ("what", "accel launch", "accel launch, exec", "torchrun", "exec ÷ accel", "torchrun ÷ accel")
+Restart is the time from the failure of one of 2 processes until torch is imported again in both. Memory is the
+sum of the private memory of 4 processes that wait in a process group. Goals: a restart takes less than a
+second, and the memory is at most half of that under torchrun."""
+_HEADER = (
+    "measurement",
+    "accel launch",
+    "accel launch, exec",
+    "torchrun",
+    "exec ÷ accel",
+    "torchrun ÷ accel",
+)
 _MIB = 1024
 
 

@@ -10,14 +10,14 @@ from benchmarks.report import Table
 __all__ = ["measure"]
 
 _TEXT = """\
-The largest relative error of a gradient (norm of the difference by the norm) over all optimizer steps of 12 epochs,
-against one process that takes all samples of the window at once. The loss is the mean over tokens; four rows in five
-ask for one or two tokens, the fifth for 24. Datasets of 16, 13, 21 and 33 rows are read in batches of 2 a process, so
-that windows and batches have ragged tails. accel is told the tokens, `backward(loss, weight=n)`, and repeats nothing,
-`even_batches=False`; Accelerate gets the mean loss as its `backward(loss)` has it, and fills up the tails, because
-without that its processes wait for each other. Nothing here is a time, and all of it is the same in every run. What we
-hold ourselves to: at most 1e-6."""
-_HEADER = ("processes, micro-batches a window", "steps", "accel", "Accelerate")
+The largest relative error of a gradient (norm of the difference divided by the norm) over all optimizer steps
+of 12 epochs, compared with one process that takes all samples of the accumulation cycle at once. The loss is
+the mean over tokens; four rows in five have one or two tokens, the fifth has 24. Datasets of 16, 13, 21 and 33
+rows are read in batches of 2 for each process, so that cycles and batches are uneven at the end. accel gets the
+number of tokens, `backward(loss, weight=n)`, and does not pad, `even_batches=False`. Accelerate gets the mean
+loss, and pads, since otherwise its processes would hang. Nothing here is a time, and every run gives the same
+numbers. Goal: at most 1e-6."""
+_HEADER = ("processes, micro-batches a cycle", "steps", "accel", "Accelerate")
 _PROCESSES = (1, 2, 4)
 
 

@@ -14,11 +14,12 @@ __all__ = ["measure", "rounds", "sent_bytes"]
 MEASURED = (2, 4, 8, 16, 32)
 COMPUTED = (64, 256, 1024, 4096)
 _TEXT = """\
-One handshake without data, as before a barrier or a reduction of large tensors: microseconds of wall time, median and least
-of blocks that alternate in the same processes, over Unix sockets. All ranks share the cores of this machine, so the times
-of more ranks than cores show how many messages there are, not what a network would take. Bytes and rounds are computed
-from the schedule. *Slots* is 4096 bytes of each rank to all others; *summary* is 64 bytes a round, which ranks of a world
-above 32 compare first, and after which they send slots only if a rank differs or has data for the others."""
+One handshake without data, as before a barrier or a reduction of large tensors: microseconds of wall time,
+median (minimum) of blocks that alternate in the same processes, over Unix sockets. All ranks share the cores of
+this machine. With more ranks than cores, the times show the number of messages and not the latency of a
+network. Bytes and rounds are computed from the schedule. *Slots* is 4096 bytes of each rank to all others.
+*Summary* is 64 bytes a round; with more than 32 ranks it comes first, and slots follow only if a rank differs
+or has data to send."""
 
 
 def rounds(world_size: int) -> int:

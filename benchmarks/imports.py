@@ -11,9 +11,9 @@ from benchmarks.report import NONE, Table, format_spread, number, ratio
 __all__ = ["measure"]
 
 _TEXT = """\
-Each in a fresh interpreter. Over torch is the CPU time beyond `import torch` in the same environment and
-round; below zero, torch was not imported at all: `import accel_runtime` leaves it to the first name that
-needs it, so the fair comparison is the one of `Accelerator`."""
+Each in a new interpreter. Over torch is the CPU time beyond `import torch` in the same environment and round.
+It is negative if torch was not imported: `import accel_runtime` imports torch with the first name that needs
+it, so compare the rows of `Accelerator`."""
 _HEADER = ("statement", "CPU s", "wall s", "CPU s over torch", "CPU ÷ accel")
 _PAIRS = {
     "import accel_runtime": "import accelerate",

@@ -13,11 +13,11 @@ __all__ = ["measure"]
 
 _LOOP = """\
 Microseconds of CPU time of the training thread, one process. A step is forward and backward of Linear(4, 4),
-`optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zero_grad()`: so little arithmetic that what is
-left is overhead. A batch is 32 samples of a TensorDataset of 8192; an epoch's start is shared by its 256
-batches. Each library runs in an interpreter of its own, where blocks of the bare loop and of the loop with the
-library take turns. Added is the median difference of two such blocks. What we hold ourselves to: at most 6 added
-to a step, and 1.7 to a batch."""
+`optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zero_grad()`, with so little arithmetic that
+overhead dominates. A batch is 32 samples of a TensorDataset of 8192; the start of an epoch is spread over its
+256 batches. Each library runs in its own interpreter, where blocks of the bare loop and of the loop with the
+library alternate. Added is the median difference of two such blocks. Goals: at most 6 added to a step, and 1.7
+to a batch."""
 
 
 def measure(bench: Bench) -> Table:
@@ -37,5 +37,5 @@ def measure(bench: Bench) -> Table:
             comparable = found is not ours and median(ours.added) > 0
             compared = ratio(found.added, ours.added) if comparable else NONE
             rows.append((*found.row(f"{what}: {name}"), compared))
-    header = ("", "bare", "with it", "added", "with it ÷ bare", "added ÷ accel")
+    header = ("", "bare", "library", "added", "library ÷ bare", "added ÷ accel")
     return Table("A training step and a batch, µs", _LOOP, header, rows)

@@ -12,12 +12,13 @@ from benchmarks.report import NONE, Table, format_spread, number, ratio
 __all__ = ["measure"]
 
 _TEXT = """\
-Milliseconds of wall time to the first batch after 100 000 batches of 32 samples, one process, from making and
-preparing the loader on; the samples are numbers. In order and shuffled are `skip_first_batches`; for a stream whose
-dataset has `state_dict` and `load_state_dict`, accel loads the loader's state of there, and Accelerate, which needs
-torchdata for such states, skips. Added is the median of what is beyond a fresh walk's first batch, except where the
-epoch is shuffled: there it is all there is, beside `torch.randperm` of as many numbers, alone and as a list. What we
-hold ourselves to: less than 1 in order, one permutation shuffled, less than 10 for a stream."""
+Milliseconds of wall time to the first batch after 100 000 batches of 32 samples, one process, including the
+creation and preparation of the loader; the samples are numbers. In order and shuffled use `skip_first_batches`.
+For an iterable dataset with `state_dict` and `load_state_dict`, accel loads the state of the loader, and
+Accelerate, which needs torchdata for such states, skips. Added is the median time beyond the first batch of a
+fresh iteration; for a shuffled epoch it is the full time, to be compared with `torch.randperm` of the same
+length, alone and converted to a list. Goals: less than 1 in order, one permutation shuffled, less than 10 for
+an iterable dataset."""
 _HEADER = ("", "fresh", "skipped", "added", "added ÷ accel")
 
 

@@ -13,9 +13,9 @@ __all__ = ["measure"]
 
 _TEXT = """\
 The script imports torch and ends. Ready is the time from the start of the command until torch is imported in
-the last of its processes. `python -c 'import torch'` stands comparison_row for scale. What we hold ourselves to: ready
-with 4 processes in at most half of what torchrun needs, with 8 in at most 0.4 of it and a fifth above 4, with 2
-in at most 1.8 imports of torch."""
+the last of its processes. `python -c 'import torch'` is shown for comparison. Goals: ready with 4 processes in
+at most half of the time of torchrun, with 8 in at most 0.4 of it and at most a fifth more than with 4, and with
+2 in at most 1.8 imports of torch."""
 _HEADER = ("command", "CPU s", "wall s", "ready s", "CPU ÷ accel", "wall ÷ accel", "ready ÷ accel")
 _SCRIPT = str(SCRIPTS / "ready.py")
 _COUNTS = (2, 4, 8)

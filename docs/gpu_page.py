@@ -1,6 +1,6 @@
-"""Writes docs/gpu.md out of docs/gpu-report.json: for each feature, when and on what it was last seen to work.
+"""Write docs/gpu.md from docs/gpu-report.json: for each feature, when and on which device its tests last passed.
 
-Run `python docs/gpu_page.py`, or with the report of a run of `make test-gpu` that is to be added:
+Run `python docs/gpu_page.py`. To add the report of a run of `make test-gpu`, run
 `python docs/gpu_page.py build/gpu-report.json`.
 """
 
@@ -14,20 +14,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs" / "gpu-report.json"
 PAGE = ROOT / "docs" / "gpu.md"
-TITLE = "# On a GPU\n"
+TITLE = "# Tests on a GPU\n"
 TEXT = """\
-This page is written by `docs/gpu_page.py` from the reports of `make test-gpu`, which runs the tests marked `gpu`. A feature
-counts as seen to work if all its tests that could run there have passed. The tests of everything else run on the CPU, over gloo.
+This page lists when each feature was last tested on a GPU. `docs/gpu_page.py` generates it from the reports of
+`make test-gpu`, which runs the tests marked `gpu`. A feature works if all of its tests that could run have passed. All other
+tests run on the CPU, over gloo.
 
-On a machine with a GPU, from a source tree, with the torch that is there:
+To run the tests on a machine with a GPU, in a source tree, with the installed torch:
 
 ```console
 $ make test-gpu PYTHON=python3
 $ python docs/gpu_page.py build/gpu-report.json
 ```
 
-The run takes at most 8 minutes and needs no network. Packages that are missing are named in its first line. What it
-writes is below `build/`, or below the folder in `OUT`.
+The run takes at most 8 minutes and needs no network. Its first line names missing packages. It writes into `build/`, or into
+the directory in `OUT`.
 """
 
 
@@ -74,7 +75,7 @@ def merged(kept: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 
 def page(kept: dict[str, Any]) -> str:
     """Return the page."""
-    rows = ["| Feature | Last seen to work | On |", "| --- | --- | --- |"]
+    rows = ["| Feature | Last success | Device |", "| --- | --- | --- |"]
     for name in features():
         own = kept.get(name, {"worked": None, "failed": None})
         worked, failed = own["worked"], own["failed"]
@@ -104,7 +105,9 @@ def main(arguments: list[str]) -> None:
     for path in arguments:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
         if not report["gpus"]:
-            sys.exit(f"{path} is of a machine without a GPU: it says nothing about one")
+            sys.exit(
+                f"{path} is the report of a machine without a GPU. Run make test-gpu on a machine with one."
+            )
         kept = merged(kept, report)
     if arguments:
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pages that mkdocs makes while it builds: the reference, from the sources it describes."""
+"""Generate the reference pages from the sources when mkdocs builds the site."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import griffe
 import typer.main
@@ -19,7 +19,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
 from accel_cli.planning import nodes
 from accel_cli.profile.fields import Section
-from accel_cli.profile.schema import DIVIDING, Profile
+from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
 from accel_runtime import env
 from accel_runtime.env import Settings
 
@@ -28,10 +28,10 @@ __all__ = ["cli_page", "on_files", "profile_page"]
 _NOT_MEASURED = """\
 # Benchmarks
 
-This copy of the pages was built before the benchmarks were run. `make bench` measures accel beside bare torch,
-torchrun and Accelerate on your machine, and writes this page.
+This build of the documentation contains no measurements. `make bench` compares accel with bare torch, torchrun and
+Accelerate on your machine, and writes this page.
 """
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -51,8 +51,8 @@ def cli_page() -> str:
     """Return the page of all commands with their arguments and options, from the typer app."""
     intro = (
         "# Command line\n\n"
-        "Made from the commands themselves; `accel COMMAND --help` says the same. Every command also takes "
-        "`--help` or `-h`. Exit codes are listed under [first launch](../first-launch.md#exit-codes).\n"
+        "Generated from the commands; `accel COMMAND --help` prints the same. Every command also accepts "
+        "`--help` or `-h`. [First launch](../first-launch.md#exit-codes) lists the exit codes.\n"
     )
     return "\n".join([intro, *_commands("accel", typer.main.get_command(app))])
 
@@ -66,9 +66,11 @@ def _commands(name: str, command: Any) -> Iterator[str]:
 
 
 def _command(name: str, command: Any) -> str:
+    # As for completion: launchers add their options to those of `accel launch`.
+    command.make_context(name, [], resilient_parsing=True)
     parts = [f"## `{name}`", command.help or ""]
     if isinstance(command, TyperGroup):
-        parts.append(_table(("Command", "What it does"), _summaries(name, command)))
+        parts.append(_table(("Command", "Description"), _summaries(name, command)))
     arguments = [p for p in command.params if isinstance(p, TyperArgument)]
     options = [p for p in command.params if not isinstance(p, TyperArgument)]
     if arguments:
@@ -102,7 +104,7 @@ def _option(option: Any) -> str:
 
 
 def _meaning(option: Any) -> str:
-    default = "" if option.default in (None, False) else f" Without it: `{option.default}`."
+    default = "" if option.default in (None, False) else f" Default: `{option.default}`."
     return _cell((option.help or "") + default)
 
 
@@ -115,40 +117,39 @@ def profile_page() -> str:
         "# Profile and variables",
         _MADE,
         "## Keys of a profile",
-        _keys(Profile, "", leave_out=("launcher", *DIVIDING)),
+        _keys(Profile, "", leave_out=("launcher", *PARALLEL_SECTIONS)),
         "## `launcher`",
         _KINDS,
     ]
     for kind, launcher in LAUNCHERS.items():
         parts += [f"### `kind: {kind}`", f"{launcher.title}.", _keys(launcher, "launcher.")]
-    for name, section in DIVIDING.items():
-        said = Profile.model_fields[name].description or ""
-        parts += [f"## `{name}`", f"{said} {_DIVIDES}", _keys(section, f"{name}.")]
+    for name, section in PARALLEL_SECTIONS.items():
+        description = Profile.model_fields[name].description or ""
+        parts += [f"## `{name}`", f"{description} {_DIVIDES}", _keys(section, f"{name}.")]
     parts += ["## Environment variables", _VARIABLES, _table(("Variable", "Values", "Meaning"), _variables())]
     parts += ["## Variables of schedulers", _SCHEDULERS, _table(("Source", "Variables"), _schedulers())]
     return "\n\n".join(parts) + "\n"
 
 
 _MADE = """\
-Made from the models that check a profile. How profiles are found and combined is told under
-[profiles](../profile.md)."""
+Generated from the models that validate a profile. [Profiles](../profile.md) describes how profiles are found and
+combined."""
 _KINDS = """\
-How the processes start. `kind` chooses the launcher; the other keys of the section are those of the kind that was
-chosen."""
-_DIVIDES = "The same for every launcher but `xla`; see\n[models that are divided](../profile.md#models-that-are-divided)."
+How processes are started. `kind` selects the launcher; the other keys of the section depend on the kind."""
+_DIVIDES = "All launchers except `xla` support it; see\n[profiles](../profile.md#parallelism)."
 _VARIABLES = """\
-Set one by hand to override the files for one run; `--set` and the other options of `accel launch` are stronger
-still. The launcher passes the same variables on to the processes it starts. A value accel cannot use is an error
-that names the variable, and so is a near miss of a name."""
+Set a variable to override the profile files for one run. `--set` and the other options of `accel launch` take
+precedence over variables. The launcher sets the same variables for the processes it starts. An invalid value, or a
+misspelled name, is an error that names the variable."""
 
 
 _SCHEDULERS = """\
-Read by `accel launch` to know the machines of a job, and this one among them; see
-[several machines](../several-machines.md#inside-a-scheduler-nothing-is-typed-twice)."""
+`accel launch` reads these variables to find the nodes of a job and the rank of this node; see
+[multi-node training](../several-machines.md#in-a-scheduler)."""
 
 
 def _schedulers() -> list[tuple[str, str]]:
-    return [(source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.READ.items()]
+    return [(source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.VARIABLES.items()]
 
 
 def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) -> str:
@@ -173,16 +174,17 @@ def _format_type(annotation: Any) -> str:
     if get_origin(annotation) in {Union, types.UnionType}:
         return " or ".join(_format_type(part) for part in get_args(annotation) if part is not types.NoneType)
     if get_origin(annotation) is dict:
-        return "names with their text"
+        return "mapping of names to texts"
     if get_origin(annotation) is list:
         return "list of texts"
     if get_origin(annotation) is tuple:
         return (
-            "pairs `name=word`, with commas"
+            "pairs `name=value`, separated by commas"
             if get_origin(get_args(annotation)[0]) is tuple
-            else "texts, with commas"
+            else "texts, separated by commas"
         )
-    return _WORDS[annotation]
+    # The type of an Annotated field in a union is still wrapped.
+    return _TYPE_NAMES[get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation]
 
 
 def _default(name: str, field: FieldInfo) -> str:
@@ -199,7 +201,8 @@ def _variables() -> list[tuple[str, str, str]]:
     """Return a row for each variable of `accel_runtime.env`, described by its docstring."""
     module = griffe.load("accel_runtime.env", search_paths=[Path(__file__).resolve().parents[1]])
     rows = list(_variables_of(Settings))
-    others = {"HOME": "a folder", "PROFILE": "a name", "EARLY_FP16": "`1`, `true`, `0`, `false`"}
+    others = {"HOME": "a directory", "PROFILE": "a name", "NODE_NAME": "a name", "FAILURE_FILE": "a file"}
+    others["EARLY_FP16"] = "`1`, `true`, `0`, `false`"
     return rows + [
         (f"`{getattr(env, name)}`", kind, _format_docstring(module[name])) for name, kind in others.items()
     ]

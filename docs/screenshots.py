@@ -104,8 +104,8 @@ def wizard() -> Iterator[list[Text]]:
         # A relative home keeps the paths of the machine that draws out of the picture.
         terminal = _Terminal(folder, "config", **{HOME: "home"})
         terminal.answer("How should scripts run?", _DOWN + _ENTER)
-        terminal.answer("How many machines?", _ENTER)
-        terminal.answer("How many processes on each machine?", "2")
+        terminal.answer("How many nodes?", _ENTER)
+        terminal.answer("How many processes on each node?", "2")
         yield terminal.render()
         terminal.type(_ENTER)
         terminal.answer("Mixed precision?", _ENTER)

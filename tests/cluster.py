@@ -42,7 +42,7 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
     "torch._dynamo",
-    "accel_runtime.accelerator.accelerator",
+    "accel_runtime.accelerator",
     "accel_runtime.utils",
 )
 """What the interpreter imports before it forks ranks."""
@@ -308,5 +308,7 @@ def _receive(connection, calls):
 
 
 if __name__ == "__main__":
+    # A dependency of the SageMaker SDK installs a package called `tests`: this one comes first.
+    sys.path.insert(1, str(Path(__file__).parents[1]))
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         preload(channel)

@@ -72,10 +72,10 @@ def _process_group():
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         from accel_runtime.backends import set_current_backend
-        from accel_runtime.backends.distributed import _leave
+        from accel_runtime.backends.distributed import _destroy_process_group
 
         set_current_backend(None)
-        _leave()
+        _destroy_process_group()
         gc.collect()
 
 
@@ -191,9 +191,9 @@ def terminal(cwd):
 @pytest.fixture
 def written(home):
     """The profile the wizard wrote."""
-    from accel_cli.profile.layers import file, resolve
+    from accel_cli.profile.layers import read_file, resolve
 
-    return lambda name="default": resolve([file(home / "profiles" / f"{name}.yaml", "file")]).profile
+    return lambda name="default": resolve([read_file(home / "profiles" / f"{name}.yaml", "file")]).profile
 
 
 def pytest_configure():

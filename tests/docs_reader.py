@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import importlib
 import inspect
 import os
@@ -33,6 +34,7 @@ __all__ = [
     "DIFFS",
     "DOCS",
     "ELSEWHERE",
+    "OF_ANOTHER_DISTRIBUTION",
     "OUTSIDE",
     "PAGES",
     "ROOT",
@@ -68,6 +70,8 @@ class Elsewhere(NamedTuple):
     """What runs in its place, so that the page goes on as it would."""
 
 
+OF_ANOTHER_DISTRIBUTION = "tests/integration/test_third_party_launcher.py"
+"""The test of the page whose options and keys are those of another distribution."""
 ELSEWHERE = {
     "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/first-launch.md"),
     "make test": Elsewhere("runs this test", ".ci/run"),
@@ -105,13 +109,31 @@ ELSEWHERE = {
             "accel jobs logs first-try --profile aws",
             "accel jobs download first-try --profile aws -o models",
             "accel test --profile aws",
+            "aws iam create-role --role-name accel-training --assume-role-policy-document file://trust.json",
+            (
+                "aws iam put-role-policy --role-name accel-training --policy-name accel-training --policy-document "
+                "file://policy.json"
+            ),
         ),
         Elsewhere("needs an AWS", "tests/integration/test_sagemaker_docs.py"),
     ),
+    "python -m pip install .": Elsewhere(
+        "changes the environment that runs this test", OF_ANOTHER_DISTRIBUTION
+    ),
+    **dict.fromkeys(
+        (
+            "accel config set launcher.kind=background launcher.level=5 --project",
+            "accel launch --dry-run train.py --epochs 3",
+            "accel launch --level 15 train.py --epochs 3",
+            "accel launch --detach train.py",
+            "accel jobs list",
+        ),
+        Elsewhere("needs the distribution of its page", OF_ANOTHER_DISTRIBUTION),
+    ),
     "accel launch --gpu-ids 0,2 train.py": Elsewhere("needs three GPUs", "tests/cli/launchers/test_gpus.py"),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
-    "accel launch --tpu-pod my-pod --zone us-central2-b --run-pod train.py --epochs 3": Elsewhere(
-        "needs a pod", "tests/cli/commands/test_tpu_pods.py"
+    "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
+        "needs a pod", "tests/cli/commands/test_tpu_pod.py"
     ),
     **dict.fromkeys(
         (
@@ -236,6 +258,10 @@ class Reader:
         """Load it as a profile."""
         load_profile(block, self.folder)
 
+    def toml(self, block: Block) -> None:
+        """Parse its tables and keys, which a file of simple values shares with INI."""
+        configparser.ConfigParser().read_string(block.text)
+
     def diff(self, block: Block) -> None:
         """Run the script before and after."""
         for script in sides(block.text):
@@ -351,7 +377,7 @@ def _check_accel(command: Any, name: str, words: list[str], *, fails: bool, pare
     if target and target.startswith("examples/"):
         _check_words([target, *(context.params["args"] or [])], fails=fails)
     if not fails:
-        for assignment in context.params.get("assignments") or []:
+        for assignment in context.params.get("set") or []:
             key = assignment.partition("=")[0]
             assert any(key == known or key.startswith(f"{known}.") for known in known_keys()), f"no key {key}"
 
@@ -361,7 +387,10 @@ def check_python(block: Block) -> None:
     tree = ast.parse(block.text)
     compile(tree, str(block), "exec")
     imported: dict[str, Any] = {}
-    for node in ast.walk(tree):
+    page = block.page.read_text(encoding="utf-8")
+    # A page may show several files, which import from each other.
+    nodes = [node for node in ast.walk(tree) if f"\n# {getattr(node, 'module', None)}.py\n" not in page]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
@@ -378,14 +407,16 @@ def check_python(block: Block) -> None:
             and node.value.id == "accelerator"
         ):
             assert hasattr(accel_runtime.Accelerator, node.attr), f"Accelerator has no {node.attr}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in imported:
-            signature = inspect.signature(imported[node.func.id])
-            names = [keyword.arg for keyword in node.keywords if keyword.arg]
-            signature.bind_partial(**dict.fromkeys(names))
+        # Exceptions of accel have no signature, and take no keywords.
+        keywords = (
+            [keyword.arg for keyword in node.keywords if keyword.arg] if isinstance(node, ast.Call) else []
+        )
+        if keywords and isinstance(node.func, ast.Name) and node.func.id in imported:
+            inspect.signature(imported[node.func.id]).bind_partial(**dict.fromkeys(keywords))
 
 
 def load_profile(block: Block, folder: Path) -> None:
     """Load a YAML block as a profile; raise if it has a mistake."""
     path = folder / "profile.yaml"
     path.write_text(block.text, encoding="utf-8")
-    layers.resolve([layers.file(path, "file")])
+    layers.resolve([layers.read_file(path, "file")])

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MODULES = ("torch", "torch._dynamo", "torch.distributed", "accel_runtime.accelerator.accelerator")
+MODULES = ("torch", "torch._dynamo", "torch.distributed", "accel_runtime.accelerator")
 
 
 class ForkServer:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PRELOADED = (
@@ -40,6 +40,7 @@ PRELOADED = (
 """What the interpreter imports before it forks."""
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 """Numbers of Linux, from sys/prctl.h, sched.h and sys/mount.h."""
 
 
@@ -124,11 +125,7 @@ class Interpreter:
         Returns:
             Its process id.
         """
-        from accel_cli.runner.forkserver_process import (
-            _adopting,  # not in the interpreter before what it preloads
-        )
-
-        with self._lock, _adopting():
+        with self._lock, adopt_orphans():
             if self._process is None:
                 self._start()
             late = {name for name, _ in _read_at_start(request["environ"]) ^ self._read}
@@ -153,11 +150,25 @@ class Interpreter:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                # The temporary folder of a test is not where torch keeps what it compiles.
+                env={key: value for key, value in os.environ.items() if key != "TMPDIR"}
+                | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+
+
+@contextmanager
+def adopt_orphans():
+    """Make processes children of this one when their parent ends."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 INTERPRETER = Interpreter()
@@ -172,7 +183,7 @@ def serve(link):
     """Fork a process for each request until the tests end; return its request in each of them."""
     for name in PRELOADED:
         if name == "torch":
-            # torch reads it once: `accel_cli.runner.torch_log_level` sets it where several machines meet, before it imports torch.
+            # torch reads it once: a launch of several machines sets it before it imports torch.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         importlib.import_module(name)
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)
@@ -256,7 +267,7 @@ def become(request):
     except PlannedError as error:
         (plan,) = error.args
     os.environ.update(plan.env)
-    # What `become` does in a fresh interpreter, done in this one.
+    # What `exec_fork_server` does in a fresh interpreter, done in this one.
     sys.argv = [forkserver_main.__file__, str(forkserver._write_plan(plan)), *sys.argv[1:]]
     forkserver_main.main()
 

@@ -72,14 +72,14 @@ MUTATIONS = (
     ),
     Mutation(
         "model that averages once",
-        "accel_runtime/training/checks.py",
+        "accel_runtime/training/accumulation.py",
         "            self.passes.averaging = _version_of(self._first) == self._before",
         "            self.passes.averaging = True",
         ("tests/runtime/test_averaging_check.py",),
     ),
     Mutation(
         "batch of another rank",
-        "accel_runtime/training/checks.py",
+        "accel_runtime/training/accumulation.py",
         "        if self._backend.get_store_key(key) != fingerprint:",
         "        if self._backend.get_store_key(key) is None:",
         ("tests/runtime/test_first_input.py",),
@@ -107,7 +107,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lines of own exchanges",
-        "accel_runtime/collectives/objects.py",
+        "accel_runtime/collectives/handshake.py",
         "    call = call_at_site(operation, anywhere=not compare_lines)",
         "    call = call_at_site(operation)",
         ("tests/runtime/data/test_loader.py::test_one_rank_may_read_a_loader_through_a_library",),
@@ -187,15 +187,15 @@ MUTATIONS = (
     Mutation(
         "restart count",
         "accel_cli/runner/rendezvous.py",
-        '        if place == 1:\n            self._store.add(self._key("spent"), 1)',
-        '        self._store.add(self._key("spent"), 2)',
+        '        if index == 1:\n            self._add("spent", 1)',
+        '        self._add("spent", 2)',
         ("tests/cli/runner", "tests/integration/test_launch.py", "tests/integration/test_output.py"),
     ),
     Mutation(
         "signal forwarding",
         "accel_cli/runner/shutdown.py",
-        "        guard.send_signal((worker.pid for worker in self.workers if worker.poll() is None), number)",
-        "        guard.send((worker.pid for worker in self.workers[:1] if worker.poll() is None), number)",
+        "        guard.send_signal(_get_running(self.workers), number)",
+        "        guard.send_signal(_get_running(self.workers[:1]), number)",
         ("tests/integration/test_signals.py", "tests/integration/test_launch.py"),
     ),
     Mutation(
@@ -239,14 +239,14 @@ MUTATIONS = (
     ),
     Mutation(
         "event of a copy",
-        "accel_runtime/backends/prefetch.py",
+        "accel_runtime/data/iteration.py",
         "        current.wait_event(copied)\n",
         "",
         ("tests/runtime/data/test_prefetch.py",),
     ),
     Mutation(
         "position one batch ahead",
-        "accel_runtime/backends/prefetch.py",
+        "accel_runtime/data/iteration.py",
         "            epoch.step_info, epoch.state_at = current.step_info, _return_offset(current.state)",
         "            epoch.step_info, epoch.state_at = current.step_info, ahead.state_at",
         ("tests/runtime/data/test_prefetch.py",),
@@ -261,10 +261,10 @@ MUTATIONS = (
     ),
     Mutation(
         "SageMaker argument",
-        "accel_cli/launchers/sagemaker/running.py",
-        '        "args": list(job.args),',
-        '        "args": list(job.args[1:]),',
-        ("tests/cli/launchers/sagemaker/test_section.py", "tests/cli/launchers/sagemaker/test_submit.py"),
+        "accel_cli/sagemaker/request.py",
+        '        "args": list(spec.args),',
+        '        "args": list(spec.args[1:]),',
+        ("tests/cli/sagemaker/test_config.py", "tests/cli/sagemaker/test_submit.py"),
     ),
 )
 

@@ -12,7 +12,7 @@ __all__ = ["Terminal"]
 REAL = ["-m", "accel_cli"]
 WITHOUT_DEVICES = [
     "-c",
-    "from accel_cli import main; from accel_cli.planning import machine; machine._asked = lambda _: machine.Machine(machine.cpus()); main.main()",
+    "from accel_cli import main; from accel_cli.planning import machine; machine._probe_torch = lambda _: machine.Machine(machine.count_cpus()); main.main()",
 ]
 """Starts `accel` on a machine that is known to have no devices: to find out takes a process that imports torch."""
 

@@ -1,4 +1,4 @@
-"""The rules of the house: who may import what, and where names may be spelled."""
+"""Rules of the source tree: who may import what, and where names may be spelled."""
 
 import ast
 import json
@@ -10,7 +10,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 from mutations import MUTATIONS
+
+from accel_runtime import env
 
 ROOT = Path(__file__).parent.parent
 CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
@@ -21,19 +24,16 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/launchers/single.py",
     "accel_cli/runner/agent.py",
     "accel_cli/runner/forkserver.py",
-    "accel_cli/runner/forkserver_process.py",
     "accel_cli/runner/processes.py",
     "accel_cli/runner/rendezvous.py",
-    "accel_cli/runner/torch_log_level.py",
     "accel_cli/runner/worker.py",
     "accel_cli/runner/xla_replicas.py",
-    "accel_cli/jobs/slurm.py",
-    # A host of a SageMaker job reads the container's environment, as `accel launch` reads a shell's.
-    "accel_cli/container/entry.py",
-    "accel_cli/container/host.py",
+    "accel_cli/jobs/",
+    # The first process of a container reads its environment, as `accel launch` reads a shell's.
+    "accel_cli/sagemaker/entry.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
-    "accel_runtime/accelerator/accelerator.py",
+    "accel_runtime/accelerator/__init__.py",
     "accel_runtime/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
     "accel_runtime/logging.py",
@@ -50,6 +50,25 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/launchers.py",
     "accel_runtime/heartbeat.py",
 )
+
+ANNEXES = {
+    "sagemaker": ("accel_cli.sagemaker",),
+    "slurm": ("accel_cli.launchers.slurm", "accel_cli.jobs.slurm"),
+    "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
+    "import": ("accel_cli.import_accelerate",),
+    "estimate": ("accel_cli.commands.estimate", "accel_runtime.estimate"),
+}
+"""Parts of the command line that are loaded when they are chosen, with their modules."""
+TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}
+ANNEX_IMPORTS = {
+    # `accel config import` is a subcommand of the core: a table for one part would hide it.
+    ("accel_cli/commands/config.py", "import"),
+    # `accel env` shows the AWS account that a SageMaker job would use.
+    ("accel_cli/commands/env.py", "sagemaker"),
+    # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
+    ("accel_cli/import_accelerate/config.py", "sagemaker"),
+}
+"""The annexes that files outside the tables name."""
 
 
 @cache
@@ -89,7 +108,7 @@ def test_there_are_files_to_look_at():
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
     """`test_a_look_at_checkpoints_takes_no_torch` holds that these modules do without it."""
     found = importing(CLI, {"accel_runtime"})
-    modules = ("directory", "errors", "filesystem", "manifest", "merge")
+    modules = ("directory", "errors", "filesystem", "manifest", "safetensors_file")
     allowed = ("accel_runtime.env.", *(f"accel_runtime.checkpoint.{module}." for module in modules))
     assert not [(path, module) for path, module in found if not f"{module}.".startswith(allowed)]
 
@@ -122,6 +141,37 @@ def test_torch_xla_and_aws_are_imported_by_their_own_packages_only():
     }
     assert not importing({*CLI, *RUNTIME} - xla, {"torch_xla"})
     assert not importing(RUNTIME, {"boto3", "botocore", "sagemaker", "pydantic"})
+
+
+def find_annex(module):
+    """Return the annex that a module, or a location `module:attribute`, belongs to; None for the core."""
+    dotted = module.replace(":", ".") + "."
+    return next(
+        (annex for annex, parts in ANNEXES.items() if any(dotted.startswith(f"{part}.") for part in parts)),
+        None,
+    )
+
+
+def test_only_the_tables_name_an_annex():
+    """Locations in strings count as imports, since a plan names the function that runs it."""
+    named = set()
+    for path in CLI:
+        strings = [
+            node.value
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        home = find_annex(name(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        named |= {
+            (name(path), annex) for one in [*imports(path), *strings] if (annex := find_annex(one)) != home
+        }
+    assert {(path, annex) for path, annex in named if annex and path not in TABLES} == ANNEX_IMPORTS
+
+
+def test_the_tables_have_every_annex_with_a_launcher_or_command():
+    text = "".join((ROOT / table).read_text() for table in TABLES)
+    tabled = {annex for annex, parts in ANNEXES.items() if any(f'"{part}' in text for part in parts)}
+    assert tabled == set(ANNEXES) - {"import"}
 
 
 def test_the_environment_is_read_at_the_edges_only():
@@ -233,7 +283,7 @@ def test_boto3_is_imported_only_by_who_asks_aws(code, tmp_path):
 def test_help_imports_only_what_it_prints():
     code = (
         "import sys, atexit\n"
-        "slow = {'accel_runtime', 'pydantic', 'questionary', 'tempfile', 'yaml'}\n"
+        "slow = {'accel_runtime', 'pydantic', 'questionary', 'tempfile', 'typer.rich_utils', 'yaml'}\n"
         "atexit.register(lambda: print(slow & set(sys.modules), file=sys.stderr))\n"
         "from accel_cli.main import main; main(['--help'])"
     )
@@ -252,6 +302,21 @@ def test_the_source_distribution_holds_what_the_repository_does():
     always = {"pyproject.toml", "README.md", "LICENSE"}
     there = {line.partition("/")[0] for line in listed.stdout.splitlines() if not line.startswith(".")}
     assert there == {*included, *always}
+
+
+def test_the_citation_has_the_version_of_the_package():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == env.__version__
+
+
+def test_no_text_installs_a_package_of_another_name():
+    """`accel` on the public index is a package of others; this project is `accel-runtime`."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no repository")
+    install = re.compile(r"""\baccel\[[a-z{]|pip3? install (?:-\S+ )*["']?accel(?![\w-])""")
+    for file in filter(None, listed.stdout.split("\0")):
+        text = (ROOT / file).read_bytes().decode(errors="replace")
+        assert not install.search(text), (file, install.search(text))
 
 
 def test_every_mutation_changes_a_line_that_exists_once():

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_runtime.backends.single import Single
-from accel_runtime.data.dispatch import DispatchSource
 from accel_runtime.data.iterable import IterableSource as EachReads
+from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.topology import Topology
@@ -54,9 +54,8 @@ def read(loader, backend, *, split=False, even=True):
 
 def dispatched(loader, backend, *, split=False, even=True):
     """Data that the first rank reads for all."""
-    return DispatchSource(
-        loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even)
-    )
+    source = DispatchedIterable if isinstance(loader.dataset, IterableDataset) else DispatchedMapStyle
+    return source(loader, backend, sharding_of_loader(loader, backend.data_rank, split=split, pad_last=even))
 
 
 def ids(batch):

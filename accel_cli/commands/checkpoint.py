@@ -1,133 +1,137 @@
-"""`accel checkpoint`: which checkpoints there are, whether they are whole, what they hold; weights out of them."""
+"""`accel checkpoint`: list, verify, show, export and prune checkpoints."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import Annotated, Any, Literal
 
 import typer
 
+from accel_cli import console
+from accel_cli.commands.base import CommandApp
 from accel_cli.commands.options import complete_checkpoints
+from accel_cli.errors import UsageError
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    help="List, verify, look into, export and prune checkpoints.",
+app = CommandApp(
+    name="checkpoint",
+    rich_help_panel="Run",
+    help="List, verify, show, export and prune checkpoints.",
     no_args_is_help=True,
     epilog="Example: accel checkpoint list",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
 )
-
-_SHOWN = 2
-"""So many files of an item are named."""
-_Dir = Annotated[
+_MAX_FILES = 2
+"""The most files of an item that are shown by name; of more, the first and the last are shown."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_Directory = Annotated[
     str,
     typer.Argument(
         metavar="DIR",
-        help="A project's directory, one that holds checkpoints, or a checkpoint.",
+        help="Read this project directory, directory of checkpoints, or checkpoint.",
         autocompletion=complete_checkpoints,
     ),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list", epilog="Example: accel checkpoint list runs/7")
-def list_(directory: _Dir = ".", as_json: _Json = False) -> None:
-    """List the checkpoints of a directory, the oldest first, and whether each is whole.
+def list_(directory: _Directory = ".", as_json: _Json = False) -> None:
+    """List the checkpoints of a directory, oldest first, and whether they are complete.
 
-    That is as far as manifests and sizes of files tell; accel checkpoint verify reads every byte.
+    Only manifests and file sizes are read; accel checkpoint verify reads every byte.
     """
-    from accel_cli import console
     from accel_cli.checkpoints import list_checkpoints
 
-    found = list_checkpoints(directory)
+    result = list_checkpoints(directory)
     if as_json:
-        _print(found)
+        console.print_json(result)
         return
-    if not found["checkpoints"]:
-        console.note(f"{found['directory']} holds no checkpoint")
+    if not result["checkpoints"]:
+        console.note(f"no checkpoints found in {result['directory']}")
     else:
         columns = ("CHECKPOINT", "STEP", "SAVED", "PROCESSES", "SIZE", "STATE")
-        console.table(columns, map(_row, found["checkpoints"]))
-    for path in found["leftovers"]:
+        console.table(columns, map(_format_entry, result["checkpoints"]))
+    for path in result["leftovers"]:
         console.note(
-            f"{path} is a save under way, or what a crash has left; prune and the next save remove it"
+            f"{path} was left by a crash, or belongs to a running save; prune and the next save remove it"
         )
 
 
 @app.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
-def verify(directory: _Dir = ".", as_json: _Json = False) -> None:
-    """Read every byte of a checkpoint, of several the newest, and compare all checksums.
+def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
+    """Read every byte of a checkpoint, or of the newest in a directory, and compare all checksums.
 
-    Exit code 1 if it is damaged: then files and tensors are named, and the checkpoint before it that is whole.
+    If it is damaged, print what is damaged and the newest undamaged checkpoint before it, and exit with code 1.
     """
-    from accel_cli import console
     from accel_cli.checkpoints import verify_checkpoint
 
-    with console.reading() as progress:
-        found = verify_checkpoint(directory, progress)
+    with console.read_progress() as progress:
+        result = verify_checkpoint(directory, progress)
     if as_json:
-        _print(found)
-        raise typer.Exit(0 if found["whole"] else 1)
-    for name in found["strangers"]:
-        console.note(f"{name} is no part of {found['path']}")
-    if found["whole"]:
-        console.plain(f"{found['path']} is whole: step {found['step']}, {_size(found['bytes'])}")
+        console.print_json(result)
+        raise typer.Exit(0 if result["complete"] else 1)
+    for name in result["untracked"]:
+        console.note(f"{name} is not part of {result['path']}")
+    if result["complete"]:
+        size = console.format_size(result["bytes"])
+        console.plain(f"{result['path']} is complete: step {result['step']}, {size}")
         return
-    for problem in found["problems"]:
+    for problem in result["problems"]:
         console.error(problem)
-    before = found["before"]
-    told = f"{before['path']}, of step {before['step']}, is whole" if before else "none before it is whole"
-    console.note(told)
+    if earlier := result["earlier"]:
+        console.note(
+            f"the newest undamaged checkpoint before it is {earlier['path']}, of step {earlier['step']}"
+        )
+    else:
+        console.note("no earlier checkpoint is undamaged")
     raise typer.Exit(1)
 
 
 @app.command("show", epilog="Example: accel checkpoint show --tensors")
 def show(
-    directory: _Dir = ".",
+    directory: _Directory = ".",
     tensors: Annotated[
-        bool, typer.Option("--tensors", help="List every tensor, and where its parts lie.")
+        bool, typer.Option("--tensors", help="List every tensor and the location of its parts.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show what a checkpoint holds, of several the newest that is whole."""
-    from accel_cli import console
+    """Show the contents of a checkpoint, or of the newest complete one in a directory."""
     from accel_cli.checkpoints import show_checkpoint
 
-    found = show_checkpoint(directory, tensors=tensors)
-    _tell_passed_over(found)
+    result = show_checkpoint(directory, tensors=tensors)
+    _print_skipped(result)
     if as_json:
-        _print(found)
+        console.print_json(result)
         return
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     facts = {
-        "checkpoint": found["path"],
-        "step": found["step"],
-        "saved": found["saved_at"],
-        "processes": found["world_size"],
-        "size": _size(found["bytes"]),
-        "written by": versions,
+        "checkpoint": result["path"],
+        "step": result["step"],
+        "saved": result["saved_at"],
+        "processes": result["world_size"],
+        "size": console.format_size(result["bytes"]),
+        "written by": ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     }
     console.table(("", ""), [(name, str(value)) for name, value in facts.items()])
     console.plain("")
-    console.table(("ITEM", "CLASS", "TENSORS", "DTYPES", "SIZE", "FILES"), map(_item, found["items"]))
-    for name in found["strangers"]:
-        console.note(f"{name} is no part of it")
+    console.table(("ITEM", "CLASS", "TENSORS", "DTYPES", "SIZE", "FILES"), map(_format_item, result["items"]))
+    for name in result["untracked"]:
+        console.note(f"{name} is not part of the checkpoint")
     if tensors:
         console.plain("")
-        rows = [_tensor(name, tensor) for name, tensor in found["tensors"].items()]
+        rows = [_format_tensor(name, tensor) for name, tensor in result["tensors"].items()]
         console.table(("TENSOR", "SHAPE", "DTYPE", "SIZE", "PARTS"), rows)
 
 
 @app.command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
 def export(  # noqa: PLR0913, PLR0917 - one parameter an option
-    directory: _Dir = ".",
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = ...,  # type: ignore[assignment]
+    directory: _Directory = ".",
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Write this file.")] = ...,  # type: ignore[assignment]
     item: Annotated[
-        str, typer.Option(metavar="NAME", help="What to export: model_1, optimizer, ...")
+        str, typer.Option(metavar="NAME", help="Export this item, such as model_1 or optimizer.")
     ] = "model",
     dtype: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Convert floating-point numbers: bf16, fp16 or fp32.")
+        Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Convert floating-point numbers.")
     ] = None,
     max_shard_size: Annotated[
         str | None,
@@ -136,143 +140,111 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     rank: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Whose tensors, where the processes had different ones.")
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Export the tensors of this rank, if ranks have different ones."
+        ),
     ] = 0,
     as_json: _Json = False,
 ) -> None:
-    """Merge the weights of a checkpoint into one safetensors file, without a GPU and in little memory.
+    """Merge the weights of a checkpoint, or of the newest complete one, into one safetensors file.
 
-    Of several checkpoints it is the newest that is whole. Every byte is verified on the way.
+    No GPU is needed, memory use does not grow with the model, and every byte is verified.
     """
-    from accel_cli import console
     from accel_cli.checkpoints import export_checkpoint
-    from accel_runtime.checkpoint.merge import MergeRequest
+    from accel_runtime.checkpoint.filesystem import parse_size
+    from accel_runtime.checkpoint.safetensors_file import MergeRequest
 
-    request = MergeRequest(item, rank, _dtype(dtype), _bytes(max_shard_size))
-    with console.reading() as progress:
-        found = export_checkpoint(directory, output, request, progress)
-    _tell_passed_over(found)
+    max_bytes = None
+    try:
+        if max_shard_size is not None:
+            number = int(max_shard_size) if max_shard_size.isdecimal() else max_shard_size
+            max_bytes = parse_size(number, "--max-shard-size")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    request = MergeRequest(item, rank, _DTYPES[dtype] if dtype else None, max_bytes)
+    with console.read_progress() as progress:
+        result = export_checkpoint(directory, output, request, progress)
+    _print_skipped(result)
     if as_json:
-        _print(found)
+        console.print_json(result)
         return
-    if found["others"]:
-        console.note(f"no tensors, and left out: {', '.join(found['others'])}")
-    for name, kept in found["ties"].items():
-        console.note(f"{name} is tied to {kept}, and written once")
+    if result["others"]:
+        console.note(f"not exported, because they are not tensors: {', '.join(result['others'])}")
+    for name, target in result["ties"].items():
+        console.note(f"{name} is tied to {target}, and written once")
     console.plain(
-        f"{found['tensors']} tensors of step {found['step']}, {_size(found['bytes'])}, from {found['path']} in "
-        f"{', '.join(found['files'])}"
+        f"{result['tensors']} tensors of step {result['step']}, {console.format_size(result['bytes'])}, from {result['path']} "
+        f"in {', '.join(result['files'])}"
     )
 
 
 @app.command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
 def prune(
-    directory: _Dir = ".",
+    directory: _Directory = ".",
     keep: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How many to keep, the newest that are whole.")
+        int, typer.Option(metavar="N", min=1, help="Keep the N newest complete checkpoints.")
     ] = ...,  # type: ignore[assignment]
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Remove without asking.")] = False,
 ) -> None:
-    """Remove old checkpoints and what crashes have left; one that is whole to the last byte always stays."""
-    import sys
+    """Remove old checkpoints and leftovers of crashes.
 
-    from accel_cli import console
+    Nothing is removed until every byte of one checkpoint to keep has been verified.
+    """
     from accel_cli.checkpoints import prune_checkpoints
-    from accel_cli.errors import UsageError
 
-    found = prune_checkpoints(directory, keep)
-    for problem in found["damaged"]:
-        console.note(f"stays, though it is not whole: {problem}")
-    if not found["removes"] and not found["leftovers"]:
-        console.note(f"nothing to remove: {_count(len(found['keeps']))}")
+    planned = prune_checkpoints(directory, keep)
+    for problem in planned["damaged"]:
+        console.note(f"kept, although it is incomplete: {problem}")
+    if not planned["removed"] and not planned["leftovers"]:
+        console.note(f"nothing to remove: {_count(planned['kept'])}")
         return
-    for entry in found["removes"]:
-        console.plain(f"{entry['path']}\tstep {entry['step']}\t{_size(entry['bytes'])}")
-    for path in found["leftovers"]:
-        console.plain(f"{path}\tleft by a crash, unless a save is under way")
+    for entry in planned["removed"]:
+        console.plain(f"{entry['path']}\tstep {entry['step']}\t{console.format_size(entry['bytes'])}")
+    for path in planned["leftovers"]:
+        console.plain(f"{path}\tleft by a crash, or belongs to a running save")
     if not yes and not sys.stdin.isatty():
-        raise UsageError("nothing was removed: prune asks on a terminal; elsewhere say --yes")
-    if not yes:
-        console.drop_typed()
-    if not yes and not typer.confirm(f"Remove these, and keep {len(found['keeps'])}?", err=True):
+        raise UsageError("Cannot ask before removing checkpoints: no terminal. Use --yes to remove them.")
+    if not yes and not console.confirm(f"Remove these, and keep {_count(planned['kept'])}?"):
         raise typer.Exit(1)
-    with console.reading() as progress:
-        done = prune_checkpoints(directory, keep, progress)
-    console.note(f"{_count(len(done['removes']))} removed, {len(done['keeps'])} kept")
+    with console.read_progress() as progress:
+        result = prune_checkpoints(directory, keep, progress)
+    console.note(f"removed {_count(result['removed'])}, kept {len(result['kept'])}")
 
 
-def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:
     if entry["written_by"] == "accelerate":
         return entry["path"], "", "", "", "", "written by Accelerate"
     if entry["problem"]:
         return entry["path"], "", "", "", "", entry["problem"]
-    state = f"whole, in {entry['lies_in']}" if "lies_in" in entry else "whole"
+    state = f"complete, in {entry['location']}" if "location" in entry else "complete"
     saved = entry["saved_at"].replace("T", " ").replace("Z", "")
-    return entry["path"], str(entry["step"]), saved, str(entry["world_size"]), _size(entry["bytes"]), state
+    size = console.format_size(entry["bytes"])
+    return entry["path"], str(entry["step"]), saved, str(entry["world_size"]), size, state
 
 
-def _item(item: dict[str, Any]) -> tuple[str, ...]:
-    files = item["files"]
-    where = ", ".join(files) if len(files) <= _SHOWN else f"{files[0]} to {files[-1]}"
-    name = f"{item['name']} (each process its own)" if item["differs_between_ranks"] else item["name"]
-    return name, item["class"], str(item["tensors"]), ", ".join(item["dtypes"]), _size(item["bytes"]), where
+def _format_item(item: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{item['name']} (different on each rank)" if item["differs_between_ranks"] else item["name"]
+    dtypes, size, files = ", ".join(item["dtypes"]), console.format_size(item["bytes"]), item["files"]
+    shown = ", ".join(files) if len(files) <= _MAX_FILES else f"{files[0]} to {files[-1]}"
+    return name, item["class"], str(item["tensors"]), dtypes, size, shown
 
 
-def _tensor(name: str, tensor: dict[str, Any]) -> tuple[str, ...]:
+def _format_tensor(name: str, tensor: dict[str, Any]) -> tuple[str, ...]:
     parts = [f"{chunk['file']} at {chunk['start']}" for chunk in tensor["chunks"]]
     if len(parts) > 1:
         parts = [
-            f"{where}: {chunk['sizes']} from {chunk['offsets']}"
-            for where, chunk in zip(parts, tensor["chunks"], strict=True)
+            f"{part}: {list(chunk['sizes'])} from {list(chunk['offsets'])}"
+            for part, chunk in zip(parts, tensor["chunks"], strict=True)
         ]
-    return name, str(tensor["shape"]), tensor["dtype"], _size(tensor["bytes"]), "; ".join(parts)
+    size = console.format_size(tensor["bytes"])
+    return name, str(list(tensor["shape"])), tensor["dtype"], size, "; ".join(parts)
 
 
-def _tell_passed_over(found: dict[str, Any]) -> None:
-    from accel_cli import console
-
-    for problem in found.pop("passed_over"):
-        console.note(f"passed over: {problem}")
+def _print_skipped(result: dict[str, Any]) -> None:
+    for problem in result.pop("skipped"):
+        console.note(f"skipped: {problem}")
 
 
-def _count(number: int) -> str:
-    return f"{number} checkpoint{'' if number == 1 else 's'}"
-
-
-def _size(size: int) -> str:
-    from accel_cli import console
-
-    return console.size(size)
-
-
-def _bytes(text: str | None) -> int | None:
-    """A size as Hugging Face's libraries take it: `5GB` is 5e9 bytes, `5GiB` 5 * 2**30."""
-    import re
-
-    from accel_cli.errors import UsageError
-
-    if text is None:
-        return None
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", text.strip().upper())
-    size = int(float(matched[1]) * units[matched[2] or ""]) if matched else 0
-    if size < 1:
-        raise UsageError(f"--max-shard-size takes a size such as 5GB, 500MB or 2GiB; it got {text!r}")
-    return size
-
-
-def _dtype(text: str | None) -> str | None:
-    from accel_cli.errors import UsageError
-
-    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-    if text is not None and text not in known:
-        raise UsageError(f"--dtype takes bf16, fp16 or fp32; it got {text!r}")
-    return known[text] if text else None
-
-
-def _print(found: dict[str, Any]) -> None:
-    import json
-
-    from accel_cli import console
-
-    console.plain(json.dumps(found, indent=2))
+def _count(entries: list[Any]) -> str:
+    return f"{len(entries)} checkpoint{'' if len(entries) == 1 else 's'}"

@@ -1,42 +1,48 @@
-"""`accel config`: say once how scripts run on this machine."""
+"""`accel config`: create, show, edit and check profiles."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accel_cli import console
 from accel_cli.commands import options
-from accel_cli.commands.options import ForeignGroup
+from accel_cli.commands.base import CommandApp
+from accel_cli.commands.options import CompatGroup
+from accel_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import Store
+
 __all__ = ["app", "edit_interactively"]
 
-
-app = typer.Typer(
-    cls=ForeignGroup,
-    help="Say once how scripts run on this machine; without a subcommand, by a few questions.",
+app = CommandApp(
+    name="config",
+    rich_help_panel="Set up",
+    cls=CompatGroup,
+    help="Create and manage profiles. Run without a subcommand to start the interactive wizard.",
     epilog="Example: accel config set mixed_precision=bf16",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
 )
-_LOOK = "Look"
-_CHANGE = "Change"
+_SHOW = "Show and check"
+_CHANGE = "Create and change"
 
 Name = Annotated[
     str | None,
     typer.Option(
-        "--profile", metavar="NAME", help="The named profile.", autocompletion=options.complete_profile_names
+        "--profile",
+        metavar="NAME",
+        help="Use the named profile.",
+        autocompletion=options.complete_profile_names,
     ),
 ]
-Project = Annotated[bool, typer.Option("--project", help="The project file, accel.yaml.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")]
+Project = Annotated[bool, typer.Option("--project", help="Use the project file, accel.yaml.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -45,37 +51,36 @@ def config(
     profile: Name = None,
     project: Project = False,
     default: Annotated[
-        bool, typer.Option("--default", help="Ask nothing: write what suits this machine.")
+        bool, typer.Option("--default", help="Write defaults for this machine without questions.")
     ] = False,
     force: Force = False,
 ) -> None:
-    """Say once how scripts run on this machine; without a subcommand, by a few questions."""
-    from accel_cli.errors import UsageError
-
+    """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
     if ctx.invoked_subcommand:
         if profile or project or default or force:
-            raise UsageError(
-                f"options stand after the subcommand: accel config {ctx.invoked_subcommand} --profile NAME"
-            )
+            command = f"accel config {ctx.invoked_subcommand}"
+            raise UsageError(f"Options belong after the subcommand: {command} --profile NAME.")
         return
     if force and not default:
-        raise UsageError("--force belongs to --default; the wizard shows what it will replace, and asks")
-    path = _writable_target(profile, project=project)
+        raise UsageError("--force needs --default. The wizard asks before it changes a file.")
+    path = _find_writable(profile, project=project)
     if default:
         _write_default(path, force=force)
-    else:
-        _ask(path)
+        return
+    if not _has_terminal():
+        raise UsageError(
+            "The wizard needs a terminal. Without one, use accel config --default to write defaults for this machine, "
+            "and accel config set KEY=VALUE to change single values."
+        )
+    from accel_cli.wizard.session import run_wizard
+
+    raise typer.Exit(run_wizard(path))
 
 
-@app.command(rich_help_panel=_LOOK, epilog="Example: accel config show --profile gpu")
+@app.command(rich_help_panel=_SHOW, epilog="Example: accel config show --profile gpu")
 def show(profile: Name = None) -> None:
-    """Print every value in force, with the layer it came from."""
-    import sys
-
-    from accel_cli import console
-    from accel_cli.console import mask_secrets
-
-    resolved, values = _in_force(profile)
+    """Print the effective value of every key and the layer that sets it."""
+    resolved, values = _resolve(profile)
     # On a terminal, a row is a line: the files are named once, below.
     files = {
         layer.name: layer.where[""] for layer in resolved.layers if layer.where.get("", "").endswith(".yaml")
@@ -86,83 +91,72 @@ def show(profile: Name = None) -> None:
         source = resolved.source(key)
         for name, path in files.items():
             source = source.replace(f"{name}: {path}:", f"{name}:")
-        rows.append((key, mask_secrets(key, _text(value)), console.short(source)))
+        rows.append((key, console.mask_secrets(key, _format_value(value)), console.abbreviate_home(source)))
     console.table(("KEY", "VALUE", "FROM"), rows)
     for name, path in files.items():
-        console.plain(f"{name}: {console.short(path)}")
+        console.plain(f"{name}: {console.abbreviate_home(path)}")
 
 
-@app.command(rich_help_panel=_LOOK, epilog="Example: accel config get launcher.nproc_per_node")
+@app.command(rich_help_panel=_SHOW, epilog="Example: accel config get launcher.nproc_per_node")
 def get(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="KEY", help="The key, as config show prints it.", autocompletion=options.complete_keys
+            metavar="KEY",
+            help="Print this key, named as in accel config show.",
+            autocompletion=options.complete_keys,
         ),
     ],
     profile: Name = None,
 ) -> None:
-    """Print one value in force, for scripts; nothing if it is unset."""
-    from accel_cli import console
-    from accel_cli.errors import ProfileError
+    """Print the effective value of a key, for scripts; nothing if it is unset."""
     from accel_cli.profile.validation_errors import unknown_key
 
-    _, values = _in_force(profile)
+    _, values = _resolve(profile)
     if key not in values and not key.startswith("env."):
         raise ProfileError([unknown_key(key, "get", values["launcher.kind"])])
-    console.plain(_text(values.get(key)))
+    console.plain(_format_value(values.get(key)))
 
 
-@app.command("list", rich_help_panel=_LOOK, epilog="Example: accel config list")
+@app.command("list", rich_help_panel=_SHOW, epilog="Example: accel config list")
 def list_() -> None:
-    """List the profiles there are."""
-    from accel_cli import console
-
-    store = _store()
+    """List all profiles."""
+    store = _get_store()
     rows = [(name, str(store.path(name))) for name in store.names()]
-    if found := store.project():
-        rows.append(("(project)", str(found)))
+    if project := store.project():
+        rows.append(("(project)", str(project)))
     if rows:
         console.table(("NAME", "FILE"), rows)
     else:
-        console.note("there is no profile yet: accel config writes one")
+        console.note("no profiles yet; run accel config to create one")
 
 
-@app.command(rich_help_panel=_LOOK, epilog="Example: accel config path --project")
+@app.command(rich_help_panel=_SHOW, epilog="Example: accel config path --project")
 def path(profile: Name = None, project: Project = False) -> None:
-    """Print where a profile lives, whether it exists or not."""
-    from accel_cli import console
-
-    console.plain(str(_target(profile, project=project)))
+    """Print the path of a profile, even if it does not exist."""
+    console.plain(str(_find_file(profile, project=project)))
 
 
-@app.command(rich_help_panel=_LOOK, epilog="Example: accel config validate accel.yaml")
+@app.command(rich_help_panel=_SHOW, epilog="Example: accel config validate accel.yaml")
 def validate(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Any profile file.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Check this file.")] = None,
     profile: Name = None,
     project: Project = False,
 ) -> None:
     """Check a profile and report every mistake at once."""
-    from accel_cli import console
-    from accel_cli.errors import UsageError
-    from accel_cli.profile import layers
-
     if file and (profile or project):
-        raise UsageError("give FILE or --profile or --project, not two of them")
-    target = file or _target(profile, project=project)
-    _check([*_below(target), layers.file(_existing(target), "file")])
-    console.note(f"{target} is fine")
+        raise UsageError("Pass only one of FILE, --profile and --project.")
+    target = file or _find_file(profile, project=project)
+    _check(target, _require_file(target))
+    console.note(f"{target} is valid")
 
 
-@app.command(rich_help_panel=_LOOK, epilog="Example: accel config schema > accel.schema.json")
+@app.command(rich_help_panel=_SHOW, epilog="Example: accel config schema > accel.schema.json")
 def schema() -> None:
     """Print the JSON schema of a profile, for editors."""
-    import json
-
-    from accel_cli import console
     from accel_cli.profile.schema import json_schema
 
-    console.plain(json.dumps(json_schema(), indent=2))
+    console.print_json(json_schema())
 
 
 @app.command(
@@ -174,24 +168,23 @@ def set_(
     assignments: Annotated[
         list[str],
         typer.Argument(
-            metavar="KEY=VALUE", help="Values to set; an empty one takes a key out.",
+            metavar="KEY=VALUE", help="Set these values; an empty value removes the key.",
             autocompletion=options.complete_assignments,
         ),
     ],
     profile: Name = None,
     project: Project = False,
 ) -> None:  # fmt: skip
-    """Set values in a profile, which is made if there is none; comments stay."""
-    from accel_cli import console
+    """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import update_profile
 
-    target = _writable_target(profile, project=project)
-    updates = layers.assigned(assignments, "set", kind=_find_kind(target)).values
-    _, lost = update_profile(_store(), target, updates, "set")
-    for key in lost:
-        console.note(f"taken out, since launcher.kind: {updates['launcher.kind']} does not have it: {key}")
-    console.note(f"{target} now says {', '.join(assignments)}")
+    target = _find_writable(profile, project=project)
+    updates = layers.parse_assignments(assignments, "set", kind=_find_kind(target)).values
+    _, removed = update_profile(_get_store(), target, updates, "set")
+    for key in removed:
+        console.note(f"removed {key}: launcher.kind {updates['launcher.kind']} does not have it")
+    console.note(f"{target}: set {', '.join(assignments)}")
 
 
 @app.command(
@@ -202,59 +195,45 @@ def unset(
         list[str],
         typer.Argument(
             metavar="KEY",
-            help="Keys to take out, or a section such as fully_shard.",
+            help="Remove these keys, or sections such as fully_shard.",
             autocompletion=options.complete_keys,
         ),
     ],
     profile: Name = None,
     project: Project = False,
 ) -> None:
-    """Take values out of a profile, so that what holds without it holds again; comments stay."""
-    from accel_cli import console
-    from accel_cli.errors import UsageError
+    """Remove values from a profile, so that lower layers apply, and keep its comments."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
 
-    target = _existing(_writable_target(profile, project=project))
+    target = _require_file(_find_writable(profile, project=project))
     if "schema_version" in keys:
+        raise UsageError("Cannot remove schema_version: every profile needs it.")
+    values = layers.read_file(target, "file").values
+    names = {key: [name for name in values if name == key or name.startswith(f"{key}.")] for key in keys}
+    if missing := [key for key in keys if not names[key]]:
         raise UsageError(
-            "schema_version cannot be taken out: every profile has it. Leave it out of the command."
+            f"{target} does not set {', '.join(missing)}. It sets: {', '.join(values) or 'no keys'}."
         )
-    there = layers.file(target, "file").values
-    gone = {key: [name for name in there if name == key or name.startswith(f"{key}.")] for key in keys}
-    if missing := [key for key, names in gone.items() if not names]:
-        raise UsageError(
-            f"{target} does not say {', '.join(missing)}. Use one of: {', '.join(there) or 'none, it says nothing'}."
-        )
-    left = remove_keys(_store(), target, [name for names in gone.values() for name in names], "unset")
-    console.note(f"{target} no longer says {', '.join(keys)}")
-    for problem in left:
-        console.note(f"a mistake is left: {problem}")
+    problems = remove_keys(
+        _get_store(), target, [name for section in names.values() for name in section], "unset"
+    )
+    console.note(f"{target}: removed {', '.join(keys)}")
+    for problem in problems:
+        console.note(f"remaining mistake: {problem}")
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
 def default(profile: Name = None, project: Project = False, force: Force = False) -> None:
-    """Write what suits this machine, without questions."""
-    _write_default(_writable_target(profile, project=project), force=force)
+    """Write defaults for this machine without questions."""
+    _write_default(_find_writable(profile, project=project), force=force)
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
 def edit(profile: Name = None, project: Project = False) -> None:
-    """Open a profile in $VISUAL or $EDITOR; it is replaced only by one without mistakes."""
-    from accel_cli import console
-    from accel_cli.profile import layers, store
-
-    target = _existing(_writable_target(profile, project=project))
-
-    def check(scratch: Path) -> None:
-        _check([*_below(target), layers.file(scratch, "file")])
-
-    text = edit_interactively(target, check)
-    if text is None:
-        console.note(f"{target} was left as it is")
-        return
-    store.write(target, text)
-    console.note(f"{target} is written")
+    """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
+    target = _require_file(_find_writable(profile, project=project))
+    _write(target, edit_interactively(target))
 
 
 @app.command(
@@ -262,310 +241,261 @@ def edit(profile: Name = None, project: Project = False) -> None:
 )
 def import_(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="An Accelerate config file, or a profile of accel.")
+        Path, typer.Argument(metavar="FILE", help="Read a config file of Accelerate, or a profile of accel.")
     ],
     profile: Name = None,
     project: Project = False,
     force: Force = False,
 ) -> None:
-    """Make a profile from an Accelerate config file, or from a profile someone gave you.
+    """Create a profile from a config file of Accelerate, or from another profile.
 
-    What has a place in accel is mapped; everything else is listed by name.
+    Values without an equivalent in accel are listed.
     """
-    from accel_cli import console, import_accelerate
+    from accel_cli import import_accelerate
     from accel_cli.profile import layers, store, yaml_io
-    from accel_cli.profile.edit import layer
+    from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
 
-    target = _writable_target(profile, project=project)
+    target = _find_writable(profile, project=project)
     text = store.read_text(file)
-    found = yaml_io.parse(text, str(file))
-    if not import_accelerate.is_accelerate_config(found.data):
-        _check([layers.file(file, "file")])
-        _ask_to_replace(target, text, force=force)
-        store.write(target, text)
-        console.note(f"{target} is written")
+    data = yaml_io.parse(text, str(file)).data
+    if not data:
+        raise UsageError(f"Cannot import {file}: it is empty.")
+    if not import_accelerate.is_accelerate_config(data):
+        layers.resolve([layers.read_file(file, "file")])
+        _write(target, text if _may_replace(target, text, force=force) else None)
         return
     imported = import_accelerate.convert(
-        found.data, str(file), import_accelerate.named(found.data, file.parent)
+        data, str(file), import_accelerate.read_deepspeed_file(data, file.parent)
     )
-    _check([layer(imported.data, target)])
-    rendered = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
-    _ask_to_replace(target, rendered, force=force)
-    store.write(target, rendered)
-    console.table(("IN THE FILE", "IN ACCEL"), imported.mapped)
+    layers.resolve([build_layer(imported.data, target)])
+    text = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
+    if not _may_replace(target, text, force=force):
+        _write(target, None)
+        return
+    console.table(("ACCELERATE", "ACCEL"), imported.mapped)
     if imported.left:
-        console.note(f"{len(imported.left)} value(s) of {file} have no place in this profile:")
-        console.table(("LEFT OUT", "WHY"), imported.left)
-    console.note(f"{target} is written")
+        console.note(f"{len(imported.left)} value(s) of {file} have no equivalent in this profile:")
+        console.table(("VALUE", "REASON"), imported.left)
+    _write(target, text)
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config delete gpu")
 def delete(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="The profile.", autocompletion=options.complete_profile_names),
+        typer.Argument(
+            metavar="NAME", help="Delete this profile.", autocompletion=options.complete_profile_names
+        ),
     ],
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
 ) -> None:
-    """Delete a profile, after a question."""
-    from accel_cli import console
-    from accel_cli.errors import UsageError
-
-    target = _existing(_store().path(name))
+    """Delete a profile after confirmation."""
+    target = _require_file(_get_store().path(name))
     if not yes and not _has_terminal():
-        raise UsageError(
-            f"{target} is not deleted: the question needs a terminal. Give --yes to delete it without one."
-        )
+        raise UsageError(f"Cannot ask before deleting {target}: no terminal. Use --yes to delete it.")
     if not yes and not console.confirm(f"Delete {target}?"):
-        console.note(f"{target} was left as it is")
+        console.note(f"{target} is unchanged")
         return
     try:
         target.unlink()
     except OSError as error:
-        raise UsageError(f"{target} cannot be deleted: {error.strerror}") from None
-    console.note(f"{target} is deleted")
+        raise UsageError(f"Cannot delete {target}: {error.strerror}.") from None
+    console.note(f"deleted {target}")
 
 
-def _store() -> Store:
-    import os
-
+def _get_store() -> Store:
     from accel_cli.profile.store import Store
 
     return Store.from_env(os.environ, Path.cwd())
 
 
-def _target(profile: str | None, *, project: bool) -> Path:
-    """The file that the options mean."""
-    from accel_cli.errors import UsageError
+def _find_file(profile: str | None, *, project: bool) -> Path:
+    """Return the file of a profile, or the project file."""
     from accel_cli.profile.store import DEFAULT, PROJECT_FILE
 
-    store = _store()
+    store = _get_store()
     if project and profile:
-        raise UsageError("--profile and --project mean different files; give one")
+        raise UsageError("Pass either --profile or --project, not both.")
     if project:
         return store.project() or store.cwd / PROJECT_FILE
     return store.path(profile or DEFAULT)
 
 
-def _writable_target(profile: str | None, *, project: bool) -> Path:
-    """Return the file that the options mean, to be changed.
+def _find_writable(profile: str | None, *, project: bool) -> Path:
+    """Return the file of a profile, or the project file, to be changed.
 
     Raises:
-        UsageError: It is a project file that another user could have written.
+        UsageError: Another user could have written the project file.
     """
-    import os
-
-    from accel_cli.errors import UsageError
     from accel_cli.profile.store import find_distrust
     from accel_runtime import env
 
-    target = _target(profile, project=project)
+    target = _find_file(profile, project=project)
     if project and target.exists() and (distrust := find_distrust(target, os.environ)):
         raise UsageError(
-            f"{target} is not changed: {distrust}. Set {env.TRUSTED_PROJECTS}={target.parent} to use it."
+            f"Cannot change {target}: {distrust}. Set {env.TRUSTED_PROJECTS}={target.parent} to trust it."
         )
     return target
 
 
-def _existing(target: Path) -> Path:
-    from accel_cli.errors import UsageError
-
-    if not target.is_file():
-        there = ", ".join(_store().names()) or "none yet"
-        raise UsageError(f"there is no profile at {target}. Profiles there are: {there}.")
+def _require_file(target: Path) -> Path:
+    """Return a file, or raise UsageError if it does not exist."""
+    if not target.exists():
+        raise UsageError(
+            f"Profile not found: {target}. Existing profiles: {', '.join(_get_store().names()) or 'none'}."
+        )
     return target
 
 
-def _in_force(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
-    """Return the profile in force, and its values by dotted key."""
-    import os
-
+def _resolve(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
+    """Return the effective profile, and its values by dotted key."""
     from accel_cli.planning import planner
-    from accel_cli.profile.layers import flat
+    from accel_cli.planning.options import Request
+    from accel_cli.profile.layers import flatten
 
-    found = planner.detect_machine(os.environ, cpu=False)
-    resolved = planner.resolve(planner.Request("", profile=profile), os.environ, found)
-    values = flat(resolved.profile.model_dump())
+    machine = planner.detect_machine(os.environ, cpu=False)
+    request = Request("", options={"profile": profile} if profile else {})
+    resolved = planner.resolve(request, os.environ, machine)
+    values = flatten(resolved.profile.model_dump())
     del values["schema_version"]  # of a file, not of a run
     return resolved, values
 
 
 def _has_terminal() -> bool:
-    import sys
-
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def _free(target: Path, *, force: bool) -> None:
-    from accel_cli.errors import UsageError
-
-    if target.exists() and not force:
-        raise UsageError(f"{target} exists already; --force replaces it")
-
-
-def _ask_to_replace(target: Path, text: str, *, force: bool) -> None:
-    """Ask on a terminal before a profile is replaced, unless nothing is lost by it.
+def _may_replace(target: Path, text: str, *, force: bool) -> bool:
+    """Return whether a profile may be replaced; ask on a terminal, unless it holds only defaults.
 
     Raises:
         UsageError: There is no terminal.
-        typer.Exit: The answer was no.
     """
-    from accel_cli import console
-    from accel_cli.errors import UsageError
-
-    if force or not target.exists() or _holds_only_defaults(target, text):
-        return
-    if not _has_terminal():
-        raise UsageError(
-            f"{target} exists already. Give --force to replace it, or --profile NAME to write another profile."
-        )
-    if not console.confirm(f"Replace {target}?"):
-        console.note(f"{target} was left as it is")
-        raise typer.Exit
-
-
-def _holds_only_defaults(target: Path, text: str) -> bool:
-    """Return True if a file is the new text, or what `accel config default` writes on this machine."""
-    import os
-
     from accel_cli.planning import machine
     from accel_cli.profile import store
 
-    there = store.read_text(target)
-    return there == text or there == _render_default(machine.detect(os.environ))
+    if force or not target.exists():
+        return True
+    if store.read_text(target) in {text, _render_default(machine.detect(os.environ))}:
+        return True
+    if not _has_terminal():
+        raise UsageError(
+            f"{target} already exists. Use --force to replace it, or --profile NAME to write another profile."
+        )
+    return console.confirm(f"Replace {target}?")
 
 
-def _render_default(found: Machine) -> str:
-    """Return the text of the profile that suits a machine."""
+def _render_default(machine: Machine) -> str:
+    """Return the text of the default profile of a machine."""
     from accel_cli.profile import layers, store
     from accel_cli.profile.schema import describe
-    from accel_cli.wizard.steps import suggested_values
+    from accel_cli.wizard.steps import suggest_values
 
-    values = suggested_values(found)
+    values = suggest_values(machine)
     return store.render(layers.to_data(values), describe(values["launcher.kind"]))
 
 
-def _below(target: Path) -> list[Any]:
-    """The layers a file stands on."""
-    from accel_cli.profile.edit import below
+def _list_lower_layers(target: Path) -> list[Any]:
+    from accel_cli.profile.edit import read_layers_below
 
-    return list(below(_store(), target))
+    return list(read_layers_below(_get_store(), target))
 
 
 def _find_kind(target: Path) -> Any:
-    """Return the `launcher.kind` that holds with a file, None where none is said."""
+    """Return the effective `launcher.kind` with a file, or None if it is not set."""
     from accel_cli.profile import layers
 
-    stack = [*_below(target), *([layers.file(target, "file")] if target.is_file() else [])]
+    stack = [*_list_lower_layers(target), *([layers.read_file(target, "file")] if target.is_file() else [])]
     return next(
         (layer.values["launcher.kind"] for layer in stack[::-1] if "launcher.kind" in layer.values), None
     )
 
 
-def _check(stack: list[Any]) -> None:
-    """Refuse a profile that could not be used."""
+def _check(target: Path, file: Path) -> None:
+    """Raise ProfileError if the content of `file` would be invalid as the profile `target`."""
     from accel_cli.profile import layers
 
-    layers.resolve(stack)
+    layers.resolve([*_list_lower_layers(target), layers.read_file(file, "file")])
 
 
 def _write_default(target: Path, *, force: bool) -> None:
-    import os
-
-    from accel_cli import console
     from accel_cli.planning import machine
     from accel_cli.profile import store
 
-    _free(target, force=force)
-    found = machine.detect(os.environ)
-    for problem in found.problems:
+    if target.exists() and not force:
+        raise UsageError(f"{target} already exists. Use --force to replace it.")
+    detected = machine.detect(os.environ)
+    for problem in detected.problems:
         console.note(problem)
-    store.write(target, _render_default(found))
-    console.note(f"{target} is written for {found.summary}")
+    store.write(target, _render_default(detected))
+    console.note(f"wrote {target} for {detected.summary}")
 
 
-def _ask(target: Path) -> None:
-    """The wizard, which needs a terminal."""
-    from accel_cli.errors import UsageError
+def _write(target: Path, text: str | None) -> None:
+    """Write a profile, and print that; None leaves it unchanged."""
+    from accel_cli.profile import store
 
-    if not _has_terminal():
-        raise UsageError(
-            "the questions need a terminal. Without one: `accel config --default` writes what suits this machine, "
-            "and `accel config set KEY=VALUE` changes single values."
-        )
-    from accel_cli.wizard.session import run_wizard
-
-    raise typer.Exit(run_wizard(target))
+    if text is None:
+        console.note(f"{target} is unchanged")
+        return
+    store.write(target, text)
+    console.note(f"wrote {target}")
 
 
-def _text(value: object) -> str:
-    """Return a value as it would be typed behind its key."""
+def _format_value(value: object) -> str:
+    """Return a value as text that `accel config set` reads."""
     from accel_cli.profile import yaml_io
 
     return value if isinstance(value, str) else "" if value is None else yaml_io.inline(value)
 
 
-def edit_interactively(path: Path, check: Callable[[Path], None]) -> str | None:
-    """The new text of a file, or None if the person changed nothing or gave up.
+def edit_interactively(target: Path) -> str | None:
+    """Open a copy of a profile in an editor until it is valid; the profile itself is not changed.
 
-    Args:
-        path: The file; it is not touched.
-        check: Raises UsageError for a text that may not be kept.
+    Returns:
+        The new text, or None if nothing was changed or the user gave up.
 
     Raises:
-        UsageError: There is no editor, it failed, or without a terminal the text has mistakes.
+        UsageError: The editor failed, or the text is invalid and there is no terminal.
     """
     import tempfile
 
-    from accel_cli.errors import UsageError
+    from accel_cli.profile import store
 
-    before = path.read_text(encoding="utf-8")
+    before = store.read_text(target)
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder) / path.name
+        scratch = Path(folder) / target.name
         scratch.write_text(before, encoding="utf-8")
         while True:
-            _open(scratch)
-            after = scratch.read_text(encoding="utf-8")
-            if after == before:
-                return None
+            _open_editor(scratch)
             try:
-                check(scratch)
+                after = store.read_text(scratch)
+                if after == before:
+                    return None
+                _check(target, scratch)
             except UsageError as error:
-                reason = str(error).replace(str(scratch), path.name)
-                if not _again(reason):
+                message = str(error).replace(str(scratch), target.name)
+                if not sys.stdin.isatty():
+                    raise UsageError(f"{message}\n{target} is unchanged.") from None
+                console.error(message)
+                if not console.confirm("Edit again?", default=True):
                     return None
             else:
                 return after
 
 
-def _open(path: Path) -> None:
-    import os
+def _open_editor(path: Path) -> None:
     import shlex
     import subprocess
 
-    from accel_cli.errors import UsageError
-
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
-    command = [*shlex.split(editor), str(path)]
     try:
-        code = subprocess.run(command, check=False).returncode
-    except OSError as error:
-        raise UsageError(f"the editor {editor!r} cannot be started ({error.strerror}); set EDITOR") from None
+        code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            f"Cannot start the editor {editor!r}: {reason}. Set VISUAL or EDITOR to another one."
+        ) from None
     if code:
-        raise UsageError(f"the editor {editor!r} ended with code {code}; nothing was changed")
-
-
-def _again(reason: str) -> bool:
-    """Show what is wrong and ask whether to go on editing."""
-    import sys
-
-    from accel_cli import console
-    from accel_cli.errors import UsageError
-
-    if not sys.stdin.isatty():
-        raise UsageError(f"{reason}\nThe file was left as it was.")
-    console.error(reason)
-    console.drop_typed()
-    answer = input("Edit again? [Y/n] ")
-    return not answer.strip().lower().startswith("n")
+        raise UsageError(f"The editor {editor!r} exited with code {code}. The profile is unchanged.")

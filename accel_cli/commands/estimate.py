@@ -1,91 +1,95 @@
-"""`accel estimate`: what training a model takes on each device, in which layouts it fits, and the smallest of them."""
+"""`accel estimate`: memory that training a model needs on each device, and the layouts that fit."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from accel_cli import console
+from accel_cli.commands.base import CommandApp
 from accel_cli.commands.options import complete_profile_names
+from accel_cli.errors import AccelError, UsageError
 
-__all__ = ["EXAMPLE", "estimate"]
+__all__ = ["app"]
 
-EXAMPLE = "Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16"
+app = CommandApp(rich_help_panel="Set up")
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
-_Number = Literal["fp32", "bf16", "fp16"]
+_Number = Literal["bf16", "fp16", "fp32"]
 _Precision = Literal["no", "bf16", "fp16"]
 
 
+@app.command(
+    "estimate",
+    epilog="Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16",
+)
 def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
     target: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
-            help="MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
+            help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
         ),
     ],
-    devices: Annotated[int, typer.Option(metavar="N", min=1, help="How many devices there are.")] = 1,
+    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Set the number of devices.")] = 1,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The memory of each device, such as 80GB or 24GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Set the memory of each device, such as 80GB or 24GiB.")
     ] = None,
     headroom: Annotated[
         int,
         typer.Option(
-            metavar="PERCENT", min=0, max=90, help="Part of the memory that is left to torch, fragmentation and networks."
+            metavar="PERCENT", min=0, max=90,
+            help="Leave this part of the memory to torch, fragmentation and communication.",
         ),
     ] = 10,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples in a batch, on each device.")
+        int | None, typer.Option(metavar="N", min=1, help="Set the samples per batch on each device.")
     ] = None,
-    seq_length: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens in a sample.")] = None,
+    seq_length: Annotated[int | None, typer.Option(metavar="N", min=1, help="Set the tokens per sample.")] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; without it the factory's, else adamw.",
+            help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
         ),
     ] = None,
-    mixed_precision: Annotated[_Precision, typer.Option(help="Number format of the forward pass.")] = "no",
+    mixed_precision: Annotated[_Precision, typer.Option(help="Set the number format of the forward pass.")] = "no",
     dtype: Annotated[
-        _Number | None, typer.Option(help="Number format of parameters; without it the model's own.")
+        _Number | None, typer.Option(help="Set the number format of parameters; by default the model's own.")
     ] = None,
     wrap: Annotated[
-        str, typer.Option(metavar="WHAT", help="What is gathered as a whole, as fully_shard.wrap has it.")
+        str, typer.Option(metavar="MODULES", help="Gather these modules as units, as fully_shard.wrap does.")
     ] = "auto",
-    activations: Annotated[
-        bool, typer.Option("--activations/--no-activations", help="Whether activations are measured.")
-    ] = True,
+    activations: Annotated[bool, typer.Option("--activations/--no-activations", help="Measure activations.")] = True,
     show_all: Annotated[
         bool, typer.Option("--all", help="Show every layout, with and without resharding and checkpointing.")
     ] = False,
     write_profile: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Write the layout into this profile.", autocompletion=complete_profile_names
+            metavar="NAME", help="Write the layout to this profile.", autocompletion=complete_profile_names
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the layout into this profile file.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the layout to this profile file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Estimate the memory of training a model on each device, for every layout of so many devices.
+    """Estimate the memory that training a model needs on each device, for every layout of the devices.
 
     Nothing is allocated: the factory is called on the meta device. Exit code 1 if no layout fits.
     """
-    import json
-
-    from accel_cli import console
-    from accel_cli.errors import AccelError, UsageError
-
     if write_profile and output:
-        raise UsageError("--write-profile and --output mean different files; give one")
+        raise UsageError("Pass either --write-profile or --output, not both.")
     result = _request_estimate(
         target=target,
         devices=devices,
-        memory=memory,
+        memory=int(memory) if memory and memory.isdecimal() else memory,
         headroom=headroom,
         batch_size=batch_size,
         seq_length=seq_length,
@@ -96,39 +100,25 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
         activations=activations,
     )
     if as_json:
-        console.plain(json.dumps(result, indent=2))
+        console.print_json(result)
     else:
         _print_table(result, show_all=show_all)
     if result["best"] is None:
         raise AccelError(_format_no_fit(result))
-    best = result["layouts"][result["best"]]
-    if not as_json and memory:
-        console.note(f"on {devices} device(s) the least divided that fits: {_describe_layout(best)}")
-        fewest = result["layouts"][result["fewest"]]
-        if fewest["devices"] < devices:
-            console.note(f"it fits on {fewest['devices']} device(s) already: {_describe_layout(fewest)}")
     if write_profile or output:
-        _write_profile(result, best, write_profile, output)
-        console.note(f"the profile says how {devices} device(s) divide the model: {_describe_layout(best)}")
+        _write_profile(result, write_profile, output)
 
 
 def _request_estimate(**options: Any) -> dict[str, Any]:
-    """Return all layouts, which of them fit, and the recommended ones; neither the runtime nor torch is imported here.
-
-    Args:
-        **options: Those of `accel estimate`, and its `target`.
+    """Return all layouts, which of them fit, and the recommended ones, from a child process that imports torch.
 
     Raises:
-        UsageError: Nothing can be estimated; the message tells why.
-        AccelError: The child process ended without an answer.
+        UsageError: The model cannot be estimated.
+        AccelError: The child process ended without a result.
     """
     import json
-    import subprocess
-    import sys
 
-    from accel_cli.errors import AccelError, UsageError
-
-    # Output of a factory is shown. In a session of its own, Ctrl-C ends the child without a traceback.
+    # stderr shows output of the factory. In a session of its own, Ctrl-C ends the child without a traceback.
     child = subprocess.run(
         [sys.executable, "-m", "accel_runtime.estimate", json.dumps(options)],
         stdin=subprocess.DEVNULL,
@@ -138,9 +128,7 @@ def _request_estimate(**options: Any) -> dict[str, Any]:
     )
     if not child.stdout:
         ended = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        raise AccelError(
-            f"{options['target']} could not be estimated: the process that did it ended with {ended}"
-        )
+        raise AccelError(f"Cannot estimate {options['target']}: the child process ended with {ended}.")
     answer: dict[str, Any] = json.loads(child.stdout)
     if "error" in answer:
         raise UsageError(answer["error"])
@@ -149,8 +137,6 @@ def _request_estimate(**options: Any) -> dict[str, Any]:
 
 
 def _print_table(result: dict[str, Any], *, show_all: bool) -> None:
-    from accel_cli import console
-
     frozen = result["parameters"] - result["trained"]
     subject = [
         f"{result['model']} with {result['parameters']:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}",
@@ -160,12 +146,12 @@ def _print_table(result: dict[str, Any], *, show_all: bool) -> None:
     if result["inputs"]:
         subject.append(f"a batch of {', '.join(result['inputs'])} on each device")
     if buffers := result["layouts"][0]["bytes"]["buffers"]:
-        subject.append(f"buffers of {console.size(buffers)} on each device (in the total)")
+        subject.append(f"buffers of {console.format_size(buffers)} on each device (included in the total)")
     console.note(", ".join(subject))
     console.note(
         "parameters, gradients and optimizer state are exact; activations and working memory are estimates"
         if result["inputs"]
-        else "activations are not counted: there are no inputs to measure them with"
+        else "activations are not included: there are no inputs to measure them with"
     )
     reasons: dict[str, list[str]] = {}
     for each in result["left_out"]:
@@ -181,27 +167,32 @@ def _print_table(result: dict[str, Any], *, show_all: bool) -> None:
     fits = ("FITS",) if result["memory"] is not None else ()
     head = ("REPLICATE", "SHARD", "TP", *(name.upper() for name in _BYTES), *fits, "HOW")
     console.table(head, (_format_row(layout, fits=bool(fits)) for layout in shown))
+    if fits and result["best"] is not None:
+        best, fewest = layouts[result["best"]], layouts[result["fewest"]]
+        console.note(
+            f"least sharded layout that fits on {result['devices']} device(s): {_describe_layout(best)}"
+        )
+        if fewest["devices"] < result["devices"]:
+            console.note(f"{fewest['devices']} device(s) are enough: {_describe_layout(fewest)}")
 
 
 def _format_row(layout: dict[str, Any], *, fits: bool) -> tuple[str, ...]:
-    from accel_cli import console
-
     sizes = [layout["bytes"][name] for name in _BYTES]
     return (
         *(str(layout[name]) for name in _SIZES),
-        *("-" if size is None else console.size(size) for size in sizes),
+        *("-" if size is None else console.format_size(size) for size in sizes),
         *(("yes" if layout["fits"] else "no",) if fits else ()),
         _describe_savings(layout) or "-",
     )
 
 
 def _describe_layout(layout: dict[str, Any]) -> str:
-    """Return a layout in the words of a profile."""
+    """Return a layout in keys of a profile."""
     sizes = [f"{name} {layout[name]}" for name in _SIZES if layout[name] > 1]
     if layout["sharded"] and layout["devices"] == 1:
         sizes = ["dp_shard auto"]
     savings = _describe_savings(layout)
-    return " x ".join(sizes or ["one whole model"]) + (f", {savings}" if savings else "")
+    return " x ".join(sizes or ["full model"]) + (f", {savings}" if savings else "")
 
 
 def _describe_savings(layout: dict[str, Any]) -> str:
@@ -212,42 +203,35 @@ def _describe_savings(layout: dict[str, Any]) -> str:
 
 
 def _format_no_fit(result: dict[str, Any]) -> str:
-    """Return the message that no layout fits, with the leanest one and the cure."""
-    from accel_cli import console
-
+    """Return the error that no layout fits, with the smallest one and the cure."""
     leanest = result["layouts"][result["leanest"]]
     sizes = leanest["bytes"]
     largest = max(_BYTES[:-1], key=lambda name: sizes[name] or 0)
     if largest == "working" and leanest["sharded"] and not result["wrapped"]:
-        cure = "the model has no list of layers, so all of it is gathered at once; --wrap CLASS says what is"
+        cure = "The model has no list of layers, so it is gathered as one unit. Use --wrap CLASS to gather its modules"
     elif largest in {"activations", "working"}:
-        cure = "a smaller --batch-size or --seq-length, or --mixed-precision bf16, takes less"
+        cure = "Use a smaller --batch-size or --seq-length, or --mixed-precision bf16"
     else:
-        cure = "more devices, or an optimizer with less state, take less"
+        cure = "Use more devices, or an optimizer with less state"
+    needed, usable, memory = map(console.format_size, (sizes["total"], result["usable"], result["memory"]))
     return (
-        f"no layout on {result['devices']} device(s) fits: the leanest ({_describe_layout(leanest)}) takes "
-        f"{console.size(sizes['total'])} on each, and {console.size(result['usable'])} of {console.size(result['memory'])} "
-        f"may be used. Most of it is {largest}: {cure}"
+        f"No layout fits on {result['devices']} device(s): the smallest ({_describe_layout(leanest)}) needs {needed} on each, "
+        f"and {usable} of {memory} may be used. Most of it is {largest}. {cure}."
     )
 
 
-def _write_profile(
-    result: dict[str, Any], best: dict[str, Any], name: str | None, output: Path | None
-) -> None:
-    import os
-
-    from accel_cli import console
+def _write_profile(result: dict[str, Any], name: str | None, output: Path | None) -> None:
     from accel_cli.profile.edit import update_profile
     from accel_cli.profile.store import Store
 
     store = Store.from_env(os.environ, Path.cwd())
     target = output or store.path(str(name))
+    best = result["layouts"][result["best"]]
     profile, _ = update_profile(store, target, _build_profile_keys(best, result["wrap"]), "accel estimate")
-    console.note(f"{target} is written")
+    console.note(f"wrote {target} for {result['devices']} device(s): {_describe_layout(best)}")
     if profile.mixed_precision != result["mixed_precision"]:
         console.note(
-            f"the estimate is for mixed_precision: {result['mixed_precision']}, and {target} says {profile.mixed_precision}: "
-            f"it was left"
+            f"the estimate is for mixed_precision {result['mixed_precision']}, but {target} sets {profile.mixed_precision}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`accel jobs`: what was submitted to a service, how it is doing, what it printed, its end, and what it left."""
+"""`accel jobs`: list, show, follow and stop submitted jobs, and download their results."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accel_cli.commands.base import CommandApp
 from accel_cli.commands.options import complete_profile_names
 
 if TYPE_CHECKING:
-    from accel_cli.jobs.base import Job, Jobs
+    from accel_cli.jobs.base import Jobs
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    help="List, look at, follow and stop jobs of Slurm or SageMaker, and bring home what they left.",
+app = CommandApp(
+    name="jobs",
+    rich_help_panel="Run",
+    help="List, show, follow and stop submitted jobs, and download their results.",
     no_args_is_help=True,
     epilog="Example: accel jobs list",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
 )
 
-_Id = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as accel launch said it.")]
+_Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as printed by accel launch.")]
 _Launcher = Annotated[
     str | None,
     typer.Option(
         "--launcher",
         metavar="KIND",
-        help="Whose jobs: slurm or sagemaker. Else those of the profile in force, or slurm.",
+        help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
     ),
 ]
 _Set = Annotated[
@@ -42,7 +43,7 @@ _Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="NAME",
-        help="The named profile whose jobs these are.",
+        help="Look for jobs of the launcher of this profile.",
         autocompletion=complete_profile_names,
     ),
 ]
@@ -50,27 +51,32 @@ _Profile = Annotated[
 
 @app.command("list", epilog="Example: accel jobs list")
 def list_(launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
-    """List your jobs that Slurm still knows, or the newest of your AWS account, the oldest first."""
+    """List jobs, oldest first."""
     from accel_cli import console
 
     with _open_jobs(launcher, profile, assignments) as jobs:
-        rows = [(job.id, job.name, job.state, job.elapsed, job.where or job.reason) for job in jobs.list()]
+        rows = [(job.id, job.name, job.state, job.elapsed, job.nodes or job.reason) for job in jobs.list()]
     if not rows:
-        console.note("there are no jobs of yours")
+        console.note("no jobs found")
         return
-    console.table(("ID", "NAME", "STATE", "TIME", "WHERE"), rows)
+    console.table(("ID", "NAME", "STATE", "TIME", "NODES"), rows)
 
 
 @app.command("status", epilog="Example: accel jobs status 12")
 def status(
     job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None
 ) -> None:
-    """Show what is known of a job."""
+    """Show the details of a job."""
+    from dataclasses import asdict
+
     from accel_cli import console
 
     with _open_jobs(launcher, profile, assignments) as jobs:
         job = jobs.status(job_id)
-    console.table(("", ""), [(name, value) for name, value in _facts(job).items() if value])
+    fields = {
+        name: value for name, value in asdict(job).items() if value or (name == "exit_code" and job.finished)
+    }
+    console.table(("", ""), [(name.replace("_", " "), str(value)) for name, value in fields.items()])
 
 
 @app.command("logs", epilog="Example: accel jobs logs 12 -f")
@@ -78,119 +84,106 @@ def logs(
     job_id: _Id,
     follow: Annotated[
         bool,
-        typer.Option("-f", "--follow", help="Go on until the job is done, and end with its exit code."),
+        typer.Option(
+            "-f", "--follow", help="Follow the log until the job ends, and exit with its exit code."
+        ),
     ] = False,
     launcher: _Launcher = None,
     profile: _Profile = None,
     assignments: _Set = None,
 ) -> None:
-    """Print what a job has printed."""
+    """Print the log of a job."""
     from accel_cli import console
-    from accel_cli.jobs import base as following
+    from accel_cli.jobs import base
 
     with _open_jobs(launcher, profile, assignments) as jobs:
         job = jobs.status(job_id)
         if follow:
-            raise typer.Exit(following.follow(jobs, job))
-        log, some = jobs.log(job), False
-        while following.pass_on(log):
-            some = True
-    if not some:
-        console.note(f"job {job.id} has printed nothing; it is {job.state}")
+            raise typer.Exit(base.follow(jobs, job))
+        log, printed = jobs.open_log(job), False
+        while base.print_new_output(log):
+            printed = True
+    if not printed:
+        console.note(f"job {job.id} has no output; it is {job.state}")
 
 
 @app.command("stop", epilog="Example: accel jobs stop 12")
 def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
-    """End a job; its scripts get SIGTERM, and some time to save."""
+    """Stop a job. Its processes receive SIGTERM and have some time to save."""
     from accel_cli import console
 
     with _open_jobs(launcher, profile, assignments) as jobs:
         job = jobs.status(job_id)
-        if job.done:
+        if job.finished:
             console.note(f"job {job.id} is {job.state} already")
             return
         jobs.stop(job_id)
-    console.note(f"job {job.id} is asked to end")
+    console.note(f"job {job.id} is stopping")
 
 
 @app.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
 def download(
     job_id: _Id,
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Where a folder of the job's name is made.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Write the results to a new folder in DIR, named after the job.",
+        ),
     ] = Path(),
     launcher: _Launcher = None,
     profile: _Profile = None,
     assignments: _Set = None,
 ) -> None:
-    """Bring home the model and the other files that a job left."""
+    """Download the model and the other output files of a job."""
     from accel_cli import console
 
     with _open_jobs(launcher, profile, assignments) as jobs:
         folder = jobs.download(job_id, output)
-    console.note(f"what job {job_id} left is in {console.short(str(folder.resolve()))}")
+    console.note(f"results of job {job_id} are in {console.abbreviate_home(str(folder.resolve()))}")
     console.plain(str(folder))
 
 
 @contextmanager
 def _open_jobs(kind: str | None, profile: str | None, assignments: list[str] | None) -> Iterator[Jobs]:
-    """Give the jobs of a service; if none is said, they are those of the first, and an error names the others."""
-    from accel_cli.errors import UsageError
-    from accel_cli.jobs import SERVICES, again, service
-    from accel_cli.jobs.base import UnreachableError
-
-    if kind is not None and kind not in SERVICES:
-        raise UsageError(
-            f"--launcher takes {' or '.join(SERVICES)}, whose scripts run as jobs; it got {kind!r}"
-        )
-    typed = [*([f"launcher.kind={kind}"] if kind else []), *(assignments or ())]
-    said = _in_force(profile, typed)
-    assumed, *others = SERVICES
-    try:
-        jobs = service(said.get("launcher.kind") or assumed, said)
-        jobs.options = again(profile, typed)
-        yield jobs
-    except (UsageError, UnreachableError) as error:
-        if "launcher.kind" in said:
-            raise
-        raise type(error)(
-            f"{str(error).rstrip('.')}. No profile says whose jobs these are, so {assumed} was looked at; use --launcher "
-            f"{' or '.join(others)} for other jobs."
-        ) from None
-
-
-def _in_force(profile: str | None, assignments: list[str]) -> dict[str, Any]:
-    """What the profile in force says of its launcher, by dotted key, if that submits jobs."""
+    """Yield the jobs of a launcher, by default of the first service; then errors name the others."""
     import os
 
-    from accel_cli.errors import ProfileError
-    from accel_cli.jobs import SERVICES
+    from accel_cli.errors import ProfileError, UsageError
+    from accel_cli.jobs.base import UnreachableError, format_options
+    from accel_cli.launchers import LAUNCHERS
     from accel_cli.profile import layers
     from accel_cli.profile.store import Store
 
+    def submits_jobs(kind: Any) -> bool:
+        return isinstance(kind, str) and kind in LAUNCHERS and LAUNCHERS[kind].location == "job"
+
+    default = next(filter(submits_jobs, LAUNCHERS))
+    texts = [*([f"launcher.kind={kind}"] if kind is not None else []), *(assignments or ())]
+    options = layers.parse_assignments(texts)
+    if not submits_jobs(requested := options.values.get("launcher.kind", default)):
+        kinds = " or ".join(filter(submits_jobs, LAUNCHERS))
+        raise UsageError(f"Invalid launcher {requested!r}: expected {kinds}, which submit jobs.")
     values: dict[str, Any] = {}
-    options = [layers.assigned(assignments)]
-    for layer in layers.stack(Store.from_env(os.environ, Path.cwd()), os.environ, profile, options):
+    for layer in layers.read_layers(Store.from_env(os.environ, Path.cwd()), os.environ, profile, [options]):
         if layer.problems:
             raise ProfileError(list(layer.problems))
-        said = {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
-        if said.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
+        if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}
-        values |= said
-    return values if values.get("launcher.kind") in SERVICES else {}
-
-
-def _facts(job: Job) -> dict[str, str]:
-    return {
-        "id": job.id,
-        "name": job.name,
-        "state": job.state,
-        "reason": job.reason,
-        "exit code": "" if job.exit_code is None else str(job.exit_code),
-        "where": job.where,
-        "submitted": job.submitted,
-        "time": job.elapsed,
-        "restarts": str(job.restarts or ""),
-        "log": job.log,
-        "paid for": job.cost,
-    }
+        values |= {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
+    if assumed := not submits_jobs(values.get("launcher.kind")):
+        values = {"launcher.kind": default}
+    try:
+        jobs = LAUNCHERS[values["launcher.kind"]].open_jobs(values)
+        jobs.jobs_options = format_options(profile, texts)
+        yield jobs
+    except (UsageError, UnreachableError) as error:
+        if not assumed:
+            raise
+        others = " or ".join(kind for kind in LAUNCHERS if submits_jobs(kind) and kind != default)
+        raise type(error)(
+            f"{str(error).rstrip('.')}. No profile selects a launcher that submits jobs, so {default} is assumed; "
+            f"use --launcher {others} for others."
+        ) from None

@@ -1,123 +1,138 @@
-"""Options of torchrun and Accelerate that accel calls otherwise: what they are called here."""
+"""Options of commands: declared options as parameters, options of torchrun and Accelerate, and shell completion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from typer.core import TyperCommand, TyperGroup
+import typer.main
 from typing_extensions import override
 
+from accel_cli.commands.base import AccelCommand, AccelGroup
+from accel_cli.errors import UsageError
+from accel_cli.planning.options import OPTIONS, LaunchOption
+
 __all__ = [
-    "FLAGS",
-    "RENAMED",
-    "ForeignCommand",
-    "ForeignGroup",
+    "FOREIGN_FLAGS",
+    "FOREIGN_OPTIONS",
+    "CompatCommand",
+    "CompatGroup",
+    "RequestCommand",
     "complete_assignments",
     "complete_checkpoints",
     "complete_keys",
     "complete_profile_names",
+    "find_unknown_options",
+    "get_options",
     "normalize_option",
 ]
 
-
-_MEET = "Use --rdzv-endpoint HOST:PORT, with the address of one machine and a port that is free there"
-_MEET_OR_LEAVE = f"{_MEET}; on one machine, leave it out"
-_PROFILE = (
-    "Use --profile NAME, for the profile that accel config import FILE --profile NAME has made of the file"
-)
-_PER_NODE = "Use --nproc-per-node N, the number of processes on each machine"
-_SHOW = "Use --ranks RANKS for what is on the screen; accel logs prints what every rank wrote"
-_COMPILE = "Write Accelerator(dynamo_backend=...) in the script"
-_DIVIDE = (
-    "Use --set parallel.dp_shard=auto; accel config import FILE translates the other keys of a config file"
+_RENDEZVOUS = "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it"
+_RENDEZVOUS_OR_NONE = f"{_RENDEZVOUS}; on one node, leave it out"
+_PROFILE = "Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file"
+_PER_NODE = "Use --nproc-per-node N, the number of processes on each node"
+_RANKS = "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank"
+_COMPILE = "Use Accelerator(dynamo_backend=...) in the script"
+_SHARDING = (
+    "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
 )
 _FULLY_SHARD = (
-    "Use the keys of fully_shard: in the profile; accel config import FILE translates those of a config file"
+    "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file"
 )
 _PARALLEL = "Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp"
 _OFFLOAD = "Use --set fully_shard.cpu_offload=true"
-_POD = "Use --tpu-pod NAME, which starts the same on every worker of a pod"
-_AWS = "Leave credentials where AWS's tools keep them; launcher.aws_profile names a profile of theirs"
-_NUMBERS = "Use --mixed-precision bf16 or fp16; 8-bit numbers are not in this version"
+_MEGATRON = "Leave it out: Megatron-LM is not supported"
+_AFFINITY = "Leave it out: accel does not bind processes to processor cores"
+_POD = "Use accel tpu-pod NAME, which starts accel launch on every worker of a pod"
+_AWS = "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile"
+_FP8 = "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported"
 
-RENAMED: Mapping[str, str] = MappingProxyType(
+FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "n": _PER_NODE,
         "np": _PER_NODE,
-        "num-processes": f"{_PER_NODE}, where num_processes counts those of all machines",
+        "num-processes": f"{_PER_NODE}; num_processes is the number on all nodes",
         "num-machines": "Use --nnodes N",
-        "machine-rank": "Leave it out, since machines number themselves, or use --node-rank N",
+        "machine-rank": "Leave it out, since nodes are numbered automatically, or use --node-rank N",
         "num-nodes": "Use --nnodes N",
-        "world-size": "Use --nproc-per-node N and --nnodes N, whose product it is",
-        "main-process-ip": _MEET_OR_LEAVE,
-        "main-process-port": _MEET_OR_LEAVE,
-        "master-addr": _MEET_OR_LEAVE,
-        "master-port": _MEET_OR_LEAVE,
+        "world-size": "Use --nproc-per-node N and --nnodes N; the world size is their product",
+        "main-process-ip": _RENDEZVOUS_OR_NONE,
+        "main-process-port": _RENDEZVOUS_OR_NONE,
+        "master-addr": _RENDEZVOUS_OR_NONE,
+        "master-port": _RENDEZVOUS_OR_NONE,
         "backend": "Use --set process_group_backend=gloo or nccl",
-        "multi-gpu": "Use --nproc-per-node auto, a process for each GPU",
+        "multi-gpu": "Use --nproc-per-node auto, one process for each GPU",
         "use-cpu": "Use --cpu",
         "config-file": _PROFILE,
         "config": _PROFILE,
         "tpu": "Use --set launcher.kind=xla",
         "num-cpu-threads-per-process": "Use --set launcher.omp_num_threads=N",
-        "enable-cpu-affinity": "Leave it out: accel does not bind processes to processor cores",
-        "numa-binding": "Leave it out: accel does not bind processes to processor cores",
+        "enable-cpu-affinity": _AFFINITY,
+        "numa-binding": _AFFINITY,
         "dynamo-": _COMPILE,
-        "use-fsdp": _DIVIDE,
-        "use-deepspeed": _DIVIDE,
+        "use-fsdp": _SHARDING,
+        "use-deepspeed": _SHARDING,
         "use-parallelism-config": _PARALLEL,
         "parallelism-config-": _PARALLEL,
-        "use-megatron-lm": "Leave it out: Megatron-LM is not in this version",
-        "megatron-lm-": "Leave it out: Megatron-LM is not in this version",
+        "use-megatron-lm": _MEGATRON,
+        "megatron-lm-": _MEGATRON,
         "fsdp-": _FULLY_SHARD,
-        "deepspeed-": _DIVIDE,
-        "zero-stage": _DIVIDE,
-        "zero3-": _DIVIDE,
+        "deepspeed-": _SHARDING,
+        "zero-stage": _SHARDING,
+        "zero3-": _SHARDING,
         "offload-": _OFFLOAD,
-        "gradient-accumulation-steps": "Write Accelerator(gradient_accumulation_steps=N) in the script",
+        "gradient-accumulation-steps": "Use Accelerator(gradient_accumulation_steps=N) in the script",
         "gradient-clipping": "Call accelerator.clip_grad_norm_ in the script",
-        "same-network": "Leave it out: machines meet at --rdzv-endpoint, on one network or not",
-        "tee": _SHOW,
-        "t": _SHOW,
-        "redirects": _SHOW,
-        "r": _SHOW,
-        "local-ranks-filter": _SHOW,
-        "duplicate-": _SHOW,
-        "role": "Leave it out: all processes of a launch have one role",
-        "rdzv-backend": "Leave it out: machines always meet by c10d",
+        "same-network": "Leave it out: nodes connect to --rdzv-endpoint on any network",
+        "tee": _RANKS,
+        "t": _RANKS,
+        "redirects": _RANKS,
+        "r": _RANKS,
+        "local-ranks-filter": _RANKS,
+        "duplicate-": _RANKS,
+        "role": "Leave it out: all processes of a launch have the same role",
+        "rdzv-backend": "Leave it out: the rendezvous always uses c10d",
         "rdzv-conf": "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS",
-        "standalone": "Leave it out: on one machine processes meet at a free port of their own",
+        "standalone": "Leave it out: on one node, the rendezvous uses a free port",
         "monitor-interval": "Use --set launcher.monitor_interval=SECONDS",
         "start-method": "Use --set launcher.start_method=forkserver or exec",
-        "run-path": "Leave it out: the script runs as it is",
-        "local-addr": "Leave it out: the address is the one on the route to --rdzv-endpoint",
+        "run-path": "Leave it out: accel runs the script itself, unchanged",
+        "local-addr": "Leave it out: accel uses the address on the route to --rdzv-endpoint",
         "logs-specs": "Use --log-dir DIR",
-        "event-log-handler": "Leave it out: accel logs prints what happened",
+        "event-log-handler": "Leave it out: accel logs prints the output of a run",
         "virtual-local-rank": "Leave it out: every process sees all GPUs and uses the one of its local rank",
-        "signals-to-handle": "Leave it out: signals that end or stop a run reach every process",
+        "signals-to-handle": "Leave it out: signals that end or stop a run are passed to every process",
         "main-training-function": "Use --set launcher.main_training_function=NAME, with launcher.kind: xla",
         "downcast-bf16": "Use --mixed-precision bf16",
         "tpu-cluster": _POD,
-        "no-tpu-cluster": "Leave it out: without --tpu-pod, the script runs on this machine",
-        "tpu-use-sudo": "Use --pod-setup LINE for a line of shell with sudo",
+        "no-tpu-cluster": "Leave it out: accel launch runs the script on this machine",
+        "tpu-use-sudo": "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command",
+        "tpu-pod": _POD,
+        "zone": "Use accel tpu-pod NAME --zone ZONE",
+        "project": "Use accel tpu-pod NAME --project ID",
+        "pod-folder": "Use accel tpu-pod NAME --folder DIR",
+        "pod-setup": "Use accel tpu-pod NAME --setup COMMAND",
+        "run-pod": "Use accel tpu-pod NAME --run",
         "vm": _POD,
         "env": "Use --set env.NAME=VALUE",
-        "fp8-": _NUMBERS,
+        "fp8-": _FP8,
         "aws-": _AWS,
-        "debug": "Leave it out: ranks whose collectives do not match are named in every run",
-        "mpirun-hostfile": "Start accel launch by mpirun, whose variables it reads",
+        "debug": "Leave it out: every run reports the ranks whose collectives do not match",
+        "mpirun-hostfile": "Run accel launch with mpirun, whose variables it reads",
     }
 )  # fmt: skip
-"""What to use instead, by the option's name with `-` for `_`; a name that ends with `-` is the beginning of several."""
-FLAGS = frozenset({
+"""Advice for options of torchrun and Accelerate, by name with `-` for `_`; a name that ends with `-` is a prefix."""
+FOREIGN_FLAGS = frozenset({
     "multi-gpu", "use-cpu", "tpu", "enable-cpu-affinity", "use-fsdp", "use-deepspeed", "use-parallelism-config",
     "use-megatron-lm", "dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation", "same-network",
     "standalone", "run-path", "virtual-local-rank", "downcast-bf16", "tpu-cluster", "no-tpu-cluster", "tpu-use-sudo",
-    "debug",
+    "debug", "run-pod",
 })  # fmt: skip
-"""Options in the table that take no value."""
+"""Options of torchrun and Accelerate that take no value."""
 
 
 def normalize_option(name: str) -> str:
@@ -125,108 +140,188 @@ def normalize_option(name: str) -> str:
     return name.replace("_", "-")
 
 
-class ForeignCommand(TyperCommand):
-    """A command that says what options of torchrun and Accelerate are called here."""
+class _CompatMixin:
+    """Refuses options of torchrun and Accelerate with the option to use instead."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_unknown_options(self, ctx, args)
+        parsed: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        return parsed
+
+
+class CompatCommand(_CompatMixin, AccelCommand):
+    """A command to which users may give options of torchrun or Accelerate."""
+
+
+class CompatGroup(_CompatMixin, AccelGroup):
+    """A group of commands to which users may give options of torchrun or Accelerate."""
+
+
+class RequestCommand(CompatCommand):
+    """A command with declared options of `accel launch`; its function gets their values from `get_options`."""
+
+    declared: Iterable[LaunchOption] = OPTIONS.values()
 
     @override
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _refuse(self, ctx, args)
-        return super().parse_args(ctx, args)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.declared_names: set[str] = set()
+        self.add_options({option: option.heading for option in self.declared})
 
+    def add_options(self, options: Mapping[LaunchOption, str]) -> None:
+        """Add declared options, each under a heading of the help."""
+        self.params = [*self.params, *_build_parameters(options)]
+        self.declared_names |= {option.name for option in options}
 
-class ForeignGroup(TyperGroup):
-    """A group of commands that says what options of torchrun and Accelerate are called here."""
+    def take_options(self, ctx: Any) -> dict[str, Any]:
+        """Remove the declared options from a parsed context, and return those that were given, by name."""
+        values = {name: ctx.params.pop(name) for name in self.declared_names}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False and value not in ([], ())
+        }
 
     @override
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _refuse(self, ctx, args)
-        return super().parse_args(ctx, args)
+    def invoke(self, ctx: Any) -> Any:
+        ctx.meta[_OPTIONS] = self.take_options(ctx)
+        return super().invoke(ctx)
 
 
-def _refuse(command: Any, ctx: Any, args: Sequence[str]) -> None:
-    """Refuse all options that are called otherwise here, one line each, up to the first that is not known at all.
+_OPTIONS = "accel.options"
+
+
+def get_options(context: typer.Context) -> dict[str, Any]:
+    """Return the declared options that were given to a command, by name."""
+    options: dict[str, Any] = context.meta[_OPTIONS]
+    return options
+
+
+def _build_parameters(options: Mapping[LaunchOption, str]) -> list[Any]:
+    """Return parameters for declared options, built by typer from the signature of a function."""
+
+    def function() -> None: ...
+
+    signature = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if option.metavar else False,
+            annotation=Annotated[
+                _get_type(option),
+                typer.Option(
+                    *([option.short] if option.short else []),
+                    option.flag,
+                    metavar=option.metavar,
+                    help=option.help,
+                    min=option.minimum,
+                    rich_help_panel=heading or None,
+                    autocompletion=complete_profile_names if option.name == "profile" else None,
+                ),
+            ],
+        )
+        for option, heading in options.items()
+    ]
+    function.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False)
+    app.command()(function)
+    parameters: list[Any] = typer.main.get_command(app).params
+    return parameters
+
+
+def _get_type(option: LaunchOption) -> Any:
+    if not option.metavar:
+        return bool
+    if option.repeated:
+        return list[str] | None
+    return (int if option.type == "integer" else str) | None
+
+
+def refuse_unknown_options(command: Any, ctx: Any, args: Sequence[str]) -> None:
+    """Refuse options that the command does not have, one line each, with the option to use instead.
 
     Raises:
-        UsageError: There is one.
+        UsageError: An option is unknown.
     """
-    if ctx.resilient_parsing:  # a shell asks how to complete the line
+    if ctx.resilient_parsing:  # shell completion
         return
-    params = command.get_params(ctx)
-    options = {name: option for option in params for name in (*option.opts, *option.secondary_opts)}
-    if found := dict(_find_foreign(options, args)):
-        from accel_cli.errors import UsageError
+    if unknown := dict(find_unknown_options(command, ctx, args)):
+        raise UsageError(
+            "\n".join(
+                f"{ctx.command_path} has no option {name}. {advice}." for name, advice in unknown.items()
+            )
+        )
 
-        lines = (f"{ctx.command_path} has no option {typed}. {cure}." for typed, cure in found.items())
-        raise UsageError("\n".join(lines))
 
+def find_unknown_options(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield each option before the script that the command does not have, with advice.
 
-def _find_foreign(options: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Find the options in front of the script that are not known by their name here, each with what to use."""
+    The last one is the first option that neither the command nor another launcher has.
+    """
+    options = {
+        name: option for option in command.get_params(ctx) for name in (*option.opts, *option.secondary_opts)
+    }
     rest = list(args)
     while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
-        typed, equals, _ = rest.pop(0).partition("=")
-        name = normalize_option(typed.lstrip("-"))
-        own = options.get(typed if len(typed) == 2 else f"--{name}")  # noqa: PLR2004 - `-m`
-        cure = None if own else _find_cure(name)
-        if cure:
-            yield typed, cure
-        elif not own and typed.startswith("--"):
-            # Behind it, nobody knows what is its value.
-            yield typed, _guess_option(name, options)
+        flag, equals, _ = rest.pop(0).partition("=")
+        name = normalize_option(flag.lstrip("-"))
+        known = options.get(flag if len(flag) == 2 else f"--{name}")  # noqa: PLR2004 - `-m`
+        advice = None if known else _find_advice(name)
+        if advice:
+            yield flag, advice
+        elif not known and flag.startswith("--"):
+            # If it takes a value, the next argument is not an option.
+            yield flag, _suggest_option(name, options)
             return
-        takes_value = not own.is_flag if own else name not in FLAGS
+        takes_value = not known.is_flag if known else name not in FOREIGN_FLAGS
         if takes_value and not equals:
             del rest[:1]
 
 
-def _find_cure(name: str) -> str | None:
-    """Return what to use instead of an option of another launcher."""
-    begins = (cure for begin, cure in RENAMED.items() if begin.endswith("-") and name.startswith(begin))
-    return RENAMED.get(name) or next(begins, None)
+def _find_advice(name: str) -> str | None:
+    """Return the advice for an option of another launcher."""
+    prefixes = (key for key in FOREIGN_OPTIONS if key.endswith("-") and name.startswith(key))
+    return FOREIGN_OPTIONS.get(name) or FOREIGN_OPTIONS.get(next(prefixes, ""))
 
 
-def _guess_option(name: str, options: Mapping[str, Any]) -> str:
-    """Return the option that was probably meant, in a sentence, or where all of them are listed."""
+def _suggest_option(name: str, options: Mapping[str, Any]) -> str:
+    """Return a sentence with the most similar option."""
     from accel_runtime.env import find_nearest
 
     known = [option[2:] for option in options if option.startswith("--")]
-    meant = next((option for option in known if option.startswith(name)), None) or find_nearest(name, known)
-    return f"Did you mean --{meant}? See --help for all options" if meant else "See --help for all options"
+    similar = next((option for option in known if option.startswith(name)), None) or find_nearest(name, known)
+    return (
+        f"Did you mean --{similar}? See --help for all options" if similar else "See --help for all options"
+    )
 
 
 def complete_profile_names(incomplete: str) -> list[str]:
-    """The names of the profiles there are."""
-    import os
-    from pathlib import Path
-
+    """Return the names of the profiles that start with a text."""
     from accel_cli.profile.store import Store
 
-    return [n for n in Store.from_env(os.environ, Path.cwd()).names() if n.startswith(incomplete)]
-
-
-def complete_assignments(incomplete: str) -> list[tuple[str, str]]:
-    """The keys of a profile, ready for a value."""
-    from accel_cli.profile.schema import known_keys
-
-    return [(f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)]
+    names = Store.from_env(os.environ, Path.cwd()).names()
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_keys(incomplete: str) -> list[tuple[str, str]]:
-    """The keys of a profile."""
+    """Return the keys of a profile that start with a text, and their descriptions."""
     from accel_cli.profile.schema import known_keys
 
     return [(key, text) for key, text in known_keys().items() if key.startswith(incomplete)]
 
 
-def complete_checkpoints(incomplete: str) -> list[str]:
-    """Directories: checkpoints, and those on the way to them."""
-    from pathlib import Path
+def complete_assignments(incomplete: str) -> list[tuple[str, str]]:
+    """Return the keys of a profile that start with a text, each with `=`."""
+    return [(f"{key}=", text) for key, text in complete_keys(incomplete)]
 
-    # What is typed so far stays as it is, `./` in front too.
+
+def complete_checkpoints(incomplete: str) -> list[str]:
+    """Return the directories that start with a text: checkpoints, and their parents."""
+    # Keep the text unchanged, with `./` in front too.
     head, _, rest = incomplete.rpartition("/")
-    above = f"{head}/" if "/" in incomplete else ""
+    parent = f"{head}/" if "/" in incomplete else ""
     try:
-        found = sorted(path.name for path in Path(above or ".").iterdir() if path.is_dir())
+        names = sorted(path.name for path in Path(parent or ".").iterdir() if path.is_dir())
     except OSError:
         return []
-    return [f"{above}{name}" for name in found if name.startswith(rest) and not name.startswith(".")]
+    return [f"{parent}{name}" for name in names if name.startswith(rest) and not name.startswith(".")]

@@ -1,8 +1,8 @@
-"""Reading an Accelerate config file: what of it a profile says, and for every key that it does not, why."""
+"""Convert an Accelerate config file to a profile, with an answer for each of its keys."""
 
 from __future__ import annotations
 
-from accel_cli.import_accelerate.convert import Imported, convert, is_accelerate_config
-from accel_cli.import_accelerate.deepspeed import named
+from accel_cli.import_accelerate.convert import Imported, convert, read_deepspeed_file
+from accel_cli.profile.store import is_accelerate_config
 
-__all__ = ["Imported", "convert", "is_accelerate_config", "named"]
+__all__ = ["Imported", "convert", "is_accelerate_config", "read_deepspeed_file"]

@@ -1,181 +1,225 @@
-"""Making a profile of an Accelerate config file, or every reason why there can be none."""
+"""Convert an Accelerate config file to a profile, or report every reason why that is not possible."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from accel_cli.errors import Problem, ProfileError
-from accel_cli.import_accelerate.asked import LOCAL, SAGEMAKER, Asked
-from accel_cli.import_accelerate.deepspeed import FILE_KEY
-from accel_cli.import_accelerate.fates import NOT_SET, Fate
-from accel_cli.import_accelerate.jobs import AskedJob
-from accel_cli.import_accelerate.keys import CLUSTER, DIVIDING, JOB, Key
-from accel_cli.import_accelerate.sections import SECTIONS
-from accel_cli.import_accelerate.values import Refused, shown, without_secrets
-from accel_cli.planning.network import Endpoint
+from accel_cli.import_accelerate.config import (
+    DEEPSPEED_FILE,
+    LOCAL,
+    SAGEMAKER,
+    SHARDING_TYPES,
+    AccelerateConfig,
+    InvalidValueError,
+    format_value,
+    normalize,
+)
+from accel_cli.import_accelerate.rules import (
+    CLUSTER_KEYS,
+    SAGEMAKER_KEYS,
+    SECTIONS,
+    Answer,
+    Rule,
+    dropped,
+    find_rule,
+)
+from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import Profile
-from accel_cli.profile.store import is_accelerate_config
 from accel_cli.profile.validation_errors import did_you_mean, explain
-from accel_runtime.env import Parallel, SettingsError, find_nearest
+from accel_runtime.env import find_nearest
 
-__all__ = ["Imported", "convert", "is_accelerate_config"]
+__all__ = ["Imported", "convert", "read_deepspeed_file"]
 
-Path = tuple[str, ...]
-"""The keys that lead to a value."""
+_DEFAULTS = ("num_processes", "num_machines")
+"""Keys that set values of the profile even if the file leaves them out."""
+KeyPath = tuple[str, ...]
+"""The keys that lead to a value: `fsdp_config`, `fsdp_version`."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A profile made of an Accelerate config file; every key of the file is in `mapped` or in `left`."""
+    """A profile made from an Accelerate config file; every key of the file is in `mapped` or in `left`."""
 
     data: dict[str, Any]
-    """The whole profile, its version first."""
+    """The profile, its version first."""
     mapped: tuple[tuple[str, str], ...]
-    """The keys that took effect, or ask for what accel does anyway: `num_processes: 8`, and what it became."""
+    """The keys that are applied, and what they became: `num_processes: 8`, `launcher.nproc_per_node: 8`."""
     left: tuple[tuple[str, str], ...]
-    """The other keys: `fsdp_config.fsdp_version: 2`, and the reason."""
+    """The other keys, and why they are left out."""
+
+
+def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Return the JSON file that an Accelerate config names for DeepSpeed; None without one.
+
+    Args:
+        data: The config, parsed.
+        folder: The folder of the config, searched after the current one, where Accelerate itself looks.
+
+    Raises:
+        ProfileError: The file exists and is not a JSON object.
+    """
+    section = data.get("deepspeed_config")
+    name = section.get(DEEPSPEED_FILE) if isinstance(section, Mapping) else None
+    if not isinstance(name, str) or not name:
+        return None
+    path = next((file for file in (Path(name), folder / name) if file.is_file()), None)
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ProfileError([Problem(str(path), "", f"this is not JSON: {error}")]) from None
+    if not isinstance(content, dict):
+        raise ProfileError([Problem(str(path), "", "expected keys and values")])
+    return content
 
 
 def convert(data: Mapping[str, Any], where: str, deepspeed_file: Mapping[str, Any] | None = None) -> Imported:
-    """The profile that says what an Accelerate config file says, as far as this version of accel can.
+    """Return the profile of an Accelerate config file.
 
     Args:
         data: The file, parsed.
-        where: What to call it in errors.
-        deepspeed_file: What the JSON file says that it names for DeepSpeed, where there is one.
+        where: The name of the file in errors.
+        deepspeed_file: The JSON file that it names for DeepSpeed, parsed.
 
     Raises:
-        ProfileError: Everything in it that cannot be understood, or that no profile may say.
+        ProfileError: All keys that are not known and values that are not accepted.
     """
-    values, problems = _read(data, where)
-    form = AskedJob if data.get("compute_environment") == SAGEMAKER else Asked
-    values["deepspeed_file"] = deepspeed_file
-    asked = form(**{f.name: values[f.name] for f in fields(form) if f.name in values})
-    for key, expected, came in _conflicts(asked, data):
-        problems.setdefault(key, Problem(where, key, expected, came))
+    is_sagemaker = normalize(data.get("compute_environment")) == normalize(SAGEMAKER)
+    keys = SAGEMAKER_KEYS if is_sagemaker else CLUSTER_KEYS
+    config = _parse_config(data, keys, deepspeed_file)
+    entries = dict(_list_entries(data, keys, deepspeed_file))
+    entries.setdefault(("distributed_type",), None)
+    answers: dict[KeyPath, Answer] = {}
+    problems: dict[str, Problem] = {}
+    for path, value in entries.items():
+        key = ".".join(path)
+        if len(path) == 1 and key not in keys:
+            problems[key] = _build_unknown_key(key, keys, where)
+            continue
+        try:
+            answers[path] = _answer(path, value, keys, config)
+        except InvalidValueError as error:
+            shown = format_value(key, value)
+            shown = repr(shown) if isinstance(value, str) else shown
+            problems[key] = Problem(where, key, error.expected, shown, error.hint)
+    for key, expected, shown in config.find_conflicts():
+        if not any(known.startswith(key) for known in problems):
+            problems[key] = Problem(where, key, expected, shown)
     if problems:
         raise ProfileError(list(problems.values()))
-    fates = [(_line(path, value), _fate(asked, path, value)) for path, value in _leaves(data)]
-    fates += [(_line((FILE_KEY, *path), value), fate) for path, value, fate in asked.division.of_file()]
+    defaults = [_answer((key,), getattr(config, key), keys, config) for key in _DEFAULTS if key in keys]
+    lines = [
+        (f"{(key := '.'.join(path))}: {format_value(key, entries[path])}", answer)
+        for path, answer in answers.items()
+    ]
     return Imported(
-        data=_keep_asked(_checked(asked, where).data(), asked.as_profile()),
-        mapped=tuple((line, fate.text) for line, fate in fates if fate.taken),
-        left=tuple((line, fate.text) for line, fate in fates if not fate.taken),
+        data=_build_profile(defaults, answers, where),
+        mapped=tuple((line, answer.text) for line, answer in lines if answer.is_applied),
+        left=tuple((line, answer.text) for line, answer in lines if not answer.is_applied),
     )
 
 
-def _read(data: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Problem]]:
-    """The values that can be understood, and what is wrong with the others."""
-    form, other = _forms(data.get("compute_environment"))
-    values: dict[str, Any] = {}
-    problems: dict[str, Problem] = {}
-    for key, raw in data.items():
-        if key not in form:
-            problems[key] = Problem(
-                where, key, "Accelerate does not know this key", hint=_meant(key, form, other)
-            )
-        elif raw is not None:
-            values[key] = form[key].read(raw)
-            if isinstance(values[key], Refused):
-                refused = values.pop(key)
-                problems[key] = Problem(where, key, refused.expected, _came(key, raw), refused.hint)
-    return values, problems
+def _parse_config(
+    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+) -> AccelerateConfig:
+    """Return the keys that decide how others are converted; those with invalid values have their default."""
+    settings = {}
+    for name in (each.name for each in fields(AccelerateConfig)):
+        if name in keys and data.get(name) is not None:
+            with suppress(InvalidValueError):
+                settings[name] = keys[name].parse(data[name])
+    return AccelerateConfig(**settings, deepspeed_file=deepspeed_file)
 
 
-def _forms(environment: object) -> tuple[Mapping[str, Key], Mapping[str, Key]]:
-    """The keys that a file of this `compute_environment` may have, and those of the other kind of file."""
-    return (JOB, CLUSTER) if environment == SAGEMAKER else (CLUSTER, JOB)
+def _list_entries(
+    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the values that have an answer of their own, with the keys that lead to them."""
+    for key, value in data.items():
+        if key not in keys or key not in SECTIONS or not isinstance(value, Mapping) or not value:
+            yield (key,), value
+            continue
+        for name, inner in value.items():
+            if name == "environment" and isinstance(inner, Mapping) and inner:
+                yield from (((key, name, str(variable)), each) for variable, each in inner.items())
+            else:
+                yield (key, str(name)), inner
+    yield from _list_leaves(deepspeed_file or {}, (DEEPSPEED_FILE,))
 
 
-def _meant(key: str, form: Mapping[str, Key], other: Mapping[str, Key]) -> str:
-    if key in other:
-        return f"it belongs to compute_environment: {SAGEMAKER if other is JOB else LOCAL}"
-    return did_you_mean(find_nearest(key, list(form)))
-
-
-def _came(key: str, value: object) -> str:
-    return repr(without_secrets(key, value)) if isinstance(value, str) else shown(key, value)
-
-
-def _conflicts(asked: Asked, data: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Keys whose values do not go together: key, what was expected, what came."""
-    yield from asked.misread()
-    if data.get("distributed_type") is None:
-        yield "distributed_type", "every Accelerate config file says one", "nothing"
-    if asked.way.tpu and asked.precision == "fp16":
-        key = "mixed_precision" if asked.mixed_precision else "fp16"
-        yield key, "fp16 is for GPUs, and Accelerate refuses it on a TPU too; use bf16", "fp16"
-    if asked.unnamed:
-        yield "tpu_env", "expected a list of NAME=VALUE", shown("tpu_env", asked.unnamed[0])
-    if asked.use_cpu and asked.way.device not in {"auto", "cpu"}:
-        yield "use_cpu", f"this contradicts distributed_type: {asked.distributed_type}", "true"
-    yield from _unfit(asked)
-    if not asked.spread:
-        return
-    if asked.main_process_ip is None:
-        reason = f"{asked.num_machines} machines (num_machines) need the address of one of them"
-        yield "main_process_ip", reason, "nothing"
-    elif Endpoint.parse(asked.endpoint).loopback:
-        reason = f"expected an address that all of {asked.num_machines} machines (num_machines) reach"
-        yield "main_process_ip", reason, asked.main_process_ip
-    if asked.main_process_port == 0:
-        yield "main_process_port", "several machines need one port that all of them know", "0"
-    if asked.num_processes != -1 and asked.num_processes % asked.num_machines:
-        reason = f"expected a multiple of num_machines, {asked.num_machines}: accel starts as many on each"
-        yield "num_processes", reason, str(asked.num_processes)
-
-
-def _unfit(asked: Asked) -> Iterator[tuple[str, str, str]]:
-    """Sizes that the processes are not as many as."""
-    if asked.num_processes == -1 or any(asked.misread()):
-        return
-    try:
-        Parallel(**asked.division.parallel).sizes(asked.num_processes)
-    except SettingsError as error:
-        yield "parallelism_config", str(error), ""
-
-
-def _checked(asked: Asked, where: str) -> Profile:
-    """The profile, whose values may still be none that a launcher takes."""
-    try:
-        return Profile.model_validate(asked.as_profile())
-    except ValidationError as error:
-        places = {key: f"{where}: {said}" for key, said in asked.places.items()}
-        raise ProfileError(explain(error, {"": where, **places})) from None
-
-
-def _keep_asked(data: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile's data without the defaults that the file does not ask for."""
-    kept = {key: value for key, value in data.items() if key in {"schema_version", *asked}}
-    kept["launcher"] = {key: value for key, value in data["launcher"].items() if key in asked["launcher"]}
-    return kept
-
-
-def _fate(asked: Asked, path: Path, value: Any) -> Fate:
-    if len(path) > 1 and path[0] in SECTIONS:
-        return SECTIONS[path[0]].fate(path[1], value)
-    if len(path) > 1 and path[0] in DIVIDING:
-        return asked.division.fate(path, value)
-    if value is None:
-        return NOT_SET
-    if isinstance(asked, AskedJob) and len(path) > 1:
-        return asked.argument(path[1:], value)
-    key = _forms(asked.compute_environment)[0][path[0]]
-    return key.fate(asked, key.read(value))
-
-
-def _leaves(data: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _list_leaves(data: Mapping[str, Any], above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, key))
+            yield from _list_leaves(value, (*above, str(key)))
         else:
-            yield (*above, key), value
+            yield (*above, str(key)), value
 
 
-def _line(path: Path, value: object) -> str:
-    key = ".".join(path)
-    return f"{key}: {shown(key, value)}"
+def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: AccelerateConfig) -> Answer:
+    """Return the answer for a key; values that do not apply are not checked.
+
+    Raises:
+        InvalidValueError: The key does not accept the value.
+    """
+    section, *names = path
+    if not names:
+        if value is None and section == "distributed_type":
+            raise InvalidValueError("required in every Accelerate config file")
+        answer = keys[section].apply(value, config)
+        if answer.values and keys[section].target in _list_argument_values(config):
+            return dropped("additional_args take precedence, as in Accelerate")
+        return answer
+    if section == DEEPSPEED_FILE and normalize(value) == "auto":
+        return Answer("filled in from the script, as in Accelerate")
+    unused = config.explain_unused(section)
+    try:
+        answer = find_rule(section, tuple(names)).apply(value, config)
+    except InvalidValueError:
+        if not unused or SHARDING_TYPES.get(section) == config.distributed_type:
+            raise
+        return dropped(unused)
+    return dropped(unused) if unused and answer.values else answer
+
+
+def _build_unknown_key(key: str, keys: Mapping[str, Rule], where: str) -> Problem:
+    hint = did_you_mean(find_nearest(key, list(keys)))
+    if key in CLUSTER_KEYS or key in SAGEMAKER_KEYS:
+        hint = f"it belongs to compute_environment: {LOCAL if key in CLUSTER_KEYS else SAGEMAKER}"
+    return Problem(where, key, "Accelerate does not know this key", hint=hint)
+
+
+def _list_argument_values(config: AccelerateConfig) -> Iterator[str]:
+    """Yield the keys of the profile that the arguments of SageMaker's estimator set."""
+    for name, value in config.additional_args.items():
+        with suppress(InvalidValueError):
+            yield from find_rule("additional_args", (str(name),)).apply(value, config).values
+
+
+def _build_profile(
+    defaults: Iterable[Answer], answers: Mapping[KeyPath, Answer], where: str
+) -> dict[str, Any]:
+    """Return the checked data of the profile, without defaults that the file does not ask for."""
+    values: dict[str, Any] = {}
+    origins = {"": where}
+    for answer in defaults:
+        values |= answer.values
+    for path, answer in answers.items():
+        values |= answer.values
+        origins |= dict.fromkeys(answer.values, f"{where}: {'.'.join(path)}")
+    requested = nest(values)
+    try:
+        data = Profile.model_validate(requested).data()
+    except ValidationError as error:
+        raise ProfileError(explain(error, origins)) from None
+    kept = {key: value for key, value in data.items() if key in {"schema_version", *requested}}
+    kept["launcher"] = {key: value for key, value in data["launcher"].items() if key in requested["launcher"]}
+    return kept

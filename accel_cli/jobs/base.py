@@ -1,308 +1,340 @@
-"""What can be asked of every service that runs jobs, and what it answers."""
+"""The interface of services that run jobs, and following a job until it ends."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-from typing_extensions import Self
+from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 
-__all__ = ["Job", "Jobs", "Log", "Pace", "UnreachableError", "follow", "pass_on"]
+__all__ = [
+    "FileLog",
+    "Job",
+    "Jobs",
+    "Log",
+    "PollIntervals",
+    "UnreachableError",
+    "follow",
+    "format_commands",
+    "format_options",
+    "print_new_output",
+]
 
 
 class UnreachableError(AccelError):
-    """The service does not answer now; it may answer later."""
+    """The service does not answer now; a later call may succeed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a service says of a job."""
+    """The state of a job as its service reports it."""
 
     id: str
     name: str
     state: str
-    """The service's own word."""
-    done: bool
-    """Whether it has ended, and will not run again by itself."""
+    """The state in the service's terms."""
+    finished: bool
+    """True if the job has ended and the service will not restart it."""
     exit_code: int | None = None
-    """What the job's end comes to as the exit code of a command; None while it is not done."""
+    """The exit code of a command that waits for the job; None until it has finished."""
     reason: str = ""
-    """Why it is in this state, where the service says."""
-    where: str = ""
-    """The machines it runs on."""
+    """The reason for the state, if the service reports one."""
+    nodes: str = ""
+    """The nodes it runs on."""
     restarts: int = 0
-    """How often the service has run it again."""
+    """The number of times the service has restarted it."""
     submitted: str = ""
+    """The time of its submission."""
     elapsed: str = ""
-    """How long it has run."""
+    """Its run time."""
     log: str = ""
-    """Where its output goes."""
+    """The location of its log."""
     hosts: int = 0
-    """How many machines print into its log; 0 before there are any."""
+    """The number of hosts that write to its log; 0 until they have started."""
     cost: str = ""
-    """What is paid for, in words, where the service says."""
+    """The billed time, if the service reports it."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How a service is followed: what suits a file every moment is too often for one that counts its calls."""
+class PollIntervals:
+    """Seconds between calls to a service: short for a local file, long for a service that limits calls."""
 
-    read_s: float
-    """How long after one reading of a log the next is."""
-    ask_s: tuple[float, float]
-    """How long after one question about a job the next is: at the start, and at most; it grows between."""
-    late_s: float
-    """How long the last lines of a log may take to arrive."""
+    log_s: float
+    """Interval between reads of a log."""
+    status_s: tuple[float, float]
+    """First and longest interval between reads of a job's status; it grows until the status changes."""
+    last_output_s: float
+    """Time that the last lines of a log may take to arrive."""
 
 
 class Log(ABC):
-    """What a job prints, from its first byte on."""
+    """Reads the output of a job from its first byte."""
 
     @abstractmethod
     def read(self) -> bytes:
-        """What has come since the last call; nothing if there is nothing yet.
+        """Return the output written since the last call, which may be empty.
 
         Raises:
-            UnreachableError: The service does not answer now; what was not read is read by a later call.
+            UnreachableError: The service does not answer now; a later call returns the missing output.
         """
 
-    def whole(self, job: Job) -> bool:  # noqa: ARG002 - for those that can tell
-        """Whether all that a job that is done will ever print has been read, where that can be told."""
+    def is_complete(self, job: Job) -> bool:  # noqa: ARG002 - subclasses may need the job
+        """Return True if all output of a finished job is known to have been read."""
         return False
 
 
+class FileLog(Log):
+    """A log file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    @override
+    def read(self) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._position:
+                    self._position = 0  # a restart has truncated the file
+                file.seek(self._position)
+                output = file.read(_LOG_CHUNK)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise UsageError(
+                f"Cannot read the log {self._path}: {error.strerror}. Check its permissions and its file system."
+            ) from None
+        self._position += len(output)
+        return output
+
+
 class Jobs(ABC):
-    """The jobs of one service, as far as they are yours."""
+    """The jobs of one service that the user may see."""
 
-    pace: ClassVar[Pace]
-    options: str = ""
-    """What `accel jobs ...` has to be told, beside a job's id, to find the same jobs again."""
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:  # noqa: ARG003 - for those that are told something
-        """The jobs that a profile's launcher submits.
-
-        Args:
-            values: What the profile says, by dotted key; empty where no profile is of this service.
-
-        Raises:
-            UsageError: There is no such service here.
-        """
-        return cls()
+    intervals: ClassVar[PollIntervals]
+    jobs_options: str = ""
+    """The options with which `accel jobs` finds the same jobs again."""
 
     @abstractmethod
     def list(self) -> list[Job]:
-        """Your jobs that the service knows, the oldest first.
+        """Return the user's jobs, oldest first.
 
         Raises:
             UnreachableError: The service does not answer now.
-            UsageError: There is no such service here.
+            UsageError: The service is not available here.
         """
 
     @abstractmethod
     def status(self, job_id: str) -> Job:
-        """One job.
+        """Return the current state of a job.
 
         Raises:
             UnreachableError: The service does not answer now.
-            UsageError: It knows no job of this name, or there is no such service here.
+            UsageError: The job is unknown, or the service is not available here.
         """
 
     @abstractmethod
-    def log(self, job: Job) -> Log:
-        """What a job prints.
+    def open_log(self, job: Job) -> Log:
+        """Return a reader of a job's output.
 
         Raises:
-            UsageError: Nobody knows where that is.
+            UsageError: The location of the log is unknown.
         """
 
     @abstractmethod
     def stop(self, job_id: str) -> None:
-        """Ask for the end of a job; it may take a while over it.
+        """Request the end of a job, without waiting for it.
 
         Raises:
             UnreachableError: The service does not answer now.
-            UsageError: The job is not known, or not yours.
+            UsageError: The job is unknown, or belongs to another user.
         """
 
     @abstractmethod
     def download(self, job_id: str, into: Path) -> Path:
-        """Bring home what a job has left, into a folder of its name that is not there yet.
+        """Download the output files of a job into a new folder of the job's name.
 
         Returns:
-            That folder; it is there as a whole, or not at all.
+            The folder, which is created only if the download is complete.
 
         Raises:
             UnreachableError: The service does not answer now.
-            UsageError: The job has left nothing yet, or not here, or the folder is there already.
+            UsageError: The job has no output files to download, or the folder exists.
         """
 
 
 _T = TypeVar("_T")
 
+_LOG_CHUNK = 1 << 20
 _INTERRUPTED = 130
-_SILENT_S = 600
-"""How long a service may not answer before that is the end."""
-_SILENT_AT_END_S = 60
-"""The same once the job has ended, and only the rest of its log is missing."""
-_SLOWER = 1.2
-"""How much the time between two questions grows."""
+_MAX_OUTAGE_S = 600
+"""Time for which the service of a running job may be unreachable."""
+_MAX_FINAL_OUTAGE_S = 60
+"""The same for a finished job, of which only the rest of the log is missing."""
+_BACKOFF = 1.2
+
+
+def format_options(profile: str | None, assignments: Iterable[str]) -> str:
+    """Return the options with which `accel jobs` finds a job again, each with a space before it.
+
+    Args:
+        profile: The named profile of the launch.
+        assignments: The values of `--set`, as `KEY=VALUE`.
+    """
+    options = [("--profile", profile)] if profile else []
+    for text in assignments:
+        key, _, value = text.partition("=")
+        options.append(("--launcher", value) if key == "launcher.kind" else ("--set", text))
+    return "".join(f" {option} {shlex.quote(value)}" for option, value in options)
+
+
+def format_commands(job_id: str, options: str) -> str:
+    """Return how to follow and stop a job, as a sentence.
+
+    Args:
+        job_id: The job.
+        options: The options with which `accel jobs` finds it.
+    """
+    return f"Follow it with accel jobs logs {job_id} -f{options} or stop it with accel jobs stop {job_id}{options}"
 
 
 def follow(jobs: Jobs, job: Job) -> int:
-    """Pass on what a job prints until it is done; Ctrl-C leaves it running.
+    """Print the output and the state of a job until it has finished; Ctrl-C leaves it running.
 
     Returns:
-        What the job's end comes to, or 130 after Ctrl-C.
+        The exit code of the job, or 130 after Ctrl-C.
 
     Raises:
         UnreachableError: The service has not answered for a long time.
-        UsageError: The job is not known any more, or the service refuses to say more.
+        UsageError: The service rejects a call, for example because credentials have expired.
     """
-    again = f"accel jobs logs {job.id} -f{jobs.options} follows it again"
     try:
-        job = _Following(jobs, job).until_done()
+        job = _Follower(jobs, job).run()
     except KeyboardInterrupt:
-        console.note(f"job {job.id} goes on; {again}, accel jobs stop {job.id}{jobs.options} ends it")
+        console.note(f"job {job.id} keeps running. {format_commands(job.id, jobs.jobs_options)}")
         return _INTERRUPTED
     except (UnreachableError, UsageError) as error:
-        # Credentials expire, for one; the job has others.
         raise type(error)(
-            f"{error}; job {job.id} is not followed any more, and may go on: {again}"
+            f"{_strip(error)}. Job {job.id} may still be running. {format_commands(job.id, jobs.jobs_options)}"
         ) from error
-    return _end(job)
-
-
-def pass_on(log: Log) -> bool:
-    """Print what is new in a log; whether there was anything."""
-    new = log.read()
-    if new:
-        # Bytes, since a log may hold what is no text.
-        sys.stdout.flush()
-        sys.stdout.buffer.write(new)
-        sys.stdout.buffer.flush()
-    return bool(new)
-
-
-class _Following:
-    """One job that is followed."""
-
-    def __init__(self, jobs: Jobs, job: Job) -> None:
-        self._jobs, self._job, self._log = jobs, job, jobs.log(job)
-        self._silence = _Silence(job.id, _SILENT_S)
-        self._asked, self._pause = time.monotonic(), jobs.pace.ask_s[0]
-
-    def until_done(self) -> Job:
-        _say(self._job)
-        while not self._job.done:
-            self._read()
-            time.sleep(self._jobs.pace.read_s)
-            if time.monotonic() - self._asked >= self._pause:
-                self._ask()
-        self._drain()
-        return self._job
-
-    def _ask(self) -> None:
-        new = self._silence.heard(self._status)
-        self._asked, self._pause = time.monotonic(), min(self._pause * _SLOWER, self._jobs.pace.ask_s[1])
-        if new is None:
-            return
-        if _changed(self._job, new):
-            _say(new)
-            self._pause = self._jobs.pace.ask_s[0]
-        self._job = new
-
-    def _read(self) -> bool:
-        """Print what is new; whether there was anything, or may be behind a network that is down."""
-        some, begun = False, time.monotonic()
-        # A job that prints faster than can be read is still asked about.
-        while time.monotonic() - begun < self._pause:
-            new = self._silence.heard(self._pass_on)
-            some = some or new is not False
-            if not new:
-                break
-        return some
-
-    def _status(self) -> Job:
-        return self._jobs.status(self._job.id)
-
-    def _pass_on(self) -> bool:
-        return pass_on(self._log)
-
-    def _drain(self) -> None:
-        """Print what comes after the end."""
-        self._silence.longest = _SILENT_AT_END_S
-        last = time.monotonic()
-        try:
-            while True:
-                if self._read():
-                    last = time.monotonic()
-                if self._log.whole(self._job) or time.monotonic() - last >= self._jobs.pace.late_s:
-                    return
-                time.sleep(self._jobs.pace.read_s)
-        except UnreachableError as error:
-            console.note(f"{error}; the end of the log of job {self._job.id} is not shown")
-
-
-class _Silence:
-    """Bears with a service that does not answer, and says so once, and once more when all of it answers again."""
-
-    def __init__(self, job_id: str, longest: float) -> None:
-        self.longest = longest
-        self._job_id = job_id
-        self._since: dict[Callable[[], object], float] = {}
-        """Which questions are not answered, and since when."""
-
-    def heard(self, ask: Callable[[], _T]) -> _T | None:
-        """What a service answers, or None while it does not.
-
-        Raises:
-            UnreachableError: It has not answered for the longest time that is borne with.
-        """
-        try:
-            answer = ask()
-        except UnreachableError as error:
-            if not self._since:
-                console.note(f"{error}; job {self._job_id} is asked about again")
-            since = self._since.setdefault(ask, time.monotonic())
-            if time.monotonic() - since >= self.longest:
-                raise
-            return None
-        if self._since.pop(ask, None) is not None and not self._since:
-            console.note(f"there are answers again about job {self._job_id}")
-        return answer
-
-
-def _changed(old: Job, new: Job) -> bool:
-    return (old.state, old.reason, old.restarts) != (new.state, new.reason, new.restarts)
-
-
-def _say(job: Job) -> None:
-    if job.done:
-        return
-    why = f" ({job.reason})" if job.reason else ""
-    where = f" on {job.where}" if job.where else ""
-    again = f", restart {job.restarts}" if job.restarts else ""
-    console.note(f"job {job.id} is {job.state}{why}{where}{again}")
-
-
-def _end(job: Job) -> int:
-    """The last line on the screen, and the exit code."""
-    code = job.exit_code or 0
-    cost = f"; {job.cost}" if job.cost else ""
+    code, cost = job.exit_code or 0, f"; {job.cost}" if job.cost else ""
     if code:
-        why = f": {job.reason}" if job.reason else ""
+        reason = f": {job.reason}" if job.reason else ""
         console.error(
-            f"job {job.id} ended as {job.state} with exit code {code}{why}; its log: {job.log or 'unknown'}{cost}"
+            f"job {job.id} ended as {job.state} with exit code {code}{reason}; its log: {job.log or 'unknown'}{cost}"
         )
     else:
         console.note(f"job {job.id} is {job.state} after {job.elapsed}{cost}")
     return code
+
+
+def print_new_output(log: Log) -> bool:
+    """Write the new output of a log to stdout, and return True if the log had any."""
+    output = log.read()
+    if output:
+        # As bytes, since a log may contain anything.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(output)
+        sys.stdout.buffer.flush()
+    return bool(output)
+
+
+class _Follower:
+    """Polls one job, and repeats calls while its service is unreachable."""
+
+    def __init__(self, jobs: Jobs, job: Job) -> None:
+        self._jobs, self._job, self._log = jobs, job, jobs.open_log(job)
+        self._interval, self._updated_at = jobs.intervals.status_s[0], time.monotonic()
+        self._max_outage_s = _MAX_OUTAGE_S
+        self._outages: dict[str, float] = {}
+        """The start of the outage of each call that fails."""
+
+    def run(self) -> Job:
+        _print_state(self._job)
+        while not self._job.finished:
+            self._print_log()
+            time.sleep(self._jobs.intervals.log_s)
+            if time.monotonic() - self._updated_at >= self._interval:
+                self._update()
+        self._print_rest()
+        return self._job
+
+    def _update(self) -> None:
+        new = self._call("status", lambda: self._jobs.status(self._job.id))
+        self._updated_at = time.monotonic()
+        first, longest = self._jobs.intervals.status_s
+        self._interval = min(self._interval * _BACKOFF, longest)
+        if new is None:
+            return
+        old, self._job = self._job, new
+        if (old.state, old.reason, old.restarts) != (new.state, new.reason, new.restarts):
+            self._interval = first
+            _print_state(new)
+
+    def _print_log(self) -> bool:
+        """Print the new output; return False if the log has no new output, True also if it cannot be read now."""
+        printed, start = False, time.monotonic()
+        # The limit is for jobs that print faster than their log can be read: they are polled too.
+        while time.monotonic() - start < self._interval:
+            more = self._call("log", lambda: print_new_output(self._log))
+            printed = printed or more is not False
+            if not more:
+                break
+        return printed
+
+    def _print_rest(self) -> None:
+        """Print the output that arrives after the end of the job."""
+        self._max_outage_s = _MAX_FINAL_OUTAGE_S
+        last, intervals = time.monotonic(), self._jobs.intervals
+        try:
+            while True:
+                if self._print_log():
+                    last = time.monotonic()
+                if self._log.is_complete(self._job) or time.monotonic() - last >= intervals.last_output_s:
+                    return
+                time.sleep(intervals.log_s)
+        except UnreachableError as error:
+            console.note(f"{_strip(error)}. The end of the log of job {self._job.id} is missing.")
+
+    def _call(self, name: str, function: Callable[[], _T]) -> _T | None:
+        """Return the result of a call to the service, or None if it is unreachable.
+
+        Raises:
+            UnreachableError: This call has failed for the longest time allowed.
+        """
+        try:
+            result = function()
+        except UnreachableError as error:
+            if not self._outages:
+                console.note(f"{_strip(error)}. Trying again.")
+            start = self._outages.setdefault(name, time.monotonic())
+            if time.monotonic() - start >= self._max_outage_s:
+                raise
+            return None
+        if self._outages.pop(name, None) is not None and not self._outages:
+            console.note(f"the service of job {self._job.id} answers again")
+        return result
+
+
+def _print_state(job: Job) -> None:
+    if job.finished:
+        return
+    reason = f" ({job.reason})" if job.reason else ""
+    nodes = f" on {job.nodes}" if job.nodes else ""
+    restarts = f", restart {job.restarts}" if job.restarts else ""
+    console.note(f"job {job.id} is {job.state}{reason}{nodes}{restarts}")
+
+
+def _strip(error: Exception) -> str:
+    """Return the message of an error, without its final period."""
+    return str(error).rstrip(".")

@@ -1,161 +1,344 @@
-"""What every launcher is: a section of the profile that turns a job into a plan."""
+"""The base class of launchers, a section of the profile that builds the plan of a launch, and the choice of devices."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from accel_cli.errors import UsageError
-from accel_cli.planning import plan
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.nodes import Facts
+from accel_cli.planning.nodes import NodeLayout
+from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
 from accel_cli.profile.fields import Answers, Section
 from accel_runtime.env import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
-__all__ = ["Job", "Launcher", "Plan"]
+if TYPE_CHECKING:
+    from accel_cli.jobs.base import Jobs
+
+__all__ = [
+    "DETACH",
+    "GPU_VARIABLES",
+    "JOB_NAME",
+    "GpuIds",
+    "LaunchSpec",
+    "Launcher",
+    "Plan",
+    "build_environment",
+    "choose_gpus",
+    "resolve_device",
+]
+
+DETACH = LaunchOption("--detach", "Submit the job and print its id without following it.")
+JOB_NAME = LaunchOption("--job-name", "Set the name of the job.", "NAME", "launcher.job_name")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is to run, and what is known about where."""
+class LaunchSpec:
+    """The target of a launch, with the settings, environment and machine it runs on."""
 
     target: str
     """The script, module or program, as it was typed."""
     args: tuple[str, ...]
-    """Its arguments, untouched."""
+    """Its arguments, unchanged."""
     kind: Literal["script", "module", "program"]
     settings: Settings
-    """What the processes are told."""
+    """The settings that the processes receive."""
     env: Mapping[str, str]
-    """The profile's own variables for the processes."""
+    """The environment variables of the profile."""
     environ: Mapping[str, str]
-    """The environment the processes inherit; what it sets is never overridden by `env`."""
+    """The environment that the processes inherit; `env` never overrides its variables."""
     machine: Machine
     python: str
     """The interpreter that runs scripts and modules."""
-    as_a_whole: bool = False
-    """Whether the target runs as a whole, also where the profile names a function of the user's script."""
-    nodes: Facts = field(default_factory=Facts)
-    """What is known of the machines, and of this one among them."""
+    is_builtin: bool = False
+    """True if the target is a module of accel, for which the profile's function of the user's script is ignored."""
+    nodes: NodeLayout = field(default_factory=NodeLayout)
+    """The nodes of the run, and the rank of this one."""
+    option_values: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the launcher's own options, as typed, by name."""
+    jobs_options: str = ""
+    """The options with which `accel jobs` finds a submitted job, each with a space before it."""
 
 
 class Launcher(Section):
-    """A way to start processes, and at the same time the `launcher:` section of the profile."""
+    """A way to start processes, and the `launcher:` section of a profile that selects it."""
 
     title: ClassVar[str]
-    """What the wizard calls it."""
-    runs: ClassVar[Literal["here", "pod", "job"]] = "here"
-    """Where its processes run: on this machine; on the hosts of a TPU, of which this is one; where a service puts them."""
-    alone: ClassVar[bool] = False
-    """Whether it is one process, with no launcher beside it."""
-    found_by: ClassVar[tuple[str, ...]] = ()
-    """Its keys that say where its jobs are, where a service runs them."""
-    words: ClassVar[Mapping[str, str]] = {}
-    """Its own word for a key that an option of `accel launch` names by another's."""
+    """Its name in the wizard."""
+    location: ClassVar[Literal["local", "pod", "job"]] = "local"
+    """The place of its processes: this machine, the hosts of a TPU of which this is one, or a job of a service."""
+    replaces_process: ClassVar[bool] = False
+    """True if the script replaces the launcher's process."""
+    job_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys that `accel jobs` needs to find its jobs."""
+    launch_options: ClassVar[tuple[LaunchOption, ...]] = ()
+    """Its options of `accel launch`, in addition to those of all launchers."""
+    key_aliases: ClassVar[Mapping[str, str]] = {}
+    """Its name of a key that an option of `accel launch` sets under another name."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
-    """The number formats of the forward pass that its processes know."""
-    carriers: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
-    """What may carry collectives between its processes."""
-    divides: ClassVar[bool] = True
-    """Whether its processes can divide a model among them as `parallel:` says."""
-    further: ClassVar[str] = ""
-    """What its further questions are about; empty where it has none."""
+    """The formats of mixed precision that its processes support."""
+    process_group_backends: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
+    """The process group backends that its processes support."""
+    supports_sharding: ClassVar[bool] = True
+    """True if its processes can shard a model as `parallel:` says."""
+    advanced_title: ClassVar[str] = ""
+    """The subject of its advanced questions; empty if it has none."""
 
     @classmethod
-    def lacks(cls) -> str:
-        """What has to be installed before it can be used here, as pip calls it; empty if nothing has."""
+    def get_missing_requirement(cls) -> str:
+        """Return the missing requirement, as pip spells it; empty if nothing is missing."""
         return ""
 
     @classmethod
-    def offered(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
-        """Whether the wizard offers it on this machine."""
+    def is_available(cls, machine: Machine) -> bool:  # noqa: ARG003 - most are offered everywhere
+        """Return True if the wizard offers it on this machine."""
         return True
 
     @classmethod
-    def several(cls, answers: Answers) -> bool:  # noqa: ARG003 - most start one process, or none of their own
-        """Whether answers of the wizard may mean several processes, over which models can be divided."""
+    def may_start_several(cls, answers: Answers) -> bool:  # noqa: ARG003 - most start one process, or none of their own
+        """Return True if answers of the wizard may lead to several processes, over which models can be sharded."""
         return False
 
     @classmethod
-    def suits_bf16(cls, machine: Machine) -> bool:
-        """Whether bfloat16 is what to compute in on this machine."""
+    def prefers_bf16(cls, machine: Machine) -> bool:
+        """Return True if bfloat16 is the recommended format on this machine."""
         return machine.bf16
 
-    def check_carrier(self, settings: Settings) -> None:
-        """Refuse what cannot carry collectives where this launcher starts processes.
+    def check_process_group_backend(self, settings: Settings) -> None:
+        """Raise if this launcher does not support the process group backend.
 
         Raises:
-            UsageError: It is not one of `carriers`.
+            UsageError: The backend is not one of `process_group_backends`, and its library is not installed.
         """
-        if settings.process_group_backend not in self.carriers:
+        # In the container of a SageMaker job the launcher is an ordinary one.
+        if settings.process_group_backend not in self.process_group_backends and not find_spec(
+            "smdistributed"
+        ):
             raise UsageError(
-                f"process_group_backend: {settings.process_group_backend} is a library of SageMaker's own images, and only "
-                f"launcher.kind: sagemaker has it; {self.title} takes auto"
+                f"Invalid process_group_backend '{settings.process_group_backend}': only images of SageMaker have this "
+                "library. Use auto, or launcher.kind: sagemaker with an image that has it."
             )
 
     def check_layout(self, settings: Settings) -> None:
-        """Refuse models that are divided where this launcher's processes cannot do it.
+        """Raise if models are to be sharded and this launcher's processes cannot do it.
 
         Raises:
-            UsageError: They are to be divided.
+            UsageError: The settings shard models.
         """
-        if not (self.divides or (settings.parallel.plain and settings.fully_shard == FullyShard())):
+        if not (self.supports_sharding or (settings.parallel.plain and settings.fully_shard == FullyShard())):
             raise UsageError(
-                f"parallel: and fully_shard: are torch's own ways to divide a model, and {self.title} has another: "
-                "launcher.spmd: true, for which the script places the parts. Take both sections out, or choose another launcher"
+                f"Cannot use parallel: and fully_shard: with {self.title}: it shards models by launcher.spmd: true and the "
+                "shardings in the script. Remove both sections, or choose another launcher."
             )
 
-    def worlds(self, job: Job, plan: Plan) -> Sequence[int]:  # noqa: ARG002 - some know more of the job
-        """The numbers of processes that there may be, as far as they are known before anything starts.
+    def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:  # noqa: ARG002 - some need it
+        """Return the possible world sizes, as far as they are known before the start.
 
         Args:
-            job: What is to run.
-            plan: What will happen if this launcher runs it.
+            spec: The launch.
+            plan: Its plan.
         """
-        fewest = plan.agent.get("min_nodes", plan.nnodes)
-        return [machines * plan.nproc_per_node for machines in range(fewest, plan.nnodes + 1)]
+        min_nodes = plan.agent.min_nodes if plan.agent else plan.nnodes
+        return [nnodes * plan.nproc_per_node for nnodes in range(min_nodes, plan.nnodes + 1)]
+
+    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:  # noqa: ARG002 - most plans are complete
+        """Return what would be sent to a service, for `--dry-run` and options that only print; empty if nothing is.
+
+        Args:
+            plan: The plan; nothing of it is run.
+            options: The values of the launcher's own options, as typed, by name.
+        """
+        return ""
 
     @abstractmethod
-    def plan(self, job: Job) -> Plan:
-        """What will happen if this launcher runs the job.
+    def plan(self, spec: LaunchSpec) -> Plan:
+        """Return the plan of a launch.
 
         Raises:
-            UsageError: The job cannot run this way on this machine.
+            UsageError: This launcher cannot run it on this machine.
         """
 
+    @abstractmethod
+    def run(self, plan: Plan) -> int:
+        """Run a plan, and return the exit code of `accel launch`."""
 
-def environment(job: Job, defaults: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the inherited environment: a variable the user set is left alone."""
-    return plan.build_environment(job.environ, defaults, job.env, job.settings)
+    @classmethod
+    def open_jobs(cls, values: Mapping[str, Any]) -> Jobs:
+        """Return the jobs of the service to which the launcher submits; for launchers of jobs only.
+
+        Args:
+            values: The values of the profile by dotted key; empty if it is of another launcher.
+
+        Raises:
+            UsageError: The service is not available.
+        """
+        raise NotImplementedError
 
 
-def device_of(job: Job, processes: int) -> str:
-    """The hardware in words, once it is known to be enough for so many processes.
+def build_environment(spec: LaunchSpec, defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the profile and of its settings, which are added to the inherited environment.
+
+    Args:
+        spec: The launch.
+        defaults: Variables that neither the profile nor the inherited environment need to set.
+    """
+    variables = {name: value for name, value in {**defaults, **spec.env}.items() if name not in spec.environ}
+    return {**variables, **spec.settings.to_env()}
+
+
+def resolve_device(spec: LaunchSpec, processes: int) -> str:
+    """Return the type of device of a launch, after a check that there are enough for its processes.
 
     Raises:
-        UsageError: The device is not there, or there are fewer than processes.
+        UsageError: The device is missing, or there are fewer devices than processes.
     """
-    wanted, machine = job.settings.device, job.machine
+    device, machine = spec.settings.device, spec.machine
     if machine.problem:
         raise UsageError(machine.problem)
-    if wanted == "cpu" or (wanted == "auto" and not machine.devices):
-        if job.settings.process_group_backend == "nccl":
+    if device == "cpu" or (device == "auto" and not machine.devices):
+        if spec.settings.process_group_backend == "nccl":
             raise UsageError(
-                "process_group_backend: nccl needs GPUs, and this run is on the CPU; use gloo or auto"
+                "Invalid process_group_backend 'nccl': it needs GPUs, and this run is on the CPU. Use gloo or auto."
             )
         return "cpu"
-    if wanted not in {"auto", machine.accelerator}:
+    if device not in {"auto", machine.accelerator}:
         raise UsageError(
-            f"device: {wanted} was asked for, but this machine has {machine.summary}. Use --cpu, or set device: auto."
+            f"Device {device} not found: this machine has {machine.summary}. Use --cpu, or set device: auto."
         )
     # Two ranks of NCCL cannot use one GPU; over gloo they can.
-    if processes > len(machine.devices) and job.settings.process_group_backend != "gloo":
+    if processes > len(machine.devices) and spec.settings.process_group_backend != "gloo":
         raise UsageError(
-            f"{processes} processes were asked for, but this machine has {len(machine.devices)} "
-            f"{machine.accelerator} device(s) ({machine.summary}). Ask for at most that many, share "
+            f"Cannot start {processes} processes: this machine has {len(machine.devices)} "
+            f"{machine.accelerator} device(s) ({machine.summary}). Start at most that many, share "
             "devices with process_group_backend: gloo, or use --cpu."
         )
     return str(machine.accelerator)
+
+
+GPU_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "cuda": ("CUDA_VISIBLE_DEVICES",),
+        "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        "xpu": ("ZE_AFFINITY_MASK",),
+        "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
+        "mlu": ("MLU_VISIBLE_DEVICES",),
+        "musa": ("MUSA_VISIBLE_DEVICES",),
+        "sdaa": ("SDAA_VISIBLE_DEVICES",),
+        "hpu": ("HABANA_VISIBLE_MODULES",),
+    }
+)
+"""The variables that limit a process to some GPUs, by torch's name of the accelerator; the first that is set is used."""
+_ALL = "all"
+_IDS = re.compile(r"[\w.:/-]+(,[\w.:/-]+)*", re.ASCII)
+
+
+def _check_ids(value: int | str | None) -> int | str | None:
+    if value is None:
+        return None
+    ids = str(value).replace(" ", "")
+    if not _IDS.fullmatch(ids) or ids.startswith("-") or isinstance(value, bool):
+        raise ValueError("expected all, or ids as in 0,2")
+    if len(set(ids.split(","))) < len(ids.split(",")):
+        raise ValueError("expected each id once")
+    return value if isinstance(value, int) else ids
+
+
+def _join_ids(value: Any) -> Any:
+    """Return a list of ids as text."""
+    if not isinstance(value, list):
+        return value
+    if not value or not all(type(name) in {int, str} for name in value):
+        raise ValueError("expected all, or ids as in 0,2 or [0, 2]")
+    return ",".join(map(str, value))
+
+
+GpuIds = Annotated[
+    int | str | None,
+    BeforeValidator(_join_ids),
+    AfterValidator(_check_ids),
+    Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": ["integer", "string", "null"]},
+                {"type": "array", "items": {"type": ["integer", "string"]}, "minItems": 1},
+            ]
+        }
+    ),
+    Field(
+        description="GPUs to use, by the ids that the vendor's variable takes (`CUDA_VISIBLE_DEVICES`, ...), as in `0,2` or `[0, 2]`; unset "
+        "or `all` uses every one. If that variable is set already, they must be among those that it names. On the CPU it "
+        "has no effect."
+    ),
+]
+
+
+def choose_gpus(spec: LaunchSpec, gpu_ids: int | str | None) -> tuple[LaunchSpec, dict[str, str]]:
+    """Return a launch on the machine with the chosen GPUs only, and the variable that shows its processes these.
+
+    Args:
+        spec: The launch.
+        gpu_ids: The value of the launcher's key.
+
+    Raises:
+        UsageError: An id is not a visible GPU, or there are no GPUs.
+    """
+    machine = spec.machine
+    if spec.settings.device == "cpu" or machine.problem:
+        return spec, {}
+    names = GPU_VARIABLES.get("rocm" if machine.rocm else machine.accelerator or "", ())
+    variable = next((name for name in names if name in spec.environ), next(iter(names), ""))
+    visible = _list_visible(spec, variable)
+    if variable in spec.env and variable not in spec.environ:
+        return _follow_profile(spec, gpu_ids, variable, visible), {}
+    if gpu_ids in {None, _ALL}:
+        return spec, {}
+    if not visible:
+        raise UsageError(
+            f"Cannot use launcher.gpu_ids: {gpu_ids}: this machine has no GPUs ({machine.summary}). "
+            "Leave out --gpu-ids, or the key launcher.gpu_ids."
+        )
+    ids = str(gpu_ids).split(",")
+    if unseen := [name for name in ids if name not in visible]:
+        why = f"{variable}={spec.environ[variable]} shows" if variable in spec.environ else "this machine has"
+        raise UsageError(
+            f"Cannot use launcher.gpu_ids: {gpu_ids}: {why} no GPU {' and no GPU '.join(unseen)}. Choose among "
+            f"{', '.join(visible)}."
+        )
+    return _select_devices(spec, visible, ids), {variable: ",".join(ids)}
+
+
+def _follow_profile(
+    spec: LaunchSpec, gpu_ids: int | str | None, variable: str, visible: list[str]
+) -> LaunchSpec:
+    """Return a launch on the GPUs that a variable in the profile's `env:` names."""
+    value = spec.env[variable]
+    if gpu_ids not in {None, _ALL}:
+        raise UsageError(
+            f"launcher.gpu_ids: {gpu_ids} and env.{variable}: {value} both choose GPUs. Remove one of them."
+        )
+    # Ids that are not numbers, such as UUIDs, are left to the vendor's library.
+    return _select_devices(spec, visible, _split(value)) if set(_split(value)) <= set(visible) else spec
+
+
+def _list_visible(spec: LaunchSpec, variable: str) -> list[str]:
+    """Return the ids of the GPUs that torch has found, in its order: by number unless the variable names them."""
+    count = len(spec.machine.devices) if variable else 0
+    named = _split(spec.environ[variable]) if variable in spec.environ else []
+    return (named or [str(number) for number in range(count)])[:count]
+
+
+def _split(ids: str) -> list[str]:
+    return [name.strip() for name in ids.split(",") if name.strip()]
+
+
+def _select_devices(spec: LaunchSpec, visible: list[str], chosen: list[str]) -> LaunchSpec:
+    devices = tuple(spec.machine.devices[visible.index(name)] for name in chosen)
+    return replace(spec, machine=replace(spec.machine, devices=devices))

@@ -1,4 +1,4 @@
-"""One process: `accel launch` becomes the script's process."""
+"""One process: the script replaces the process of `accel launch`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from pydantic import Field
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import Job, Launcher, Plan, device_of, environment
-from accel_cli.launchers.gpus import GpuIds, choose_gpus
+from accel_cli.launchers.base import (
+    GpuIds,
+    Launcher,
+    LaunchSpec,
+    Plan,
+    build_environment,
+    choose_gpus,
+    resolve_device,
+)
 
-__all__ = ["Single", "become"]
+__all__ = ["Single"]
 
 _PASSED_ON = (
     signal.SIGHUP,
@@ -31,80 +38,79 @@ _PASSED_ON = (
 
 
 class Single(Launcher):
-    """One process on this machine, in the place of `accel launch` itself."""
+    """One process on this machine, which replaces `accel launch`."""
 
     title: ClassVar[str] = "One process on this machine"
-    alone: ClassVar[bool] = True
+    replaces_process: ClassVar[bool] = True
 
     kind: Literal["single"] = Field("single", description="One process on this machine.")
     gpu_ids: GpuIds = None
 
     @override
-    def plan(self, job: Job) -> Plan:
-        if job.nodes.node_rank:
+    def plan(self, spec: LaunchSpec) -> Plan:
+        if spec.nodes.node_rank:
             raise UsageError(
-                f"--node-rank {job.nodes.node_rank} needs several machines: say --nnodes and --rdzv-endpoint"
+                f"--node-rank {spec.nodes.node_rank} needs several nodes. Give --nnodes and --rdzv-endpoint."
             )
-        job, visible = choose_gpus(job, self.gpu_ids)
-        device = device_of(job, 1)
-        start = {"script": (job.python,), "module": (job.python, "-m"), "program": ()}[job.kind]
+        spec, visible = choose_gpus(spec, self.gpu_ids)
+        device = resolve_device(spec, 1)
+        start = {"script": (spec.python,), "module": (spec.python, "-m"), "program": ()}[spec.kind]
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.launchers.single:become",
-            argv=(*start, job.target, *job.args),
+            argv=(*start, spec.target, *spec.args),
             env={
-                **environment(job, _threads(job)),
+                **build_environment(spec, _threads(spec)),
                 **visible,
-                **({} if job.nodes.inherited else job.nodes.ranks),
+                **({} if spec.nodes.inherited else spec.nodes.ranks),
             },
             device=device,
-            target=job.target,
-            derived=job.nodes.line if job.nodes.ranks else "",
+            target=spec.target,
+            node_summary=spec.nodes.summary if spec.nodes.ranks else "",
         )
 
     @override
-    def worlds(self, job: Job, plan: Plan) -> Sequence[int]:
-        return (int(job.nodes.ranks.get("WORLD_SIZE", 1)),)
+    def run(self, plan: Plan) -> int:
+        """Replace this process by the script's, so that signals and exit code are the script's.
+
+        In process 1 of a container the script is a child instead: the kernel makes process 1 the parent of all orphans,
+        and ignores signals for which it has no handler.
+
+        Returns:
+            The exit code of the script in process 1; in other processes it does not return.
+
+        Raises:
+            UsageError: The program cannot be executed.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if os.getpid() == 1 and (child := os.fork()):
+            return _wait_as_process_1(child)
+        try:
+            os.execvpe(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+        except OSError as error:
+            raise UsageError(f"Cannot execute {plan.argv[0]}: {error.strerror}.") from error
+
+    @override
+    def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
+        return (int(spec.nodes.ranks.get("WORLD_SIZE", 1)),)
 
 
-def _threads(job: Job) -> dict[str, str]:
-    """The cores of the machine divided among the ranks something else started here, unless it has done so."""
-    beside = int(job.nodes.ranks.get("LOCAL_WORLD_SIZE", 1))
-    bound = job.machine.cpus < (os.cpu_count() or 1)
-    if job.nodes.inherited or beside == 1 or bound:
+def _threads(spec: LaunchSpec) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for ranks that another launcher started without dividing the cores among them."""
+    local_size = int(spec.nodes.ranks.get("LOCAL_WORLD_SIZE", 1))
+    bound = spec.machine.cpus < (os.cpu_count() or 1)
+    if spec.nodes.inherited or local_size == 1 or bound:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, job.machine.cpus // beside))}
-
-
-def become(plan: Plan) -> int:
-    """Replace this process by the script's, so that signals and exit code are its own.
-
-    Process 1 of a container stays: the kernel gives it every process whose parent has ended, and signals that it has
-    no handler for do nothing. The script then is a child of it.
-
-    Returns:
-        The exit code of the script, where this is process 1; it does not return elsewhere.
-
-    Raises:
-        UsageError: The program cannot be executed.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if os.getpid() == 1 and (child := os.fork()):
-        return _wait_as_process_1(child)
-    try:
-        os.execvpe(plan.argv[0], plan.argv, {**os.environ, **plan.env})
-    except OSError as error:
-        raise UsageError(f"{plan.argv[0]} cannot be executed: {error.strerror}") from error
+    return {"OMP_NUM_THREADS": str(max(1, spec.machine.cpus // local_size))}
 
 
 def _wait_as_process_1(child: int) -> int:
-    """Pass signals on to a child, and reap every process that has ended, until the child has.
+    """Forward signals to a child and reap all processes that exit, until the child exits.
 
     Returns:
-        Its exit code, 128 + n where signal n ended it.
+        Its exit code, or 128 + n if signal n ended it.
     """
-    # A process group of its own: a terminal would send Ctrl-C to both, and it would be passed on too.
+    # A separate process group, so that Ctrl-C of a terminal does not reach the child twice.
     with suppress(OSError):
         os.setpgid(child, child)
         os.tcsetpgrp(0, child)

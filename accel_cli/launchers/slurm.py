@@ -1,99 +1,91 @@
-"""The `launcher:` section of a profile that runs scripts as jobs of a Slurm cluster."""
+"""The Slurm launcher: its section of a profile, its plan, and the batch script."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
-from typing_extensions import Self, override
+from pydantic import AfterValidator, Field
+from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import Job, Launcher, Plan, environment
+from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan, build_environment
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.planning.nodes import first_host
-from accel_cli.profile.fields import Answers, Question
-from accel_cli.runner.rank_filter import check_ranks
+from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
+from accel_cli.planning.plan import JobPlan, check_ranks, quote_for_bash
+from accel_cli.profile.fields import Answers, CountOrAuto, Question
 
-__all__ = ["FIRST_PORT", "OWN", "PORTS", "Body", "Slurm", "batch_script", "here", "quoted"]
+if TYPE_CHECKING:
+    from accel_cli.jobs.slurm import SlurmJobs
+
+__all__ = ["Slurm", "SlurmJobPlan"]
+
+_REQUEUE_MARGIN_S = 15
+"""Seconds before the time limit at which a job is requeued, even if its scripts are still running."""
+_RESERVED_OPTIONS = frozenset({
+    "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o", "--error", "-e",
+    "--requeue", "--no-requeue", "--open-mode", "--export", "--signal", "--array", "-a", "--wait", "-W", "--parsable",
+    "--partition", "-p", "--account", "-A", "--qos", "-q", "--time", "-t", "--mem", "--cpus-per-task", "-c",
+    "--gpus-per-node", "--chdir", "-D", "--wrap",
+})  # fmt: skip
+"""Options of sbatch that have a key of the profile, or that the batch script depends on."""
 
 
-_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
-_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
-_GPUS = re.compile(r"(?:[\w.-]+:)?(\d+)")
-# SIGTERM is what a job gets that is cancelled: it may not mean that the job is run again.
-_SIGNAL = re.compile(r"(?:SIG)?(USR1|USR2)@([1-9]\d*)")
+def _match(pattern: str, expected: str) -> AfterValidator:
+    """Return a validator of a number or text whose text matches a pattern."""
+    compiled = re.compile(pattern, re.IGNORECASE)
+
+    def check(value: int | str | None) -> int | str | None:
+        if value is not None and not compiled.fullmatch(str(value)):
+            raise ValueError(f"expected {expected}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _line(value: Any) -> Any:
-    """Text that stands on one line of a batch script."""
-    if isinstance(value, str) and (not value.strip() or not value.isprintable()):
+def _check_line(value: str | None) -> str | None:
+    """Raise ValueError if a text cannot be on one line of a batch script."""
+    if value is not None and (not value.strip() or not value.isprintable()):
         raise ValueError("expected text on one line")
     return value
 
 
-def _time(value: int | str | None) -> int | str | None:
-    if (isinstance(value, int) and value < 1) or (isinstance(value, str) and not _TIME.fullmatch(value)):
-        raise ValueError("expected minutes, or text like 30:00, 4:00:00 or 2-12:00:00 (days-hours)")
-    return value
-
-
-def _memory(value: int | str | None) -> int | str | None:
-    if value is not None and not _MEMORY.fullmatch(str(value)):
-        raise ValueError("expected a size like 64G, or a number of megabytes; 0 is all of a node's")
-    return value
-
-
-def _gpus(value: int | str | None) -> int | str | None:
-    if value is not None and not _GPUS.fullmatch(str(value)):
-        raise ValueError("expected a number, or a type and a number like a100:4")
-    return value
-
-
-def _processes(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 1:
-        raise ValueError("expected a whole number of at least 1, or auto")
-    return value
-
-
-def _signal(value: str | None) -> str | None:
-    if value is not None and not _SIGNAL.fullmatch(value):
-        raise ValueError("expected USR1@SECONDS or USR2@SECONDS, like USR1@120")
-    return value
-
-
-def _folder(value: str) -> str:
-    if "%" in value or value.startswith("~"):
-        raise ValueError("expected a folder, without ~ or %; the file in it is slurm-JOBID.out")
-    return value
-
-
-def _extra(values: list[str]) -> list[str]:
+def _check_options(values: list[str]) -> list[str]:
     for value in values:
         if not value.startswith("-") or not value.isprintable():
-            raise ValueError(f"expected options of sbatch like --constraint=a100, not {value!r}")
+            raise ValueError(f"expected options of sbatch such as --constraint=a100, got {value!r}")
+        name = re.split(r"[= ]", value)[0]
+        if name in _RESERVED_OPTIONS:
+            raise ValueError(f"cannot contain {name}, which accel sets; use the key of the profile")
     return values
 
 
-def _gpus_of(asked: int | str | None) -> int:
-    matched = _GPUS.fullmatch(str(asked or 0))
-    assert matched  # what a profile says was checked
-    return int(matched[1])
+def _count_gpus(gpus_per_node: int | str | None) -> int:
+    """Return the number in a value such as `4` or `a100:4`."""
+    return int(str(gpus_per_node or 0).rpartition(":")[2])
 
 
-def _without_gpus(answers: Answers) -> bool:
-    return not answers.get("gpus_per_node")
+@dataclass(frozen=True, kw_only=True)
+class SlurmJobPlan(JobPlan):
+    """A job of Slurm."""
+
+    script: str
+    """The batch script, which is the standard input of the plan's command."""
+
+    @override
+    def describe(self) -> list[str]:
+        return ["batch script:", self.script.rstrip("\n")]
 
 
 class Slurm(Launcher):
-    """A job of a Slurm cluster: the elastic agent on every node of it, one for each."""
+    """A job of a Slurm cluster, with an elastic agent on each node."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
-    runs = "job"
+    location = "job"
+    launch_options = (DETACH, JOB_NAME)
 
     kind: Literal["slurm"] = Field(
         "slurm", description="A Slurm job: `accel launch` on a login node submits it and follows its log."
@@ -105,7 +97,7 @@ class Slurm(Launcher):
     ] = 1
     gpus_per_node: Annotated[
         int | str | None,
-        AfterValidator(_gpus),
+        _match(r"([\w.-]+:)?\d+", "a number, or a type and a number such as a100:4"),
         Field(
             description="GPUs to ask for on each node: a number, or a type and a number like `a100:4`; "
             "unset asks for none."
@@ -117,35 +109,35 @@ class Slurm(Launcher):
         ),
     ] = None
     nproc_per_node: Annotated[
-        int | Literal["auto"],
+        CountOrAuto,
         Field(
-            union_mode="left_to_right",
-            description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1.",
+            description="Number of processes on each node; `auto` is one for each of `gpus_per_node`, or 1."
         ),
-        Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-        AfterValidator(_processes),
         Question(
             "How many processes on each node?",
             suggest=lambda *_: 1,
-            when=_without_gpus,
+            when=lambda answers: not answers.get("gpus_per_node"),
             hint="a number",
         ),
     ] = "auto"
     partition: Annotated[
         str | None,
-        AfterValidator(_line),
+        AfterValidator(_check_line),
         Field(description="Partition; unset is the cluster's default one."),
         Question("Which partition?", suggest=lambda *_: None, hint="Enter for the cluster's default"),
     ] = None
     account: Annotated[
         str | None,
-        AfterValidator(_line),
+        AfterValidator(_check_line),
         Field(description="Account that is charged; unset is your default one."),
         Question("Which account?", suggest=lambda *_: None, hint="Enter for your default"),
     ] = None
     time: Annotated[
         int | str | None,
-        AfterValidator(_time),
+        _match(
+            r"(?!0$)\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited",
+            "minutes, or text such as 30:00, 4:00:00 or 2-12:00:00 (days-hours)",
+        ),
         Field(
             description="Time limit: minutes, or text like `4:00:00` or `2-12:00:00` (days-hours); "
             "unset is the partition's."
@@ -154,7 +146,7 @@ class Slurm(Launcher):
             "Which time limit?", suggest=lambda *_: None, hint="like 4:00:00; Enter for the partition's"
         ),
     ] = None
-    qos: Annotated[str | None, AfterValidator(_line), Field(description="Quality of service.")] = None
+    qos: Annotated[str | None, AfterValidator(_check_line), Field(description="Quality of service.")] = None
     cpus_per_task: Annotated[
         int | None,
         Field(
@@ -163,25 +155,28 @@ class Slurm(Launcher):
     ] = None
     mem: Annotated[
         int | str | None,
-        AfterValidator(_memory),
+        _match(r"\d+[KMGT]?", "a size such as 64G, or a number of megabytes; 0 is all memory of a node"),
         Field(description="Memory on each node, like `64G`; `0` is all, unset is what the partition gives."),
     ] = None
     job_name: Annotated[
-        str | None, AfterValidator(_line), Field(description="Name of the job; unset is the script's.")
+        str | None, AfterValidator(_check_line), Field(description="Name of the job; unset is the script's.")
     ] = None
     output_dir: Annotated[
         str,
-        AfterValidator(_line),
-        AfterValidator(_folder),
+        AfterValidator(_check_line),
+        _match(
+            r"[^%~][^%]*", "a folder without % and without ~ at the start; the file in it is slurm-JOBID.out"
+        ),
         Field(description="Folder of the log `slurm-JOBID.out`, made if it is not there."),
     ] = "."
     requeue: Annotated[
         bool,
-        Field(description="Whether Slurm runs the job again after a preemption or a lost node."),
+        Field(description="Whether Slurm requeues the job after a preemption or a lost node."),
     ] = False
     signal: Annotated[
         str | None,
-        AfterValidator(_signal),
+        # Not SIGTERM, which a job also receives when it is cancelled.
+        _match(r"(SIG)?USR[12]@[1-9]\d*", "USR1@SECONDS or USR2@SECONDS, such as USR1@120"),
         Field(
             description="`USR1@SECONDS` or `USR2@SECONDS`: the signal the scripts get so long before the time limit; "
             "with `requeue` the job is then run again."
@@ -190,17 +185,17 @@ class Slurm(Launcher):
     max_restarts: Annotated[
         int,
         Field(
-            ge=0, description="How often, inside the job, all processes are started again after one failed."
+            ge=0, description="Maximum number of restarts of all processes after a failure, inside the job."
         ),
     ] = 0
     ranks: Annotated[
         int | str,
         AfterValidator(check_ranks),
-        Field(description="Whose output is in the job's log: `all`, `none`, or ranks as in `0,2`."),
+        Field(description="Ranks whose output is in the job's log: `all`, `none`, or a list as in `0,2`."),
     ] = 0
     sbatch_args: Annotated[
         list[str],
-        AfterValidator(_extra),
+        AfterValidator(_check_options),
         Field(description="More lines for sbatch, without the `#SBATCH`: `--constraint=a100`."),
     ] = Field(default_factory=list)
     setup: Annotated[
@@ -208,72 +203,103 @@ class Slurm(Launcher):
         Field(description="Lines of shell at the start of the batch script: `module load cuda`."),
     ] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _options_have_one_place(self) -> Self:
-        for option in self.sbatch_args:
-            name = re.split(r"[= ]", option)[0]
-            if name in OWN:
-                raise ValueError(
-                    f"sbatch_args may not have {name}: accel says it, from the key of the profile"
-                )
-        return self
-
     @classmethod
     @override
-    def several(cls, answers: Answers) -> bool:
-        each = answers.get("nproc_per_node", max(1, _gpus_of(answers.get("gpus_per_node"))))
+    def may_start_several(cls, answers: Answers) -> bool:
+        each = answers.get("nproc_per_node", max(1, _count_gpus(answers.get("gpus_per_node"))))
         return (answers.get("nnodes", 1), each) != (1, 1)
 
     @override
-    def plan(self, job: Job) -> Plan:
-        if "SLURM_JOB_ID" in job.environ:
-            return self._inside(job)
-        count = self._count(job)
+    def plan(self, spec: LaunchSpec) -> Plan:
+        if "SLURM_JOB_ID" in spec.environ:
+            return self._plan_step(spec)
+        count = self._count_processes(spec)
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.jobs.slurm:submit_job",
             argv=("sbatch", "--parsable", "--export=ALL"),
-            env=environment(job, {}),
-            device=job.settings.device if job.settings.device != "auto" else "GPU" if self.gpus else "cpu",
+            env=build_environment(spec, {}),
+            device=spec.settings.device if spec.settings.device != "auto" else "GPU" if self.gpus else "cpu",
             nnodes=self.nnodes,
             nproc_per_node=count,
-            script=batch_script(self._options(job), self._body(job, count)),
-            output_dir=self.output_dir,
+            job=SlurmJobPlan(
+                script=self._format_batch_script(spec, count),
+                output_dir=self.output_dir,
+                detach="detach" in spec.option_values,
+                jobs_options=spec.jobs_options,
+            ),
         )
+
+    @override
+    def run(self, plan: Plan) -> int:
+        if plan.job is None:
+            return Torchrun().run(plan)
+        from accel_cli.jobs.slurm import submit_job  # noqa: PLC0415 - not for a dry run
+
+        return submit_job(plan)
+
+    @classmethod
+    @override
+    def open_jobs(cls, values: Mapping[str, Any]) -> SlurmJobs:
+        from accel_cli.jobs.slurm import SlurmJobs  # noqa: PLC0415 - imports this module
+
+        return SlurmJobs()
 
     @property
     def gpus(self) -> int:
-        """GPUs of a node, as a number."""
-        return _gpus_of(self.gpus_per_node)
+        """The number of GPUs per node."""
+        return _count_gpus(self.gpus_per_node)
 
-    def _count(self, job: Job) -> int:
-        if isinstance(self.nproc_per_node, int):
-            count = self.nproc_per_node
-        else:
-            count = 1 if job.settings.device == "cpu" else max(1, self.gpus)
-        if 0 < self.gpus < count and job.settings.device != "cpu":
+    def _count_processes(self, spec: LaunchSpec) -> int:
+        """Return the number of processes per node."""
+        on_cpu = spec.settings.device == "cpu"
+        if self.nproc_per_node == "auto":
+            return 1 if on_cpu else max(1, self.gpus)
+        if 0 < self.gpus < self.nproc_per_node and not on_cpu:
             raise UsageError(
-                f"launcher.nproc_per_node is {count}, but launcher.gpus_per_node asks for {self.gpus} GPU(s) on each "
-                "node. Ask for as many GPUs as processes, or use --cpu."
+                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node requests {self.gpus} GPU(s) "
+                "per node. Request one GPU for each process, or use --cpu."
             )
-        return count
+        return self.nproc_per_node
 
-    def _inside(self, job: Job) -> Plan:
-        """The plan of a node's agent, in a step of an allocation that is there already."""
-        endpoint, name = here(job.environ, self.nnodes)
+    def _plan_step(self, spec: LaunchSpec) -> Plan:
+        """Return the plan of the agent of one node, in a step of a running job."""
+        endpoint, run_id = _find_rendezvous(spec.environ, self.nnodes)
+        if "detach" in spec.option_values:
+            raise UsageError(
+                f"Cannot use --detach here: this step of the Slurm job {spec.environ['SLURM_JOB_ID']} runs the script itself. "
+                "Leave it out."
+            )
         return Torchrun(
             nnodes=self.nnodes,
             nproc_per_node=self.nproc_per_node,
             rdzv_endpoint=endpoint,
-            rdzv_id=name,
+            rdzv_id=run_id,
             max_restarts=self.max_restarts,
             ranks=self.ranks,
-        ).plan(job)
+        ).plan(spec)
 
-    def _options(self, job: Job) -> list[str]:
-        """The options of sbatch, as they stand behind `#SBATCH`."""
-        said: dict[str, Any] = {
-            "--job-name": self.job_name or _name(job),
+    def _format_batch_script(self, spec: LaunchSpec, nproc_per_node: int) -> str:
+        signal, _, seconds = (self.signal or "").removeprefix("SIG").partition("@")
+        requeue = ""
+        if self.requeue and signal:
+            requeue = _REQUEUE.format(signal=signal, delay=max(1, int(seconds) - _REQUEUE_MARGIN_S))
+        parts = [
+            "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in self._list_options(spec))]),
+            "\n".join(self.setup),
+            _RENDEZVOUS if self.nnodes > 1 else "",
+            'echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2',
+            requeue,
+            _NODE_COMMAND,
+            " \\\n  ".join(self._list_srun_lines(spec, nproc_per_node)) + (" &" if requeue else ""),
+            _WAIT if requeue else "",
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _list_options(self, spec: LaunchSpec) -> list[str]:
+        """Return the options of sbatch, as on lines of a batch script."""
+        name = "".join(letter if letter.isprintable() else "_" for letter in Path(spec.target).name).strip()
+        values: dict[str, Any] = {
+            "--job-name": self.job_name or name or "accel",
             "--nodes": self.nnodes,
             "--ntasks-per-node": 1,
             "--gpus-per-node": self.gpus_per_node or None,
@@ -284,186 +310,84 @@ class Slurm(Launcher):
             "--qos": self.qos,
             "--time": self.time,
             "--output": str(Path(self.output_dir) / "slurm-%j.out"),
+            # With B: only the batch script receives the signal.
             "--signal": self.signal and ("B:" if self.requeue else "") + self.signal.removeprefix("SIG"),
         }
-        again = ["--requeue", "--open-mode=append"] if self.requeue else ["--no-requeue"]
-        ours = [f"{option}={value}" for option, value in said.items() if value is not None]
-        return [*map(quoted, [*ours, *again]), *self.sbatch_args]
+        options = [f"{option}={value}" for option, value in values.items() if value is not None]
+        options += ["--requeue", "--open-mode=append"] if self.requeue else ["--no-requeue"]
+        return [*map(quote_for_bash, options), *self.sbatch_args]
 
-    def _body(self, job: Job, count: int) -> Body:
-        warning = self.signal.removeprefix("SIG").split("@") if self.signal and self.requeue else None
-        return Body(
-            job=job,
-            nnodes=self.nnodes,
-            nproc_per_node=count,
-            max_restarts=self.max_restarts,
-            ranks=str(self.ranks),
-            cpus_per_task=self.cpus_per_task,
-            setup=tuple(self.setup),
-            warning=(warning[0], int(warning[1])) if warning else None,
-        )
-
-
-def _name(job: Job) -> str:
-    """The script's name, as a job's: no more than one printable line."""
-    name = "".join(letter if letter.isprintable() else "_" for letter in Path(job.target).name)
-    return name.strip() or "accel"
-
-
-FIRST_PORT, PORTS = 10000, 20000
-"""Jobs meet at ports from 10000 to 29999: below those that Linux hands out by itself."""
+    def _list_srun_lines(self, spec: LaunchSpec, nproc_per_node: int) -> list[str]:
+        """Return the lines of the command that runs `accel launch` on every node."""
+        # Without --cpu-bind=none the one task of a node, and all its processes, could be bound to one core.
+        srun = f"srun --nodes={self.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none"
+        # Since Slurm 22.05 srun does not take it from the job.
+        srun += f" --cpus-per-task={self.cpus_per_task}" if self.cpus_per_task else ""
+        values: dict[str, Any] = {"kind": "torchrun", "nnodes": self.nnodes, "nproc_per_node": nproc_per_node}
+        if self.nnodes > 1:
+            values |= {"rdzv_endpoint": '"$head:$port"', "rdzv_id": '"slurm-$SLURM_JOB_ID"'}
+        values["max_restarts"] = self.max_restarts
+        if self.ranks not in {0, "0"}:
+            values["ranks"] = quote_for_bash(str(self.ranks))
+        kind = {"script": [], "module": ["-m"], "program": ["--no-python"]}[spec.kind]
+        return [
+            srun,
+            'bash -c "$node_command" accel',
+            f"{quote_for_bash(spec.python)} -m accel_cli launch --quiet --no-profile",
+            *(f"--set launcher.{name}={value}" for name, value in values.items()),
+            " ".join([*kind, "--", *map(quote_for_bash, (spec.target, *spec.args))]),
+        ]
 
 
-def here(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
-    """Where the nodes of this step meet, as `host:port`, and the name under which they do.
+def _find_rendezvous(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
+    """Return the rendezvous endpoint of the nodes of this step, and its run id.
 
     Args:
         environ: The environment, which has a `SLURM_JOB_ID`.
-        nnodes: The nodes the profile asks for.
+        nnodes: The number of nodes in the profile.
 
     Raises:
-        UsageError: This is no step, or not one with one task on each of so many nodes.
+        UsageError: This process is not in a step, or the step does not have one task on each of `nnodes` nodes.
     """
-    job = environ["SLURM_JOB_ID"]
-    step = environ.get("SLURM_STEP_ID")
+    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")
     srun = f"srun --nodes={nnodes} --ntasks-per-node=1 accel launch ..."
     if step is None or "SLURM_STEP_NODELIST" not in environ:
         raise UsageError(
-            f"this shell is inside the Slurm job {job} already, and launcher.kind: slurm would submit another. "
-            f"To run in this job: {srun}; on this node only: --set launcher.kind=torchrun"
+            f"Cannot submit a job: this shell is already inside the Slurm job {job}. Use {srun} to run in this job, or "
+            "--set launcher.kind=torchrun to run on this node only."
         )
     nodes, tasks = environ.get("SLURM_STEP_NUM_NODES", "1"), environ.get("SLURM_STEP_NUM_TASKS", "1")
     if nodes != str(nnodes) or tasks != nodes:
         raise UsageError(
-            f"this step of the Slurm job {job} has {tasks} task(s) on {nodes} node(s), and the profile wants one on "
-            f"each of {nnodes}: {srun}"
+            f"This step of the Slurm job {job} has {tasks} task(s) on {nodes} node(s): the profile needs one on each of "
+            f"{nnodes}. Use {srun}."
         )
-    for name, text in (("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)):
-        if not (text.isascii() and text.isdigit()):
-            raise UsageError(f"{name} must be a whole number; it is {text!r}")
-    # Two steps of a job may run at the same time.
-    port = FIRST_PORT + (int(job) + int(step)) % PORTS
-    return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}", f"slurm-{job}.{step}"
+    host, port, name = get_slurm_rendezvous(environ)
+    return f"{host}:{port}", f"slurm-{name}"
 
 
-OWN = frozenset({
-    "--job-name", "-J", "--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o", "--error", "-e",
-    "--requeue", "--no-requeue", "--open-mode", "--export", "--signal", "--array", "-a", "--wait", "-W", "--parsable",
-    "--partition", "-p", "--account", "-A", "--qos", "-q", "--time", "-t", "--mem", "--cpus-per-task", "-c",
-    "--gpus-per-node", "--chdir", "-D", "--wrap",
-})  # fmt: skip
-"""Options that a key of the profile says, or that would break what is built on the job."""
-
-_HEAD = f"""\
+_RENDEZVOUS = f"""\
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"""
+port=$(({FIRST_JOB_PORT} + SLURM_JOB_ID % {NUM_JOB_PORTS}))"""
 
-_ONE = """\
-# srun answers with the highest exit code of the nodes: one that was only ended because another failed says 1.
-# Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
-one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'"""
+_NODE_COMMAND = """\
+# srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
+# Slurm signals every process of a node: the warning must not end those that do not handle it.
+node_command='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'"""
 
-_AGAIN = """\
-again() {{
-  warned=1
-  echo "accel: the time limit is near: SIG{name} to the scripts, then job $SLURM_JOB_ID is run again" >&2
-  scancel --signal={name} "$SLURM_JOB_ID"
-  (sleep {patience}; scontrol requeue "$SLURM_JOB_ID") &
+_REQUEUE = """\
+requeue_pid=
+requeue_before_limit() {{
+  echo "accel: the time limit is near: sending SIG{signal} to the scripts, then requeueing job $SLURM_JOB_ID" >&2
+  scancel --signal={signal} "$SLURM_JOB_ID"
+  (sleep {delay}; scontrol requeue "$SLURM_JOB_ID") &
+  requeue_pid=$!
 }}
-trap again {name}"""
+trap requeue_before_limit {signal}"""
 
 _WAIT = """\
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
-[ -z "$warned" ] || scontrol requeue "$SLURM_JOB_ID"
+# Slurm may not kill the background process, which would requeue the next attempt.
+[ -z "$requeue_pid" ] || { kill "$requeue_pid"; scontrol requeue "$SLURM_JOB_ID"; }
 exit "$code\""""
-
-
-@dataclass(frozen=True)
-class Body:
-    """What a batch script does, beside the options of sbatch."""
-
-    job: Job
-    nnodes: int
-    nproc_per_node: int
-    max_restarts: int
-    ranks: str
-    """Whose output is in the log."""
-    cpus_per_task: int | None
-    """Repeated to srun, which does not take it from the job since Slurm 22.05."""
-    setup: tuple[str, ...]
-    warning: tuple[str, int] | None
-    """The signal that comes before the time limit, and how many seconds before; then the job is run again."""
-
-
-def batch_script(options: list[str], body: Body) -> str:
-    """A script for `sbatch`.
-
-    Args:
-        options: Options of sbatch, as they stand behind `#SBATCH`.
-        body: What is run.
-    """
-    parts = [
-        "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]),
-        "\n".join(body.setup),
-        _HEAD if body.nnodes > 1 else "",
-        'echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2',
-        _AGAIN.format(name=body.warning[0], patience=max(1, body.warning[1] - _MARGIN_S))
-        if body.warning
-        else "",
-        _ONE,
-        " \\\n  ".join(_srun(body)) + (" &" if body.warning else ""),
-        _WAIT if body.warning else "",
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-_MARGIN_S = 15
-"""How long before the time limit a job is run again even though its scripts have not ended."""
-
-
-def _srun(body: Body) -> list[str]:
-    """The command that starts `accel` on every node, a line each."""
-    # Without --cpu-bind=none the one task of a node, and all its processes, could be bound to one core.
-    tasks = [f"srun --nodes={body.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none"]
-    tasks += [f"--cpus-per-task={body.cpus_per_task}"] if body.cpus_per_task else []
-    job = body.job
-    start = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
-    return [
-        " ".join(tasks),
-        'bash -c "$one" accel',
-        f"{quoted(job.python)} -m accel_cli launch --quiet --no-profile",
-        *(f"--set launcher.{name}={value}" for name, value in _values(body).items()),
-        " ".join([*start, "--", *map(quoted, (job.target, *job.args))]),
-    ]
-
-
-def _values(body: Body) -> dict[str, str]:
-    """The `launcher:` section of a node, as words of the shell."""
-    meeting = (
-        {"rdzv_endpoint": '"$head:$port"', "rdzv_id": '"slurm-$SLURM_JOB_ID"'} if body.nnodes > 1 else {}
-    )
-    return {
-        "kind": "torchrun",
-        "nnodes": str(body.nnodes),
-        "nproc_per_node": str(body.nproc_per_node),
-        **meeting,
-        "max_restarts": str(body.max_restarts),
-        **({} if body.ranks == "0" else {"ranks": quoted(body.ranks)}),
-    }
-
-
-def quoted(word: str) -> str:
-    """A word of bash that means exactly this text, on one line and in ASCII letters where it is not printable."""
-    if word.isprintable():
-        return shlex.quote(word)
-    # sbatch refuses a script with a carriage return, and bytes that are no text have to come through.
-    return "$'" + "".join(map(_letter, word)) + "'"
-
-
-def _letter(letter: str) -> str:
-    if letter in {"'", "\\"}:
-        return f"\\{letter}"
-    if letter.isprintable():
-        return letter
-    return "".join(f"\\{byte:03o}" for byte in letter.encode(errors="surrogateescape"))

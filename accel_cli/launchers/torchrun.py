@@ -1,151 +1,371 @@
-"""Several processes through torch's elastic agent, on one machine or on several that meet by c10d."""
+"""The torchrun launcher, and the fields and checks of all launchers that use torch's elastic agent."""
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
-from typing_extensions import override
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self, override
 
+import accel_cli
 from accel_cli.errors import UsageError
-from accel_cli.launchers import elastic
-from accel_cli.launchers.base import Job, Plan, device_of, environment
-from accel_cli.launchers.gpus import GpuIds, choose_gpus
+from accel_cli.launchers.base import (
+    GpuIds,
+    Launcher,
+    LaunchSpec,
+    Plan,
+    build_environment,
+    choose_gpus,
+    resolve_device,
+)
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
-from accel_cli.planning.plan import get_runner
-from accel_cli.profile.fields import Answers, Question
-from accel_cli.runner.rank_filter import get_highest_rank
+from accel_cli.planning.plan import AgentSettings, check_ranks, get_highest_rank
+from accel_cli.profile.fields import Answers, CountOrAuto, Question
+from accel_runtime import env
 
-__all__ = ["Torchrun"]
+__all__ = [
+    "AllowLoopback",
+    "ElasticLauncher",
+    "Endpoint",
+    "LastCallTimeout",
+    "LogDir",
+    "MaxRestarts",
+    "MonitorInterval",
+    "Nnodes",
+    "Ranks",
+    "RdzvTimeout",
+    "RunId",
+    "ShutdownTimeout",
+    "StallTimeout",
+    "Torchrun",
+    "build_command",
+    "is_endpoint",
+]
+
+_ENDPOINT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:\[\]]+):(\d{1,5})")
+_TOO_BIG_PORT = 65536
+_RANGE = re.compile(r"([1-9]\d*):([1-9]\d*)")
 
 
-def _positive(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 1:
-        raise ValueError("expected a whole number of at least 1, or auto")
+def is_endpoint(text: str) -> bool:
+    """Return True if a text is host:port with a valid port."""
+    match = _ENDPOINT.fullmatch(text)
+    return match is not None and 0 < int(match[2]) < _TOO_BIG_PORT
+
+
+def _check_endpoint(text: str | None) -> str | None:
+    if text is None:
+        return None
+    if not is_endpoint(text):
+        raise ValueError("expected host:port with a port from 1 to 65535")
+    return text
+
+
+def _parse_nnodes(value: int | str) -> int | str:
+    if isinstance(value, str):
+        match = _RANGE.fullmatch(value)
+        if not match or int(match[1]) > int(match[2]):
+            raise ValueError("expected a whole number of at least 1, or a range MIN:MAX such as 1:4")
+        return int(match[1]) if match[1] == match[2] else value
+    if value < 1:
+        raise ValueError("expected at least 1")
     return value
 
 
-def _processes(machine: Machine, _: Answers) -> int | str:
+Nnodes = Annotated[
+    int | str,
+    Field(
+        union_mode="left_to_right",
+        description="Number of nodes, or a range `MIN:MAX` within which nodes may join and leave. "
+        "The same `accel launch` is started on every node.",
+    ),
+    Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
+    AfterValidator(_parse_nnodes),
+]
+Endpoint = Annotated[
+    str | None,
+    AfterValidator(_check_endpoint),
+    Field(description="Rendezvous address, `host:port` on one of the nodes. Needed if nnodes is above 1."),
+]
+AllowLoopback = Annotated[
+    bool,
+    Field(
+        description="Accept a loopback address as `rdzv_endpoint` for several nodes that all run on this machine."
+    ),
+]
+RunId = Annotated[
+    str,
+    Field(
+        min_length=1, description="Name of the run; nodes with the same name and endpoint join the same run."
+    ),
+]
+MaxRestarts = Annotated[
+    int, Field(ge=0, description="Maximum number of restarts of all processes after a failure.")
+]
+RdzvTimeout = Annotated[
+    int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
+]
+LastCallTimeout = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="Seconds to wait for more nodes of a range once the minimum has joined, at each start.",
+    ),
+]
+MonitorInterval = Annotated[float, Field(gt=0, description="Seconds between two checks of the processes.")]
+Ranks = Annotated[
+    int | str,
+    AfterValidator(check_ranks),
+    Field(description="Ranks whose output is shown: `all`, `none`, or a list as in `0,2`."),
+]
+LogDir = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="Folder for the logs of runs; if unset, the system's folder for program state.",
+    ),
+]
+ShutdownTimeout = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="Seconds the processes have to save and exit after a signal, or after a failure of one of them.",
+    ),
+]
+StallTimeout = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="Seconds without progress of any process until `accel launch` shows all stacks; if unset, stalls are not detected.",
+    ),
+]
+
+
+class ElasticLauncher(Launcher):
+    """A launcher whose processes the elastic agent starts; subclasses declare these fields in their order."""
+
+    if TYPE_CHECKING:
+        nnodes: Nnodes
+        rdzv_endpoint: Endpoint
+        allow_loopback: AllowLoopback
+        rdzv_id: RunId
+        max_restarts: MaxRestarts
+        rdzv_timeout: RdzvTimeout
+        last_call_timeout: LastCallTimeout
+        monitor_interval: MonitorInterval
+        ranks: Ranks
+        log_dir: LogDir
+        shutdown_timeout: ShutdownTimeout
+        stall_timeout: StallTimeout
+
+    @model_validator(mode="after")
+    def _check_endpoint_is_set(self) -> Self:
+        if self.range[1] > 1 and self.rdzv_endpoint is None:
+            raise ValueError("rdzv_endpoint (host:port) is needed if nnodes is above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_endpoint_is_reachable(self) -> Self:
+        if self.range[1] == 1 or self.rdzv_endpoint is None or self.allow_loopback:
+            return self
+        if network.Endpoint.parse(self.rdzv_endpoint).is_loopback:
+            raise ValueError(
+                f"rdzv_endpoint: {self.rdzv_endpoint} is not reachable from other nodes, and nnodes is {self.nnodes}. Use an "
+                "address that all nodes reach, or set launcher.allow_loopback: true to run all nodes on this machine"
+            )
+        return self
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The minimum and maximum number of nodes."""
+        low, _, high = str(self.nnodes).partition(":")
+        return int(low), int(high or low)
+
+    def check_node_rank(self, spec: LaunchSpec) -> None:
+        """Raise if `--node-rank` is given for a run whose nodes may change.
+
+        Raises:
+            UsageError: The rank is not below the number of nodes, or nodes may join later.
+        """
+        if not spec.nodes.static:
+            return
+        low, high = self.range
+        if high <= int(spec.nodes.node_rank or 0):
+            raise UsageError(
+                f"Invalid --node-rank {spec.nodes.node_rank}: expected 0 to {high - 1} for nnodes {high}."
+            )
+        if low != high or self.max_restarts:
+            cause = f"nnodes {self.nnodes}" if low != high else f"max_restarts {self.max_restarts}"
+            raise UsageError(
+                f"Cannot fix the rank of this node by --node-rank: {cause} lets nodes join later. Leave out --node-rank, or "
+                "set max_restarts to 0 and nnodes to a number."
+            )
+
+    @override
+    def run(self, plan: Plan) -> int:
+        from accel_cli.runner.forkserver import run_agent  # noqa: PLC0415 - not for a dry run
+
+        return run_agent(plan)
+
+    def get_interfaces(self) -> dict[str, str]:
+        """Return the variables that bind collectives to the loopback interface, for a run on one node."""
+        if self.range[1] > 1 or sys.platform != "linux":
+            return {}
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+    def build_agent_settings(
+        self, spec: LaunchSpec, start_method: tuple[str, str], *, starts_replicas: bool = False
+    ) -> AgentSettings:
+        """Return the settings of the elastic agent, with the start method and the reason for it."""
+        method, reason = start_method
+        min_nodes, max_nodes = self.range
+        return AgentSettings(
+            min_nodes=min_nodes,
+            max_nodes=max_nodes,
+            rdzv_endpoint=self.rdzv_endpoint or "",
+            node_rank=spec.nodes.node_rank,
+            static=spec.nodes.static,
+            run_id=self.rdzv_id,
+            process_group_timeout=spec.settings.process_group_timeout,
+            max_restarts=self.max_restarts,
+            monitor_interval=self.monitor_interval,
+            rdzv_timeout=self.rdzv_timeout,
+            last_call_timeout=self.last_call_timeout,
+            ranks=self.ranks,
+            log_dir=self.log_dir,
+            shutdown_timeout=self.shutdown_timeout,
+            stall_timeout=self.stall_timeout,
+            host=spec.environ.get(env.NODE_NAME),
+            failure_file=spec.environ.get(env.FAILURE_FILE),
+            start_method=method,
+            start_method_reason=reason,
+            starts_replicas=starts_replicas,
+        )
+
+
+def build_command(spec: LaunchSpec, file: str, *options: str) -> tuple[str, ...]:
+    """Return the command of one process: a file of `accel_cli/runner` that runs the target and records failures."""
+    # By path: `-m` would put the current folder before the standard library while the file loads.
+    path = Path(accel_cli.__file__).parent / "runner" / file
+    return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)
+
+
+def _suggest_count(machine: Machine, _: Answers) -> int | str:
     return "auto" if machine.devices else min(2, machine.cpus)
 
 
-def _endpoint(*_: object) -> str:
-    """Return a port on this machine, by the address that others reach it by, or else by its name."""
-    return str(network.Endpoint(network.own_address() or socket.gethostname(), PORT))
+def _suggest_endpoint(*_: object) -> str:
+    """Return a port on this machine, with the address that other machines reach, or else its host name."""
+    return str(network.Endpoint(network.find_own_address() or socket.gethostname(), PORT))
 
 
-def _doubt_endpoint(endpoint: str | None) -> str | None:
-    """Return why no other machine reaches an endpoint, in one line of a terminal; None if nothing is known of it."""
-    if not endpoint or not elastic.is_endpoint(endpoint) or not network.Endpoint.parse(endpoint).loopback:
+def _check_reachable(endpoint: str | None) -> str | None:
+    """Return a problem if only this machine reaches an endpoint."""
+    if not endpoint or not is_endpoint(endpoint) or not network.Endpoint.parse(endpoint).is_loopback:
         return None
-    return "only this machine reaches it: give an address that all machines reach"
+    return "only this machine reaches this address: give one that all nodes reach"
 
 
-class Torchrun(elastic.Elastic):
-    """Several processes that train together, through torch.distributed.run's elastic agent."""
+class Torchrun(ElasticLauncher):
+    """Several processes, started and watched by the elastic agent of torch.distributed.run."""
 
     title: ClassVar[str] = "Several processes (torchrun)"
 
     kind: Literal["torchrun"] = Field(
         "torchrun", description="Several processes, through torch's elastic agent (torch.distributed.run)."
     )
-    nnodes: Annotated[elastic.Nnodes, Question("How many machines?", suggest=lambda *_: 1)] = 1
+    nnodes: Annotated[Nnodes, Question("How many nodes?", suggest=lambda *_: 1)] = 1
     nproc_per_node: Annotated[
-        int | Literal["auto"],
+        CountOrAuto,
         Field(
-            union_mode="left_to_right",
-            description="Number of processes on this machine; `auto` is one for each accelerator (of `gpu_ids`), or 1 on the CPU.",
+            description="Number of processes on each node; `auto` is one for each accelerator (of `gpu_ids`), or 1 on the CPU."
         ),
-        Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-        AfterValidator(_positive),
         Question(
-            "How many processes on each machine?",
-            suggest=_processes,
+            "How many processes on each node?",
+            suggest=_suggest_count,
             hint="a number, or auto",
         ),
     ] = "auto"
     gpu_ids: GpuIds = None
     rdzv_endpoint: Annotated[
-        elastic.Endpoint,
+        Endpoint,
         Question(
-            "Where do they meet, as host:port?",
-            suggest=_endpoint,
+            "Rendezvous address, as host:port?",
+            suggest=_suggest_endpoint,
             when=lambda answers: answers.get("nnodes", 1) != 1,
-            hint="an address every machine reaches",
-            doubt=_doubt_endpoint,
+            hint="an address of one node that all nodes reach",
+            check=_check_reachable,
         ),
     ] = None
-    allow_loopback: elastic.AllowLoopback = False
-    rdzv_id: elastic.RunId = "accel"
-    max_restarts: elastic.MaxRestarts = 0
-    rdzv_timeout: elastic.RdzvTimeout = 600
-    last_call_timeout: elastic.LastCallTimeout = 5
-    monitor_interval: elastic.MonitorInterval = 0.1
+    allow_loopback: AllowLoopback = False
+    rdzv_id: RunId = "accel"
+    max_restarts: MaxRestarts = 0
+    rdzv_timeout: RdzvTimeout = 600
+    last_call_timeout: LastCallTimeout = 5
+    monitor_interval: MonitorInterval = 0.1
     start_method: Literal["auto", "forkserver", "exec"] = Field(
         "auto",
-        description="How processes start: `forkserver` imports torch once and forks them, `exec` is a command "
+        description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
         "each; `auto` is forkserver for Python on Linux.",
     )
-    ranks: elastic.Ranks = 0
-    log_dir: elastic.LogDir = None
-    shutdown_timeout: elastic.ShutdownTimeout = 30
-    stall_timeout: elastic.StallTimeout = None
+    ranks: Ranks = 0
+    log_dir: LogDir = None
+    shutdown_timeout: ShutdownTimeout = 30
+    stall_timeout: StallTimeout = None
     omp_num_threads: Annotated[
         int | None,
         Field(
-            ge=1, description="OMP_NUM_THREADS of each process; unset divides the processor cores among them."
+            ge=1,
+            description="OMP_NUM_THREADS of each process; if unset, the processor cores are divided among them.",
         ),
     ] = None
 
     @classmethod
     @override
-    def several(cls, answers: Answers) -> bool:
+    def may_start_several(cls, answers: Answers) -> bool:
         return (answers.get("nnodes", 1), answers.get("nproc_per_node", 1)) != (1, 1)
 
     @override
-    def plan(self, job: Job) -> Plan:
-        self.check_static(job)
-        job, visible = choose_gpus(job, self.gpu_ids)
-        count = self._count(job)
-        device = device_of(job, count)
+    def plan(self, spec: LaunchSpec) -> Plan:
+        self.check_node_rank(spec)
+        spec, visible = choose_gpus(spec, self.gpu_ids)
+        count = self._count_processes(spec)
+        device = resolve_device(spec, count)
         if get_highest_rank(self.ranks) >= self.range[1] * count:
-            raise UsageError(
-                f"ranks: {self.ranks} was asked for, but the last rank is {self.range[1] * count - 1}"
-            )
-        method, reason = self._started_by(job)
-        threads = str(self.omp_num_threads or max(1, job.machine.cpus // count))
+            raise UsageError(f"Invalid ranks {self.ranks!r}: the last rank is {self.range[1] * count - 1}.")
+        threads = str(self.omp_num_threads or max(1, spec.machine.cpus // count))
         return Plan(
             launcher=self.kind,
-            runner=get_runner(method),
-            argv=elastic.command(job, "worker.py"),
-            env={**environment(job, {"OMP_NUM_THREADS": threads, **self.interfaces()}), **visible},
+            argv=build_command(spec, "worker.py"),
+            env={**build_environment(spec, {"OMP_NUM_THREADS": threads, **self.get_interfaces()}), **visible},
             device=device,
-            target=job.target,
+            target=spec.target,
             nnodes=self.range[1],
             nproc_per_node=count,
-            derived=job.nodes.line,
-            agent=self.agent(job),
-            start_method=f"{method} ({reason})",
+            node_summary=spec.nodes.summary,
+            agent=self.build_agent_settings(spec, self._choose_start_method(spec)),
         )
 
-    def _started_by(self, job: Job) -> tuple[str, str]:
-        """The start method, and why."""
-        unable = ""
-        if job.kind == "program":
-            unable = "a program is not known to be Python"
+    def _choose_start_method(self, spec: LaunchSpec) -> tuple[str, str]:
+        """Return the start method and the reason for it."""
+        obstacle = ""
+        if spec.kind == "program":
+            obstacle = "a program may not be Python"
         elif sys.platform != "linux":
-            unable = f"the fork server needs Linux, and this is {sys.platform}"
-        if unable and self.start_method == "forkserver":
-            raise UsageError(f"start_method: forkserver was asked for, but {unable}; use exec or auto")
+            obstacle = f"the fork server needs Linux, and this is {sys.platform}"
+        if obstacle and self.start_method == "forkserver":
+            raise UsageError(f"Cannot use start_method: forkserver: {obstacle}. Use exec or auto.")
         if self.start_method != "auto":
             return self.start_method, "launcher.start_method"
-        return ("exec", unable) if unable else ("forkserver", "torch is imported once for all processes")
+        return ("exec", obstacle) if obstacle else ("forkserver", "torch is imported once for all processes")
 
-    def _count(self, job: Job) -> int:
+    def _count_processes(self, spec: LaunchSpec) -> int:
         if isinstance(self.nproc_per_node, int):
             return self.nproc_per_node
-        return 1 if job.settings.device == "cpu" else max(1, len(job.machine.devices))
+        return 1 if spec.settings.device == "cpu" else max(1, len(spec.machine.devices))

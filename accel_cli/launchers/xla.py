@@ -11,38 +11,38 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers import elastic
-from accel_cli.launchers.base import Job, Plan, environment
+from accel_cli.launchers import torchrun
+from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.fields import Choice, Question
 from accel_runtime.env import ROUNDING
 
 __all__ = ["Xla"]
 
-_SAME = "launcher.replicas"
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
-def _replicas(value: Any) -> Any:
+def _parse_replicas(value: Any) -> Any:
     if value == "auto":
-        return "all"  # what an option means that other launchers know
+        return "all"  # the value of --nproc-per-node with other launchers
     if value not in {"all", 1} or isinstance(value, bool):
         raise ValueError(
-            "expected all or 1: torch_xla starts a replica on every device of the machine, or one on a single device, "
-            "and nothing between"
+            "expected all or 1: torch_xla starts a replica on every device of the machine, or on a single one"
         )
     return value
 
 
-class Xla(elastic.Elastic):
+class Xla(torchrun.ElasticLauncher):
     """The script on every device that torch_xla finds, each a replica of the model."""
 
     title: ClassVar[str] = "TPU (torch_xla)"
-    runs = "pod"
-    words: ClassVar[Mapping[str, str]] = MappingProxyType({"launcher.nproc_per_node": _SAME})
+    location = "pod"
+    key_aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"launcher.nproc_per_node": "launcher.replicas"}
+    )
 
     formats: ClassVar[frozenset[str]] = frozenset({"no", "bf16"})
-    divides = False
+    supports_sharding = False
 
     kind: Literal["xla"] = Field(
         "xla",
@@ -50,10 +50,8 @@ class Xla(elastic.Elastic):
     )
     replicas: Annotated[
         Literal["all", 1],
-        BeforeValidator(_replicas),
-        Field(
-            description="On how many devices of a machine: `all`, or 1 (on one machine). torch_xla knows no other number."
-        ),
+        BeforeValidator(_parse_replicas),
+        Field(description="Number of devices of a machine to use: `all`, or 1 (on one machine)."),
         Question(
             "On how many TPU cores?",
             suggest=lambda *_: "all",
@@ -66,7 +64,7 @@ class Xla(elastic.Elastic):
     spmd: Annotated[
         bool,
         Field(
-            description="Whether one process computes on all devices of the machine as a mesh, with a model sharded over them."
+            description="Compute in one process on all devices of the machine, as a mesh over which the model is sharded."
         ),
         Question(
             "How do the cores share the work?",
@@ -84,139 +82,138 @@ class Xla(elastic.Elastic):
         description="A function of the script that is called without arguments on every replica, after the script was "
         "imported; unset runs the script itself.",
     )
-    nnodes: elastic.Nnodes = 1
-    rdzv_endpoint: elastic.Endpoint = None
-    allow_loopback: elastic.AllowLoopback = False
-    rdzv_id: elastic.RunId = "accel"
-    max_restarts: elastic.MaxRestarts = 0
-    rdzv_timeout: elastic.RdzvTimeout = 600
-    last_call_timeout: elastic.LastCallTimeout = 5
-    monitor_interval: elastic.MonitorInterval = 0.1
-    ranks: elastic.Ranks = 0
-    log_dir: elastic.LogDir = None
-    shutdown_timeout: elastic.ShutdownTimeout = 30
-    stall_timeout: elastic.StallTimeout = None
+    nnodes: torchrun.Nnodes = 1
+    rdzv_endpoint: torchrun.Endpoint = None
+    allow_loopback: torchrun.AllowLoopback = False
+    rdzv_id: torchrun.RunId = "accel"
+    max_restarts: torchrun.MaxRestarts = 0
+    rdzv_timeout: torchrun.RdzvTimeout = 600
+    last_call_timeout: torchrun.LastCallTimeout = 5
+    monitor_interval: torchrun.MonitorInterval = 0.1
+    ranks: torchrun.Ranks = 0
+    log_dir: torchrun.LogDir = None
+    shutdown_timeout: torchrun.ShutdownTimeout = 30
+    stall_timeout: torchrun.StallTimeout = None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         low, high = self.range
         if low != high:
             raise ValueError(
-                f"nnodes: the hosts of a TPU do not come and go: expected a number, not {self.nnodes}"
+                f"nnodes: expected a number, since the hosts of a TPU do not change, got {self.nnodes}"
             )
         if self.replicas == 1 and (self.spmd or high > 1):
-            other = (
-                "spmd computes on all devices"
-                if self.spmd
-                else "several machines train on all devices of each"
-            )
+            other = "spmd uses all devices" if self.spmd else "several nodes use all devices of each"
             raise ValueError(f"replicas: 1 is one device of one machine, but {other}; use replicas: all")
         return self
 
     @classmethod
     @override
-    def offered(cls, machine: Machine) -> bool:
-        return machine.tpu.found or machine.packages.torch_xla is not None
+    def is_available(cls, machine: Machine) -> bool:
+        return machine.tpu.exists or machine.packages.torch_xla is not None
 
     @classmethod
     @override
-    def suits_bf16(cls, machine: Machine) -> bool:
+    def prefers_bf16(cls, machine: Machine) -> bool:
         return True
 
     @override
-    def plan(self, job: Job) -> Plan:
-        self.check_static(job)
-        _check(job)
-        pjrt = _pjrt_device(job)
-        if pjrt == "CPU" and self.replicas != 1 and not self.spmd:
-            _check_cpu_replicas({**job.env, **job.environ})
-        told = replace(job, settings=replace(job.settings, device="xla", spmd=self.spmd))
-        function = "" if job.as_a_whole else self.main_training_function or ""
-        how = ("spmd" if self.spmd else str(self.replicas), function)
+    def plan(self, spec: LaunchSpec) -> Plan:
+        self.check_node_rank(spec)
+        _check_settings(spec)
+        pjrt_device = _find_pjrt_device(spec)
+        if pjrt_device == "CPU" and self.replicas != 1 and not self.spmd:
+            _check_cpu_replicas({**spec.env, **spec.environ})
+        # SPMD prints a warning of XLA for every graph that it compiles.
+        log_level = {"TF_CPP_MIN_LOG_LEVEL": "2"} if self.spmd else {}
+        replica_spec = replace(spec, settings=replace(spec.settings, device="xla", spmd=self.spmd))
+        env = build_environment(replica_spec, {**self.get_interfaces(), **log_level})
+        function = "" if spec.is_builtin else self.main_training_function or ""
+        mode = "spmd" if self.spmd else str(self.replicas)
         return Plan(
             launcher=self.kind,
-            runner="accel_cli.runner.agent:run",
-            argv=elastic.command(job, "xla_replicas.py", *how),
-            # Said also where the user has set it: everything else follows from it.
-            env={**environment(told, {**self.interfaces(), **self._quiet}), "PJRT_DEVICE": pjrt},
-            device=f"xla (PJRT_DEVICE={pjrt})",
-            target=job.target,
+            argv=torchrun.build_command(spec, "xla_replicas.py", mode, function),
+            # Also if the user has set it, so that the plan shows the device.
+            env={**env, "PJRT_DEVICE": pjrt_device},
+            device=f"xla (PJRT_DEVICE={pjrt_device})",
+            target=spec.target,
             nnodes=self.range[1],
             nproc_per_node=1,
-            counted=self._counted,
-            derived=job.nodes.line,
-            agent={**self.agent(job), "replicas": True},
-            start_method="torch_xla.launch" if not self.spmd else "exec (SPMD is one process a machine)",
+            process_description=self._process_description,
+            node_summary=spec.nodes.summary,
+            agent=self.build_agent_settings(
+                spec,
+                ("exec", "SPMD runs one process per node") if self.spmd else ("torch_xla.launch", ""),
+                starts_replicas=True,
+            ),
         )
 
     @property
-    def _quiet(self) -> dict[str, str]:
-        # With SPMD, XLA says at every graph it compiles that a part of it will be replaced.
-        return {"TF_CPP_MIN_LOG_LEVEL": "2"} if self.spmd else {}
-
-    @property
-    def _counted(self) -> str:
+    def _process_description(self) -> str:
         if self.spmd:
             return "one process on all devices (SPMD)"
         return "one replica" if self.replicas == 1 else "a replica on every device"
 
 
-def _check(job: Job) -> None:
-    """Refuse what torch_xla cannot do, or would do otherwise than it was said, before anything starts."""
-    settings = job.settings
-    if job.kind == "program":
+def _check_settings(spec: LaunchSpec) -> None:
+    """Raise before the start if torch_xla would ignore a setting or fail on it.
+
+    Raises:
+        UsageError: A setting or variable cannot be used, or torch_xla is not installed.
+    """
+    settings = spec.settings
+    if spec.kind == "program":
         raise UsageError(
-            f"--no-python: torch_xla runs Python code on its devices, and {job.target} is a program; give a script, or a "
-            "module with -m"
+            f"Cannot use --no-python with launcher.kind: xla: torch_xla runs Python code, and {spec.target} is a program. "
+            "Give a script, or a module with -m."
         )
     if settings.device not in {"auto", "xla"}:
         raise UsageError(
-            f"device: {settings.device} contradicts launcher.kind: xla, which computes on what PJRT_DEVICE names; "
-            "PJRT_DEVICE=CPU accel launch tries a script on torch_xla's CPU device"
+            f"Cannot use device: {settings.device} with launcher.kind: xla: PJRT_DEVICE selects the device. Set "
+            "PJRT_DEVICE=CPU to try a script on torch_xla's CPU device."
         )
     if settings.process_group_backend != "auto":
         raise UsageError(
-            f"process_group_backend: {settings.process_group_backend} has no say with launcher.kind: xla, where "
-            "torch_xla itself carries collectives; use auto"
+            f"Cannot use process_group_backend: {settings.process_group_backend} with launcher.kind: xla: torch_xla has "
+            "its own collectives. Use auto."
         )
     if settings.mixed_precision == "fp16":
-        raise UsageError("mixed_precision: fp16 is for GPUs; on a TPU use bf16, which needs no scaled loss")
-    _check_environment({**job.env, **job.environ})
-    if problem := job.machine.problem or job.machine.xla_problem:
-        raise UsageError(problem)
-
-
-def _check_environment(environ: Mapping[str, str]) -> None:
+        raise UsageError(
+            "Cannot use mixed_precision: fp16 with launcher.kind: xla: it needs GPUs. Use bf16, which needs no loss scaling."
+        )
+    environ = {**spec.env, **spec.environ}
     for name in ROUNDING:
         if environ.get(name, "").lower() not in _OFF:
             raise UsageError(
-                f"{name}={environ[name]} makes torch_xla round every float32 number, also weights and optimizer state, "
-                "without a word; unset it, and use mixed_precision: bf16"
+                f"Cannot use {name}={environ[name]}: torch_xla would round every float32 number, also weights and optimizer "
+                "state. Unset it, and use mixed_precision: bf16."
             )
     if environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']}: something else has started this process as one of several, and "
-            "torch_xla starts replicas itself; run accel launch once on each machine"
+            f"Cannot start replicas with WORLD_SIZE={environ['WORLD_SIZE']}: another launcher has started this process as one "
+            "of several. Run accel launch once on each node."
         )
+    if problem := spec.machine.problem or spec.machine.xla_problem:
+        raise UsageError(problem)
 
 
 def _check_cpu_replicas(environ: Mapping[str, str]) -> None:
-    """Refuse several replicas of torch_xla's CPU device: their first collective would end the process."""
+    """Raise for several replicas of torch_xla's CPU device: their first collective would end the process."""
     count = environ.get("CPU_NUM_DEVICES") or "1"
     if count != "1":
         raise UsageError(
-            f"CPU_NUM_DEVICES={count}: torch_xla's CPU device has no collectives between its replicas (pytorch/xla issue "
-            "5005). Leave it out to try a script with one replica, or set launcher.spmd to true to use all devices."
+            f"Cannot use CPU_NUM_DEVICES={count}: torch_xla's CPU device has no collectives between its replicas (pytorch/xla "
+            "issue 5005). Unset it to try a script with one replica, or set launcher.spmd: true to use all devices."
         )
 
 
-def _pjrt_device(job: Job) -> str:
-    """What torch_xla computes on: what the user said, or the TPU that is there."""
-    if said := job.environ.get("PJRT_DEVICE") or job.env.get("PJRT_DEVICE"):
-        return said
-    if job.machine.tpu.found:
+def _find_pjrt_device(spec: LaunchSpec) -> str:
+    """Return the device of torch_xla: that of the user, or the TPU of this machine."""
+    if device := spec.environ.get("PJRT_DEVICE") or spec.env.get("PJRT_DEVICE"):
+        return device
+    if spec.machine.tpu.exists:
         return "TPU"
     raise UsageError(
-        f"launcher.kind: xla, but this machine has no TPU ({job.machine.summary}); PJRT_DEVICE=CPU accel launch ... "
-        "tries a script on torch_xla's CPU device"
+        f"Cannot use launcher.kind: xla: this machine has no TPU ({spec.machine.summary}). Set PJRT_DEVICE=CPU to try a script "
+        "on torch_xla's CPU device."
     )

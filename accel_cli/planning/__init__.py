@@ -1,1 +1,1 @@
-"""From what was typed to a plan: nodes, the machine, the network, and the plan itself."""
+"""Turn a launch request into a plan: layers, nodes, machine, network."""

@@ -1,4 +1,4 @@
-"""Addresses of this machine as others see them: asked of the kernel, never of the host's name."""
+"""Addresses of this machine that other nodes can reach, from the kernel's routes and not from the host name."""
 
 from __future__ import annotations
 
@@ -12,32 +12,30 @@ from accel_cli.errors import UsageError
 
 __all__ = [
     "Endpoint",
-    "addresses",
-    "interface",
-    "is_loopback",
-    "loopback_address",
-    "named_wrongly",
-    "own_address",
+    "find_interface",
+    "find_loopback_address",
+    "find_own_address",
+    "is_hostname_loopback",
 ]
 
 _SIOCGIFADDR = 0x8915
 _LOCAL_NAMES = frozenset(
     {"localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback"}
 )
-_ANY_OTHER = ("192.0.2.1", "2001:db8::1")
+_REMOTE_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation: the route to them is the default route, and nothing is sent."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where machines meet."""
+    """A rendezvous endpoint, host and port."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """`host:port`, with brackets around an IPv6 address."""
+        """Return the endpoint of `host:port`, with brackets around an IPv6 address."""
         host, _, port = text.rpartition(":")
         return cls(host.strip("[]"), int(port))
 
@@ -45,136 +43,113 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
-    def loopback(self) -> bool:
-        """Whether it was written as an address no other machine reaches."""
-        name = self.host.lower().rstrip(".")
-        return (
-            name in _LOCAL_NAMES
-            or name.endswith(".localhost")
-            or is_loopback(self.host)
-            or _is_any(self.host)
-        )
+    def is_loopback(self) -> bool:
+        """True if the host is a loopback name or address, or the unspecified address (`0.0.0.0`, `::`)."""
+        name, address = self.host.lower().rstrip("."), _parse_address(self.host)
+        if address:
+            return address.is_loopback or address.is_unspecified
+        return name in _LOCAL_NAMES or name.endswith(".localhost")
 
-    def address(self) -> str:
-        """Its address; of a name, the first one.
+    def resolve(self) -> str:
+        """Return the IP address; for a name, the first that it resolves to.
 
         Raises:
             UsageError: The name does not resolve here.
         """
         try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            return _resolve(self.host, self.port)
         except (OSError, UnicodeError) as error:
             raise UsageError(
-                f"the name {self.host!r} of rdzv_endpoint {self} does not resolve on {socket.gethostname()} ({error}); "
-                "give a name or address of one of the machines that all of them know"
+                f"Cannot resolve the host {self.host!r} of rdzv_endpoint {self} on {socket.gethostname()}: {error}. Use a name "
+                "or address of one node that resolves on all nodes."
             ) from None
-        return str(found[0][4][0])
 
-    def is_here(self) -> bool:
-        """Whether it is an address of this machine."""
-        address = self.address()
-        with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+    def is_local(self) -> bool:
+        """Return True if the host is an address of this machine."""
+        address = self.resolve()
+        with socket.socket(_get_family(address), socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((address, 0))
             except OSError:
                 return False
         return True
 
-    def local_address(self) -> str:
-        """The address of this machine that the others reach it by: the one on the route to the endpoint.
+    def find_local_address(self) -> str:
+        """Return the address of this machine that other nodes can reach: that of the route to the endpoint.
 
-        A machine whose own name is 127.0.1.1 (Debian) meets itself on loopback, where no other comes: there it is
-        the address of its default route, or else of its first interface.
+        If this machine is the endpoint and its own name is 127.0.1.1 (Debian), that route is loopback. Then it is the
+        address of the default route, or else of the first interface.
+
+        Raises:
+            UsageError: The name does not resolve here, or there is no route.
         """
-        found = _toward(self.address())
-        if self.loopback or not is_loopback(found):
-            return found
-        return own_address() or found
+        address = self.resolve()
+        source = _find_source_address(address)
+        if source is None:
+            raise UsageError(
+                f"Cannot reach rdzv_endpoint {self}: {socket.gethostname()} has no route to {address}. Check its network."
+            )
+        if self.is_loopback or not _is_loopback(source):
+            return source
+        return find_own_address() or source
 
 
-def own_address() -> str | None:
-    """The address that others reach this machine by, if any: that of its default route, or else of its first interface."""
-    away = (_outward(address) for address in _ANY_OTHER)
-    found = next((address for address in away if address and not is_loopback(address)), None)
-    return found or next(iter(addresses()), None)
+def find_own_address() -> str | None:
+    """Return the address of this machine's default route, or else of its first interface, or None."""
+    for remote in _REMOTE_ADDRESSES:
+        if (address := _find_source_address(remote)) and not _is_loopback(address):
+            return address
+    return next(iter(_list_addresses()), None)
 
 
-def loopback_address() -> str:
-    """Return the address with which processes of this machine reach each other: IPv4 where there is one.
+def find_loopback_address() -> str:
+    """Return the address with which processes of this machine reach each other, preferably IPv4.
 
     Raises:
         UsageError: The loopback interface is down.
     """
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
-            # One can listen on an interface that is down.
+            # A server can listen on an interface that is down.
             socket.create_connection(server.getsockname()[:2], timeout=1).close()
             return address
     raise UsageError(
-        "the processes of this machine cannot reach each other: it has neither 127.0.0.1 nor ::1. Set its loopback "
-        "interface up: ip link set lo up"
+        "Cannot connect the processes of this machine: it has neither 127.0.0.1 nor ::1. Set its loopback interface up: "
+        "ip link set lo up"
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches an address."""
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 address."""
+    return _list_addresses().get(address)
+
+
+def is_hostname_loopback() -> bool:
+    """Return True if this machine's name resolves to loopback or not at all: gloo would publish that address."""
     try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
+        return _is_loopback(_resolve(socket.gethostname()))
+    except (OSError, UnicodeError):
+        return True
 
 
-def _is_any(address: str) -> bool:
-    """Return True for 0.0.0.0 and ::, which stand for every address of the machine itself."""
-    try:
-        return ipaddress.ip_address(address).is_unspecified
-    except ValueError:
-        return False
+def _list_addresses() -> dict[str, str]:
+    """Return the interface of each IPv4 address, without loopback."""
+    import fcntl  # noqa: PLC0415 - not on every platform, and needed on several nodes only
 
-
-def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface but loopback, keyed by the address; the value is the interface."""
-    import fcntl  # noqa: PLC0415 - not on every platform; asked for on several machines only
-
-    found = {}
+    interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):
-                said = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                address = socket.inet_ntoa(said[20:24])
-                if not is_loopback(address):
-                    found[address] = name
-    return found
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                address = socket.inet_ntoa(reply[20:24])
+                if not _is_loopback(address):
+                    interfaces[address] = name
+    return interfaces
 
 
-def interface(address: str) -> str | None:
-    """The name of the interface that has an address."""
-    return addresses().get(address)
-
-
-def named_wrongly() -> bool:
-    """Whether this machine's own name leads to loopback, or to nothing: gloo would tell the others that address."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return True
-    return is_loopback(str(found[0][4][0]))
-
-
-def _toward(address: str) -> str:
-    """The source address of packets to an address; a datagram socket is connected, and nothing is sent.
-
-    Raises:
-        UsageError: There is no route.
-    """
-    found = _outward(address)
-    if not found:
-        raise UsageError(f"{socket.gethostname()} has no route to {address}; is its network up?")
-    return found
-
-
-def _outward(address: str) -> str | None:
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+def _find_source_address(address: str) -> str | None:
+    """Return the source address of packets to an address, or None without a route; nothing is sent."""
+    with socket.socket(_get_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
         except OSError:
@@ -182,5 +157,21 @@ def _outward(address: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _resolve(host: str, port: int | None = None) -> str:
+    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _is_loopback(text: str) -> bool:
+    address = _parse_address(text)
+    return address is not None and address.is_loopback
+
+
+def _get_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET

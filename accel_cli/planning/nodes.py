@@ -1,27 +1,38 @@
-"""Which machines a job has, and which of them this is: from what was typed, or from what a scheduler left."""
+"""The nodes of a run and the rank of this one, from options or from the variables of a scheduler."""
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.machine import Tpu
 
-__all__ = ["PORT", "READ", "Facts", "Typed", "facts", "first_host", "pod"]
+__all__ = [
+    "FIRST_JOB_PORT",
+    "NUM_JOB_PORTS",
+    "PORT",
+    "VARIABLES",
+    "NodeLayout",
+    "NodeOptions",
+    "find_nodes",
+    "find_tpu_nodes",
+    "first_host",
+    "get_slurm_rendezvous",
+]
 
 PORT = 29400
-"""Where machines meet if nobody says a port; torch's own default for c10d."""
-_LAST_PORT = 65535
-_LONGEST_NUMBER = 18
-_FIRST_PORT, _PORTS = 20000, 10000
-"""Ports that a scheduler's job number chooses among: below those the kernel hands out."""
+"""The default port of the rendezvous, as in torch's c10d backend."""
+FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 10000
+"""The range of ports derived from a job id, below the kernel's ephemeral ports."""
+_MAX_DIGITS = 18
 
-READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
+VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         "PET_*": (
@@ -42,319 +53,324 @@ READ: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "TPU_WORKER_*": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "MEGASCALE_NUM_SLICES"),
         "DSTACK_*": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "DSTACK_RUN_ID"),
+        "SM_*": ("SM_HOSTS", "SM_CURRENT_HOST", "SM_MASTER_PORT", "TRAINING_JOB_NAME"),
     }
 )  # fmt: skip
-"""Every variable that is read, by the word that stands for its source."""
+"""The variables that are read, by the name of their source."""
 
 
 @dataclass(frozen=True)
-class Typed:
-    """The options that speak of machines and processes, as they were typed; None was not."""
+class NodeOptions:
+    """The options of the command line about nodes and processes; None if not given."""
 
     nnodes: int | str | None = None
     nproc_per_node: int | str | None = None
     node_rank: int | None = None
     rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
     max_restarts: int | None = None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of the machines before any of them spoke."""
+class NodeLayout:
+    """The nodes of a run, as far as they are known before the rendezvous."""
 
     source: str = ""
-    """Who said so, for a person; empty where nobody did and this is the one machine."""
+    """The source, for messages; empty without a source, for a run on this node alone."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the launcher's section that follow."""
+    """The keys of the launcher's section that follow from the source."""
     node_rank: int | None = None
-    """The number of this machine."""
+    """The rank of this node."""
     static: bool = False
-    """Whether that number was typed, and so has to hold exactly."""
+    """True if the rank was given as an option, and must be used exactly."""
     ranks: Mapping[str, str] = field(default_factory=dict)
-    """The variables of this one process, where something else started a process for every rank."""
+    """The variables of this process if another launcher started one process for each rank."""
     inherited: bool = False
-    """Whether those variables are in the environment already."""
+    """True if those variables are in the environment already."""
     unused: tuple[str, ...] = ()
-    """Variables of the source that say nothing here."""
+    """Variables of the source that are not used."""
 
     @property
-    def line(self) -> str:
-        """The source and everything derived from it."""
+    def summary(self) -> str:
+        """The source and all values derived from it, in one line."""
         if not self.source:
             return ""
-        said = {**self.values, **self.ranks}
+        values = {**self.values, **self.ranks}
         if self.node_rank is not None:
-            said["node_rank"] = self.node_rank
+            values["node_rank"] = self.node_rank
         unused = f" (not used: {', '.join(self.unused)})" if self.unused else ""
-        return f"{self.source}: {', '.join(f'{key} {value}' for key, value in said.items())}{unused}"
+        return f"{self.source}: {', '.join(f'{key} {value}' for key, value in values.items())}{unused}"
 
 
-def facts(typed: Typed, environ: Mapping[str, str], *, parent: int = 0) -> Facts:
-    """The first of these that speaks: torchrun, `PET_*`, a Slurm step, mpirun, SkyPilot, dstack; else one machine.
+def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int = 0) -> NodeLayout:
+    """Return the nodes of the innermost launcher or scheduler whose variables are set, or this node alone.
 
     Args:
-        typed: The options; where one contradicts a variable, the run is refused.
+        options: The options, which replace values of the variables or must agree with them.
         environ: The environment.
-        parent: The process that started this one; under an mpirun without a job number it stands for the job.
+        parent: The PID of the parent process, which identifies the job of an mpirun that sets no job id.
 
     Raises:
-        UsageError: Variables are incomplete, or contradict each other or an option.
+        UsageError: Variables are missing or invalid, or contradict each other or an option.
     """
-    for source in _SOURCES:
-        found = source(environ, typed, parent)
-        if found:
-            return _checked(found, typed)
-    return Facts(node_rank=typed.node_rank, static=typed.node_rank is not None)
+    layout = (
+        _find_torchrun_ranks(environ)
+        or _find_pet_nodes(environ)
+        or _find_slurm_nodes(environ, options)
+        or _find_mpi_ranks(environ, options, parent)
+        or _find_cluster_nodes(environ, "SKYPILOT_*")
+        or _find_cluster_nodes(environ, "DSTACK_*")
+        or _find_sagemaker_nodes(environ)
+    )
+    return _apply_options(layout, options)
 
 
-def pod(typed: Typed, environ: Mapping[str, str], tpu: Tpu) -> Facts:
-    """The hosts of a TPU slice, of which each runs the same command.
+def find_tpu_nodes(options: NodeOptions, environ: Mapping[str, str], tpu: Tpu) -> NodeLayout:
+    """Return the hosts of a TPU slice, on each of which the same command runs.
 
     Args:
-        typed: The options.
+        options: The options.
         environ: The environment.
-        tpu: What the machine says of its TPU.
+        tpu: The TPU of this machine.
 
     Raises:
-        UsageError: What is said is incomplete, or contradicts an option.
+        UsageError: The description of the slice is incomplete, or contradicts an option.
     """
     if environ.get("MEGASCALE_NUM_SLICES", "1") not in {"", "1"}:
         raise UsageError(
-            f"MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}: several TPU slices in one run are not in this "
-            "version; train on one slice"
+            f"Cannot use several TPU slices in one run: MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}. Train on "
+            "one slice."
         )
-    nodes = len(tpu.hosts)
-    if nodes < 2:  # noqa: PLR2004 - one host has nobody to meet
-        return Facts(node_rank=typed.node_rank, static=typed.node_rank is not None)
-    rank = _number({"TPU_WORKER_ID": tpu.worker}, "TPU_WORKER_ID")
-    _within(rank, nodes, "TPU_WORKER_ID", "the number of hosts in TPU_WORKER_HOSTNAMES")
-    values = {"nnodes": nodes, "rdzv_endpoint": _endpoint(tpu.hosts[0], str(PORT))}
-    return _checked(Facts(tpu.hosts_by, values, rank), typed)
+    layout, nodes = None, len(tpu.hosts)
+    if nodes > 1:
+        rank = _parse_rank({"TPU_WORKER_ID": tpu.worker}, "TPU_WORKER_ID", nodes, "the number of hosts")
+        values = {"nnodes": nodes, "rdzv_endpoint": _join_endpoint(tpu.hosts[0], str(PORT))}
+        layout = NodeLayout(tpu.hosts_source, values, rank)
+    return _apply_options(layout, options)
 
 
-def _torchrun(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
-    names = READ["torchrun"]
+def _find_torchrun_ranks(environ: Mapping[str, str]) -> NodeLayout | None:
+    names = VARIABLES["torchrun"]
     if not all(environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return None
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    _within(rank, size, "RANK", "WORLD_SIZE")
+    world_size = _parse_number(environ, "WORLD_SIZE")
+    rank = _parse_rank(environ, "RANK", world_size, "WORLD_SIZE")
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise UsageError(
-            f"RANK={rank} and WORLD_SIZE={size} say that this process is one of several, but {', '.join(missing)} "
-            "is not set. Start it with torchrun, or take RANK, LOCAL_RANK and WORLD_SIZE out of the environment."
+            f"Incomplete variables of a process group: RANK={rank} and WORLD_SIZE={world_size} are set, but not "
+            f"{', '.join(missing)}. Start this process with torchrun, or unset RANK, LOCAL_RANK and WORLD_SIZE."
         )
-    return Facts("RANK and WORLD_SIZE", ranks={name: environ[name] for name in names}, inherited=True)
+    return NodeLayout("RANK and WORLD_SIZE", ranks={name: environ[name] for name in names}, inherited=True)
 
 
-def _pet(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
-    said = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
-    if "PET_NNODES" not in said and "PET_NPROC_PER_NODE" not in said:
+def _find_pet_nodes(environ: Mapping[str, str]) -> NodeLayout | None:
+    pet = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
+    if "PET_NNODES" not in pet and "PET_NPROC_PER_NODE" not in pet:
         return None
-    backend = said.get("PET_RDZV_BACKEND", "c10d")
-    if backend not in {"c10d", "static"}:
-        raise UsageError(
-            f"PET_RDZV_BACKEND={backend}: machines meet by c10d; take the variable out or set c10d"
-        )
-    values: dict[str, Any] = {"nnodes": _nodes(said.get("PET_NNODES", "1"))}
-    if count := said.get("PET_NPROC_PER_NODE"):
+    if (backend := pet.get("PET_RDZV_BACKEND", "c10d")) not in {"c10d", "static"}:
+        raise UsageError(f"Invalid PET_RDZV_BACKEND={backend}: expected c10d. Set it to c10d, or unset it.")
+    nnodes = pet.get("PET_NNODES", "1")
+    values: dict[str, Any] = {"nnodes": int(nnodes) if _is_number(nnodes) else nnodes}
+    if count := pet.get("PET_NPROC_PER_NODE"):
         values["nproc_per_node"] = int(count) if _is_number(count) else "auto"
-    if endpoint := said.get("PET_RDZV_ENDPOINT") or said.get("PET_MASTER_ADDR"):
-        port = said.get("PET_MASTER_PORT", str(PORT))
-        values["rdzv_endpoint"] = endpoint if _has_port(endpoint) else _endpoint(endpoint, port)
-    if "PET_RDZV_ID" in said:
-        values["rdzv_id"] = said["PET_RDZV_ID"]
-    if "PET_MAX_RESTARTS" in said:
-        values["max_restarts"] = _number(said, "PET_MAX_RESTARTS")
-    # Trainers of Kubernetes write `auto` or nothing for the rank where machines number themselves.
-    rank = _number(said, "PET_NODE_RANK") if _is_number(said.get("PET_NODE_RANK", "")) else None
-    if rank is not None:
-        _within(rank, _most(values["nnodes"]), "PET_NODE_RANK", "PET_NNODES")
-    return Facts("PET_*", values, rank, unused=tuple(sorted(set(said) - set(READ["PET_*"]))))
+    if endpoint := pet.get("PET_RDZV_ENDPOINT") or pet.get("PET_MASTER_ADDR"):
+        port = pet.get("PET_MASTER_PORT", str(PORT))
+        values["rdzv_endpoint"] = endpoint if _has_port(endpoint) else _join_endpoint(endpoint, port)
+    if "PET_RDZV_ID" in pet:
+        values["rdzv_id"] = pet["PET_RDZV_ID"]
+    if "PET_MAX_RESTARTS" in pet:
+        values["max_restarts"] = _parse_number(pet, "PET_MAX_RESTARTS")
+    rank = None
+    # Trainers of Kubernetes set `auto` or nothing if the rendezvous assigns the ranks.
+    if _is_number(pet.get("PET_NODE_RANK", "")):
+        rank = _parse_rank(pet, "PET_NODE_RANK", _get_max_nodes(nnodes), "PET_NNODES")
+    return NodeLayout("PET_*", values, rank, unused=tuple(sorted(set(pet) - set(VARIABLES["PET_*"]))))
 
 
-def _slurm(environ: Mapping[str, str], typed: Typed, _: int) -> Facts | None:
-    if "SLURM_JOB_ID" not in environ or not environ.keys().isdisjoint(
-        {"OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"}
-    ):
-        # mpirun starts itself on each machine by a step of its own, which says nothing of our processes.
+def _find_slurm_nodes(environ: Mapping[str, str], options: NodeOptions) -> NodeLayout | None:
+    # mpirun starts itself by a step with one task per node, whatever the number of its ranks.
+    if "SLURM_JOB_ID" not in environ or environ.keys() & {"OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"}:
         return None
     if "SLURM_STEP_NUM_TASKS" not in environ:
-        _check_outside_a_step(environ, typed)
+        nodes = _parse_number(environ, "SLURM_JOB_NUM_NODES", default="1")
+        if nodes > 1 and options.nnodes is None:
+            raise UsageError(
+                f"Cannot start on one node of a Slurm job that has {nodes}. Start it on all of them with srun "
+                "--ntasks-per-node=1 accel launch ..., or use this node alone with --nnodes 1."
+            )
         return None
-    nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    nodes = _parse_number(environ, "SLURM_STEP_NUM_NODES")
+    tasks = _parse_number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks == 1:
         return None
-    job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID", "0")
-    source = f"SLURM_* (step {job}.{step})"
-    head = first_host(environ.get("SLURM_STEP_NODELIST", ""))
-    numbers = (
-        _number({"SLURM_JOB_ID": job}, "SLURM_JOB_ID"),
-        _number({"SLURM_STEP_ID": step}, "SLURM_STEP_ID"),
-    )
-    port = str(_FIRST_PORT + (numbers[0] + 97 * numbers[1]) % _PORTS)
-    node = _number(environ, "SLURM_NODEID")
-    _within(node, nodes, "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+    host, port, name = get_slurm_rendezvous(environ)
+    source = f"SLURM_* (step {name})"
+    node = _parse_rank(environ, "SLURM_NODEID", nodes, "SLURM_STEP_NUM_NODES")
     if tasks == nodes:
-        values = {"nnodes": nodes, "rdzv_endpoint": _endpoint(head, port), "rdzv_id": f"{job}.{step}"}
-        return Facts(source, values, node)
-    layout = _layout(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if len(layout) != nodes or sum(layout) != tasks:
+        values = {"nnodes": nodes, "rdzv_endpoint": _join_endpoint(host, port), "rdzv_id": name}
+        return NodeLayout(source, values, node)
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # as in 2(x3),1
+    groups = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", text)
+    tasks_per_node = [int(count) for count, times in groups for _ in range(int(times or 1))]
+    if len(tasks_per_node) != nodes or sum(tasks_per_node) != tasks:
         raise UsageError(
-            f"SLURM_STEP_TASKS_PER_NODE={environ.get('SLURM_STEP_TASKS_PER_NODE', '')} does not fit "
-            f"SLURM_STEP_NUM_TASKS={tasks} on SLURM_STEP_NUM_NODES={nodes}"
+            f"SLURM_STEP_TASKS_PER_NODE={text} contradicts SLURM_STEP_NUM_TASKS={tasks} and SLURM_STEP_NUM_NODES={nodes}. "
+            "Start the step again with srun."
         )
-    rank, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID")
-    place = {**_place(rank, tasks, local, layout[node]), "MASTER_ADDR": "127.0.0.1" if nodes == 1 else head}
-    return Facts(source, ranks={**place, "MASTER_PORT": port})
+    rank, local_size = _parse_number(environ, "SLURM_PROCID"), tasks_per_node[node]
+    local_rank = _parse_rank(environ, "SLURM_LOCALID", local_size, "the tasks of this node")
+    if options.rdzv_endpoint:
+        host, port = _split_endpoint(options.rdzv_endpoint)
+    elif nodes == 1:
+        host = "127.0.0.1"
+    return NodeLayout(source, ranks=_build_ranks(rank, local_rank, tasks, local_size, host, port))
 
 
-def _check_outside_a_step(environ: Mapping[str, str], typed: Typed) -> None:
-    nodes = _number({"SLURM_JOB_NUM_NODES": "1", **environ}, "SLURM_JOB_NUM_NODES")
-    if nodes > 1 and typed.nnodes is None:
-        raise UsageError(
-            f"this Slurm job has {nodes} machines, and `accel launch` was started on one of them only. Start it on each: "
-            f"srun --ntasks-per-node=1 accel launch ...; or give --nnodes 1 to use this machine alone."
-        )
+def get_slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the host and port of the rendezvous in a Slurm step, and `job.step`.
+
+    Raises:
+        UsageError: The variables of the step are invalid.
+    """
+    job, step = _parse_number(environ, "SLURM_JOB_ID"), _parse_number(environ, "SLURM_STEP_ID", default="0")
+    # Steps of one job may run at the same time.
+    port = FIRST_JOB_PORT + (job + 97 * step) % NUM_JOB_PORTS
+    return first_host(environ.get("SLURM_STEP_NODELIST", "")), str(port), f"{job}.{step}"
 
 
-def _mpi(environ: Mapping[str, str], typed: Typed, parent: int) -> Facts | None:
-    by = next((by for by in ("OMPI_*", "PMI_*") if all(name in environ for name in READ[by][:2])), None)
-    if by is None or environ[READ[by][1]] == "1":
+def _find_mpi_ranks(environ: Mapping[str, str], options: NodeOptions, parent: int) -> NodeLayout | None:
+    prefixes = (name for name in ("OMPI_*", "PMI_*") if all(key in environ for key in VARIABLES[name][:2]))
+    if (prefix := next(prefixes, None)) is None:
         return None
-    names = READ[by]
-    missing = [name for name in names[:4] if name not in environ]
-    if missing:
-        raise UsageError(
-            f"{names[0]} is set and {', '.join(missing)} is not: this mpirun does not say where ranks are"
-        )
-    rank, size, local, here = (_number(environ, name) for name in names[:4])
-    _within(rank, size, names[0], names[1])
-    job = next((environ[name] for name in names[4:] if environ.get(name)), str(parent))
-    endpoint = (
-        f"127.0.0.1:{_port(job)}" if here == size else _first_of_mpi(names[1], environ, typed, _port(job))
-    )
-    if here == 1 and typed.nproc_per_node is not None:
-        return Facts(f"{by} (mpirun)", {"nnodes": size, "rdzv_endpoint": endpoint}, rank)
-    host, _, port = endpoint.rpartition(":")
-    place = _place(rank, size, local, here)
-    return Facts(f"{by} (mpirun)", ranks={**place, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port})
-
-
-def _first_of_mpi(size: str, environ: Mapping[str, str], typed: Typed, port: str) -> str:
-    """Where the ranks of several machines meet: mpirun tells nobody its first machine's address."""
-    if typed.rdzv_endpoint:
-        return typed.rdzv_endpoint
-    if not environ.get("MASTER_ADDR"):
-        raise UsageError(
-            f"{size}={environ[size]} on several machines, and mpirun does not say the address of the first one: give "
-            "--rdzv-endpoint HOST:PORT, or MASTER_ADDR, with the host of rank 0"
-        )
-    return _endpoint(environ["MASTER_ADDR"], environ.get("MASTER_PORT", port))
-
-
-def _skypilot(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
-    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
-    port = _port(environ.get("SKYPILOT_TASK_ID", ""))
-    return _cluster("SKYPILOT_*", environ, addresses[0] if addresses else "", port)
-
-
-def _dstack(environ: Mapping[str, str], _: Typed, __: int) -> Facts | None:
-    port = _port(environ.get("DSTACK_RUN_ID", ""))
-    return _cluster("DSTACK_*", environ, environ.get("DSTACK_MASTER_NODE_IP", ""), port)
-
-
-def _cluster(source: str, environ: Mapping[str, str], head: str, port: str) -> Facts | None:
-    """The facts of a tool that numbers its machines and says the first one's address."""
-    count, number = READ[source][:2]
-    if not environ.get(count) or (nodes := _number(environ, count)) == 1:
+    names, job_names = VARIABLES[prefix][:4], VARIABLES[prefix][4:]
+    if environ[names[1]] == "1":
         return None
-    rank = _number(environ, number)
-    _within(rank, nodes, number, count)
-    if not head:
+    if missing := [name for name in names if name not in environ]:
         raise UsageError(
-            f"{count}={nodes}, and {READ[source][2]} does not say the address of the first machine"
+            f"Incomplete variables of mpirun: {names[0]} is set, but not {', '.join(missing)}. Use the mpirun of Open MPI, "
+            "MPICH or Intel MPI, which sets them, or torchrun."
         )
-    return Facts(source, {"nnodes": nodes, "rdzv_endpoint": _endpoint(head, port)}, rank)
-
-
-_SOURCES: tuple[Callable[[Mapping[str, str], Typed, int], Facts | None], ...] = (
-    _torchrun, _pet, _slurm, _mpi, _skypilot, _dstack,
-)  # fmt: skip
-
-
-def _checked(found: Facts, typed: Typed) -> Facts:
-    """The facts with what was typed in place of what was derived, once the two agree."""
-    if found.ranks:
-        _refuse_counts(found, typed)
-        return found
-    nodes = found.values["nnodes"]
-    if typed.nnodes is not None and nodes != 1 and _most(typed.nnodes) != _most(nodes):
+    size, local_size = _parse_number(environ, names[1]), _parse_number(environ, names[3])
+    rank = _parse_rank(environ, names[0], size, names[1])
+    local_rank = _parse_rank(environ, names[2], local_size, names[3])
+    # All processes of the job derive the same port.
+    job = next((environ[name] for name in job_names if environ.get(name)), str(parent))
+    port = _derive_port(job)
+    if options.rdzv_endpoint:
+        host, port = _split_endpoint(options.rdzv_endpoint)
+    elif local_size == size:
+        host = "127.0.0.1"
+    elif environ.get("MASTER_ADDR"):
+        host, port = environ["MASTER_ADDR"], environ.get("MASTER_PORT", port)
+    else:
         raise UsageError(
-            f"--nnodes {typed.nnodes} contradicts {found.source}, which says {nodes}; leave out one of them"
+            f"Unknown address of rank 0: mpirun started {size} ranks on several nodes ({names[1]}), and sets no address. Give "
+            "--rdzv-endpoint HOST:PORT, or set MASTER_ADDR, with the host of rank 0."
         )
-    if typed.node_rank is not None and found.node_rank not in {None, typed.node_rank}:
+    source = f"{prefix} (mpirun)"
+    if local_size == 1 and options.nproc_per_node is not None:
+        return NodeLayout(source, {"nnodes": size, "rdzv_endpoint": _join_endpoint(host, port)}, rank)
+    return NodeLayout(source, ranks=_build_ranks(rank, local_rank, size, local_size, host.strip("[]"), port))
+
+
+def _find_cluster_nodes(environ: Mapping[str, str], source: str) -> NodeLayout | None:
+    """Return the nodes of a tool that sets the number of nodes, the rank of this one, the addresses and a job id."""
+    count_name, rank_name, hosts_name, job_name = VARIABLES[source]
+    if not environ.get(count_name) or (nodes := _parse_number(environ, count_name)) == 1:
+        return None
+    rank = _parse_rank(environ, rank_name, nodes, count_name)
+    hosts = environ.get(hosts_name, "").split()
+    if not hosts:
         raise UsageError(
-            f"--node-rank {typed.node_rank} contradicts {found.source}, where this machine is {found.node_rank}; "
-            "leave out the option"
+            f"Unknown address of the first node: {count_name}={nodes}, but {hosts_name} is not set. Set it to that address."
         )
-    said = {
-        name: getattr(typed, name) for name in ("nnodes", "nproc_per_node", "rdzv_endpoint", "max_restarts")
-    }
-    values = {**found.values, **{name: value for name, value in said.items() if value is not None}}
-    rank = found.node_rank if typed.node_rank is None else typed.node_rank
-    return Facts(found.source, values, rank, static=typed.node_rank is not None, unused=found.unused)
+    endpoint = _join_endpoint(hosts[0], _derive_port(environ.get(job_name, "")))
+    return NodeLayout(source, {"nnodes": nodes, "rdzv_endpoint": endpoint}, rank)
 
 
-def _refuse_counts(found: Facts, typed: Typed) -> None:
-    asked = {
-        "--nproc-per-node": typed.nproc_per_node, "--nnodes": typed.nnodes, "--node-rank": typed.node_rank,
-        "--max-restarts": typed.max_restarts,
-    }  # fmt: skip
-    refused = [f"{option} {value}" for option, value in asked.items() if value is not None]
-    if refused:
+def _find_sagemaker_nodes(environ: Mapping[str, str]) -> NodeLayout | None:
+    text, host = environ.get("SM_HOSTS") or "[]", environ.get("SM_CURRENT_HOST")
+    try:
+        hosts = json.loads(text)
+        if len(hosts) <= 1:
+            return None
+        rank, first = hosts.index(host), str(hosts[0])
+    except (TypeError, AttributeError, ValueError):
         raise UsageError(
-            f"{' '.join(refused)} cannot be honoured: {found.source} says that this process is already rank "
-            f"{found.ranks['RANK']} of {found.ranks['WORLD_SIZE']}. Leave the option out; for a launcher of its own on each "
-            "machine start one task a machine (srun --ntasks-per-node=1), or unset RANK, LOCAL_RANK and WORLD_SIZE."
+            f"Invalid SM_HOSTS={text}: expected a JSON list that contains SM_CURRENT_HOST ({host}). Correct or unset it."
+        ) from None
+    endpoint = _join_endpoint(first, environ.get("SM_MASTER_PORT") or str(PORT))
+    values = {"nnodes": len(hosts), "rdzv_endpoint": endpoint}
+    if job := environ.get("TRAINING_JOB_NAME"):
+        values["rdzv_id"] = job
+    return NodeLayout("SM_*", values, rank)
+
+
+def _apply_options(layout: NodeLayout | None, options: NodeOptions) -> NodeLayout:
+    """Return the layout with options instead of derived values.
+
+    Raises:
+        UsageError: An option contradicts the layout, or has no effect on it.
+    """
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    static = "node_rank" in given
+    if layout is None:
+        return NodeLayout(node_rank=options.node_rank, static=static)
+    if layout.ranks:
+        used = set() if layout.inherited else {"rdzv_endpoint"}
+        refused = [f"--{name.replace('_', '-')} {given[name]}" for name in given if name not in used]
+        if refused:
+            raise UsageError(
+                f"Cannot use {' '.join(refused)}: this process is already rank {layout.ranks['RANK']} of "
+                f"{layout.ranks['WORLD_SIZE']} ({layout.source}). Leave it out, or run accel launch once per node (srun "
+                "--ntasks-per-node=1) and without RANK, LOCAL_RANK and WORLD_SIZE."
+            )
+        return layout
+    nodes, rank = layout.values["nnodes"], given.pop("node_rank", layout.node_rank)
+    if options.nnodes is not None and _get_max_nodes(nodes) not in {1, _get_max_nodes(options.nnodes)}:
+        raise UsageError(
+            f"--nnodes {options.nnodes} contradicts {layout.source}, which sets {nodes} nodes. Leave out the option."
         )
+    if layout.node_rank not in {None, rank}:
+        raise UsageError(
+            f"--node-rank {rank} contradicts {layout.source}, in which this node has rank {layout.node_rank}. Leave out the "
+            "option."
+        )
+    return replace(layout, values={**layout.values, **given}, node_rank=rank, static=static)
 
 
-def _place(rank: int, size: int, local: int, here: int) -> dict[str, str]:
-    _within(local, here, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return dict(zip(READ["torchrun"], map(str, (rank, local, size, here)), strict=False))
+def _build_ranks(*values: object) -> dict[str, str]:
+    """Return the variables of torchrun with these values, in their order."""
+    return dict(zip(VARIABLES["torchrun"], map(str, values), strict=True))
 
 
-def _port(job: str) -> str:
-    """A port that all processes of a job come to by themselves."""
-    return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
+def _derive_port(job: str) -> str:
+    return str(FIRST_JOB_PORT + zlib.crc32(job.encode()) % NUM_JOB_PORTS)
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
+def _parse_number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environ.get(name, default)
     if not _is_number(text):
-        raise UsageError(f"{name} must be a whole number; it is {text!r}")
+        raise UsageError(f"Invalid {name}={text!r}: expected a whole number. Correct or unset it.")
     return int(text)
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER
-
-
-def _within(rank: int, size: int, one: str, other: str) -> None:
+def _parse_rank(environ: Mapping[str, str], name: str, size: int, size_name: str) -> int:
+    rank = _parse_number(environ, name)
     if rank >= size:
-        raise UsageError(f"{one}={rank} contradicts {other}={size}: numbers count from 0")
+        raise UsageError(
+            f"Invalid {name}={rank}: expected less than {size_name} ({size}). Correct or unset it."
+        )
+    return rank
 
 
-def _nodes(text: str) -> int | str:
-    """`2`, or a range `1:4` as it stands."""
-    low, _, high = text.partition(":")
-    if low == high or not high:
-        return int(low) if _is_number(low) else text
-    return text
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
-def _most(nodes: int | str) -> int:
+def _get_max_nodes(nodes: int | str) -> int:
+    """Return the number of nodes, or the end of a range; 0 for an invalid text."""
     last = str(nodes).rpartition(":")[2]
     return int(last) if _is_number(last) else 0
 
@@ -363,17 +379,18 @@ def _has_port(endpoint: str) -> bool:
     return re.fullmatch(r"(\[[^]]+\]|[^:]+):\d+", endpoint) is not None
 
 
-def _endpoint(host: str, port: str) -> str:
+def _split_endpoint(endpoint: str) -> tuple[str, str]:
+    if not _has_port(endpoint):
+        raise UsageError(f"Invalid --rdzv-endpoint {endpoint!r}: expected host:port.")
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), port
+
+
+def _join_endpoint(host: str, port: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's `gpu[03-07,9],big1`."""
+    """Return the first host of a Slurm node list such as `gpu[03-07,9],big1`."""
     host = re.match(r"(?:[^,[]|\[[^]]*\])+", nodelist)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", host[0]) if host else ""
-
-
-def _layout(text: str) -> list[int]:
-    """Tasks of each machine out of Slurm's `2(x3),1`."""
-    parts = re.findall(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]

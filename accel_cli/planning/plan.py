@@ -1,153 +1,169 @@
-"""What will happen: the pure data that every launcher makes of a job."""
+"""The plan of a launch as plain data, with the settings of an elastic agent or the job to submit."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-import accel_cli
-from accel_runtime.env import Settings
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 __all__ = [
+    "AgentSettings",
+    "JobPlan",
     "Plan",
-    "build_agent_settings",
-    "build_environment",
-    "build_worker_command",
-    "get_loopback_interfaces",
-    "get_runner",
+    "check_ranks",
+    "get_highest_rank",
+    "quote_for_bash",
+    "select_ranks",
 ]
+
+
+_LOOPBACK = "127.0.0.1"
+_MIN_LOST_AFTER_S, _MAX_LOST_AFTER_S = 6, 30
+_RANK_LIST = re.compile(r"\d+(,\d+)*", re.ASCII)
+
+
+def check_ranks(value: int | str) -> int | str:
+    """Return a selection of ranks: `all`, `none`, or a list such as `0,2`; raise ValueError for anything else."""
+    if value in {"all", "none"} or _RANK_LIST.fullmatch(str(value).replace(" ", "")):
+        return value
+    raise ValueError("expected all, none, or ranks as in 0,2")
+
+
+def select_ranks(value: int | str, world_size: int) -> frozenset[int]:
+    """Return the ranks of a selection, for a world size."""
+    if value in {"all", "none"}:
+        return frozenset(range(world_size) if value == "all" else ())
+    return frozenset(int(rank) for rank in str(value).split(","))
+
+
+def get_highest_rank(value: int | str) -> int:
+    """Return the highest rank that a selection names; -1 for `all` and `none`."""
+    return max(select_ranks(value, 0), default=-1)
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Settings of torch's elastic agent, under torch's names if torch has them."""
+
+    min_nodes: int
+    max_nodes: int
+    rdzv_endpoint: str
+    """The rendezvous as `host:port`; for a single node always a free port of the loopback interface."""
+    node_rank: int | None
+    """The rank of this node; None if the rendezvous assigns it."""
+    run_id: str
+    process_group_timeout: int
+    """Seconds that a collective waits for the other processes."""
+    max_restarts: int
+    monitor_interval: float
+    """Seconds between two checks of the processes."""
+    rdzv_timeout: int
+    """Seconds to wait for the other nodes."""
+    last_call_timeout: int
+    """Seconds to wait for more nodes than `min_nodes`."""
+    ranks: int | str
+    """The ranks whose output is shown."""
+    log_dir: str | None
+    shutdown_timeout: int
+    """Seconds that the processes have to exit after a signal."""
+    stall_timeout: int | None
+    """Seconds without progress until stacks are shown."""
+    static: bool = False
+    """True if `node_rank` was given by an option."""
+    starts_replicas: bool = False
+    """True if there is one process on each node, which starts the ranks of that node itself."""
+    start_method: str = "exec"
+    start_method_reason: str = ""
+    host: str | None = None
+    """The name of this node, if its host name means nothing to the user."""
+    failure_file: str | None = None
+    """The file for the reason of a failure."""
+
+    def __post_init__(self) -> None:
+        if self.is_single_node:
+            # Its store takes any free port, so that two launches on one node never meet.
+            object.__setattr__(self, "rdzv_endpoint", f"{_LOOPBACK}:0")
+            object.__setattr__(self, "node_rank", None)
+
+    @property
+    def is_single_node(self) -> bool:
+        """True if no other node can join."""
+        return self.max_nodes == 1
+
+    @property
+    def lost_after(self) -> int:
+        """Seconds without a heartbeat until a node counts as lost."""
+        return max(_MIN_LOST_AFTER_S, min(_MAX_LOST_AFTER_S, self.process_group_timeout))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """A job to submit; launchers add what only they need in a subclass."""
+
+    output_dir: str = "."
+    """The folder for the log or the results of the job."""
+    detach: bool = False
+    """True if the job is submitted, but not followed."""
+    jobs_options: str = ""
+    """The options with which `accel jobs` finds the job, each with a space before it."""
+
+    def describe(self) -> list[str]:
+        """Return the lines about the job that `--dry-run` prints."""
+        return []
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will happen: pure data."""
+    """The plan of a launch, as plain data."""
 
     launcher: str
-    runner: str
-    """Where the function lives that carries this out, as `module:function`."""
     argv: tuple[str, ...]
     """The command of every process."""
     env: Mapping[str, str]
-    """What is added to the environment the processes inherit."""
+    """The variables that are added to the inherited environment."""
     device: str
-    """What a process computes on, in words."""
+    """The device of a process, for the user."""
     target: str = ""
     """The script, module or program, as it was typed."""
     nnodes: int = 1
     nproc_per_node: int = 1
-    counted: str = ""
-    """What `accel launch` says of the processes where their number shows itself only when they run."""
-    derived: str = ""
-    """What a scheduler's variables said of the machines, and all that follows; empty where none did."""
-    agent: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of torch's elastic agent, where one starts the processes."""
-    start_method: str = ""
-    """How the agent starts processes, `forkserver` or `exec`, and in brackets why; empty without an agent."""
-    script: str = ""
-    """What is handed to a scheduler, where one starts the processes; `argv` is then the command that hands it over."""
+    process_description: str = ""
+    """A description of the processes, if their number is known only when they run."""
+    node_summary: str = ""
+    """The source of the nodes and all values derived from it; empty if the profile and options name them."""
     layout: str = ""
-    """How models are divided among the processes; empty where each has a whole one."""
-    request: Mapping[str, Any] = field(default_factory=dict)
-    """What a service is asked for, where one runs the processes in its own containers; `argv` is then the script's."""
-    look: str = ""
-    """Where the function lives that says all that will be asked and sent, and changes nothing, as `module:function`;
-    empty where the plan says everything."""
-    output_dir: str = "."
-    """Where the log of a job goes, or what it brings home."""
-    detach: bool = False
-    """Whether a job is only submitted, and not followed."""
-    again: str = ""
-    """Options with which `accel jobs` finds a submitted job again, each with a space before it."""
+    """The sizes of parallelism, as in `dp_shard 2 x tp 2`; empty if every process has a full model."""
+    agent: AgentSettings | None = None
+    """Settings of torch's elastic agent, if it starts the processes."""
+    job: JobPlan | None = None
+    """The job, if a scheduler or a service starts the processes."""
 
     def to_json(self) -> str:
-        """The plan as text, for a program that takes this one's place."""
+        """Return the plan as JSON, for the process that replaces this one; jobs are submitted by this process itself."""
+        assert self.job is None
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
-        known = json.loads(text)
-        return cls(**{**known, "argv": tuple(known["argv"])})
+        """Return the plan that `to_json` wrote."""
+        data = json.loads(text)
+        agent = AgentSettings(**data["agent"]) if data["agent"] else None
+        return cls(**{**data, "argv": tuple(data["argv"]), "agent": agent})
 
 
-_LOOPBACK = "127.0.0.1"
-_HEARD_S = (6, 30)
-"""The least and the most seconds without a word from a machine before it counts as lost."""
+def quote_for_bash(word: str) -> str:
+    """Return a word of bash that means this text: on one line, and escaped if it has unprintable characters."""
+    if word.isprintable():
+        return shlex.quote(word)
+    # sbatch rejects a script with a carriage return, and bytes that are not valid UTF-8 must be kept.
+    return "$'" + "".join(map(_escape_character, word)) + "'"
 
 
-def build_worker_command(
-    python: str, what: Sequence[str], file: str = "worker.py", *how: str
-) -> tuple[str, ...]:
-    """The command of one process, under a file of accel's: it keeps what is written, and records a failure.
-
-    Args:
-        python: The interpreter.
-        what: `script`, `module` or `program`, its path or name, and its own arguments.
-        file: The file of accel's.
-        how: What that is told.
-    """
-    # By path: `-m` would put the current folder before the standard library while the file loads.
-    return (python, str(Path(accel_cli.__file__).parent / "runner" / file), *how, *what)
-
-
-def get_runner(start_method: str) -> str:
-    """The function that carries the plan out, as `module:function`."""
-    return (
-        "accel_cli.runner.agent:run"
-        if start_method == "exec"
-        else "accel_cli.runner.forkserver:exec_fork_server"
-    )
-
-
-def build_environment(
-    environ: Mapping[str, str], defaults: Mapping[str, str], env: Mapping[str, str], settings: Settings
-) -> dict[str, str]:
-    """What to add to the inherited environment: a variable the user set is left alone.
-
-    Args:
-        environ: What is inherited.
-        defaults: What is set where nobody says otherwise.
-        env: What the profile says.
-        settings: What the processes are told.
-    """
-    wanted = {**defaults, **env}
-    return {**{name: value for name, value in wanted.items() if name not in environ}, **settings.to_env()}
-
-
-def get_loopback_interfaces(machines: int) -> dict[str, str]:
-    """Where collectives listen: left alone, on an address that other machines reach."""
-    if machines > 1 or sys.platform != "linux":
-        return {}
-    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def build_agent_settings(
-    nnodes: tuple[int, int], *, rdzv_endpoint: str | None, node_rank: int | None, patience: int, **said: Any
-) -> dict[str, Any]:
-    """What the elastic agent is told, in torch's words where it has one.
-
-    Args:
-        nnodes: The fewest and the most machines.
-        rdzv_endpoint: Where they meet.
-        node_rank: The number of this one, where machines have numbers.
-        patience: Seconds a collective waits for the others.
-        said: The rest, as it is.
-    """
-    low, high = nnodes
-    alone = high == 1
-    least, most = _HEARD_S
-    return {
-        "rdzv_backend": "c10d",
-        # On one machine the store takes any free port, so launches never meet.
-        "rdzv_endpoint": rdzv_endpoint if not alone and rdzv_endpoint else f"{_LOOPBACK}:0",
-        "local_addr": _LOOPBACK if alone else None,
-        "min_nodes": low,
-        "max_nodes": high,
-        "node_rank": None if alone else node_rank,
-        "lost_after": max(least, min(most, patience)),
-        **said,
-    }
+def _escape_character(character: str) -> str:
+    if character in {"'", "\\"}:
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in character.encode(errors="surrogateescape"))

@@ -1,445 +1,365 @@
-"""From what was typed to a plan: the layers of the command line, the target, and the machine."""
+"""Resolve a launch request to a plan: the layers of the profile, the target, the nodes, and the model layout."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import importlib.machinery
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accel_cli import launchers
-from accel_cli.errors import AccelError, UsageError, explain_torch_error
-from accel_cli.launchers.base import Job, Launcher, Plan
-from accel_cli.planning import machine, nodes
+from accel_cli.errors import UsageError
+from accel_cli.launchers import LAUNCHERS
+from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
+from accel_cli.planning import machine as hardware
+from accel_cli.planning import nodes
 from accel_cli.planning.machine import Machine, Tpu
-from accel_cli.profile import layers, yaml_io
+from accel_cli.planning.nodes import NodeLayout, NodeOptions
+from accel_cli.planning.options import OPTIONS, Kind, Request
+from accel_cli.profile import layers
 from accel_cli.profile.layers import Layer, Resolved
 from accel_cli.profile.store import Store
-from accel_cli.runner.exec_fallback import source_of
 from accel_runtime.env import SettingsError, check_layout, find_nearest
 
-__all__ = [
-    "Request",
-    "check_target",
-    "detect_machine",
-    "find_options_after_script",
-    "looked",
-    "make_plan",
-    "plan_layout",
-    "prepare",
-    "resolve",
-    "run_plan",
-]
+__all__ = ["build_plan", "check_target", "detect_machine", "find_options_after_script", "prepare", "resolve"]
 
-
-Kind = Literal["script", "module", "program"]
-_COUNTS = frozenset(
+_SEVERAL_PROCESSES = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
 )
-"""What only a launcher of several processes can be told."""
-_AGENT = {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1}
-"""One process, with a launcher beside it that can give it time and watch it."""
-_WATCHED = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
-"""What needs a launcher beside the processes, be it one."""
+"""Keys that need a launcher of several processes."""
+_AGENT = frozenset({"launcher.shutdown_timeout", "launcher.stall_timeout"})
+"""Keys that need an elastic agent, also for one process."""
+_CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})
+"""Keys that need a launcher that captures the output, and do not choose one."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was typed."""
+def prepare(
+    request: Request, environ: Mapping[str, str], machine: Machine | None = None
+) -> tuple[Resolved, Plan]:
+    """Return the resolved profile and the plan of a request.
 
-    target: str
-    args: tuple[str, ...] = ()
-    kind: Kind = "script"
-    profile: str | None = None
-    assignments: tuple[str, ...] = ()
-    nproc_per_node: str | None = None
-    nnodes: str | None = None
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    max_restarts: int | None = None
-    shutdown_timeout: int | None = None
-    stall_timeout: int | None = None
-    mixed_precision: str | None = None
-    gpu_ids: str | None = None
-    ranks: str | None = None
-    log_dir: str | None = None
-    job_name: str | None = None
-    cpu: bool = False
-    resume: bool = False
-    as_a_whole: bool = False
-    """Whether the target runs as a whole, also where the profile names a function of the user's script."""
-    no_profile: bool = False
-    """Whether only variables and options speak, and no file."""
-    for_pod: bool = False
-    """Whether it is for the workers of a TPU pod, of which this machine's own profile says nothing."""
-
-
-def prepare(request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
-    """The profile in force and the plan of a request, on this machine.
+    Args:
+        request: The launch.
+        environ: The environment.
+        machine: The hardware to plan for; None detects that of this machine.
 
     Raises:
-        UsageError: A profile, variable or option cannot be used, or not on this machine.
+        UsageError: A profile, variable or option is invalid, or cannot be used on this machine.
     """
-    found = detect_machine(environ, cpu=request.cpu)
-    resolved = resolve(request, environ, found)
-    return resolved, make_plan(request, resolved, environ, found)
-
-
-def resolve(request: Request, environ: Mapping[str, str], found: Machine) -> Resolved:
-    """The profile in force; where no layer says how processes start, what suits the machine.
-
-    Raises:
-        UsageError: A profile, variable or option cannot be used.
-    """
-    if request.cpu and request.gpu_ids is not None:
-        raise UsageError(f"--cpu and --gpu-ids {request.gpu_ids} contradict each other. Give one of them.")
-    said = _said(request, environ)
-    assigned = layers.assigned(request.assignments, kind=_kind(said))
-    if _kind(said) is None:
-        suits = launchers.suggest(_of_use(found, [*said, assigned]))
-        said.insert(0, Layer("detected", {"launcher.kind": suits}, {"": "detected"}))
-    kind = _kind([*said, assigned])
-    launcher = _launcher(kind)
-    options = [layer for layer in _options(request) if not (launcher.alone and _asks_for_one(layer))]
-    options = [_in_its_words(kind, layer) for layer in options]
-    around = find_node_layout(request, environ, kind, found)
-    if around.ranks:
-        one = Layer(around.source, {"launcher.kind": "single"}, {"": around.source})
-        return layers.resolve([*said, assigned, *(_not_a_count(layer) for layer in options), one])
-    if values := _derived(around, options):
-        several = kind if launcher.runs == "pod" else "torchrun"
-        said.append(Layer(around.source, {"launcher.kind": several, **values}, {"": around.source}))
-    elif launcher.alone:
-        said += _not_alone(options, request)
-    return layers.resolve([*said, assigned, *options])
-
-
-def _not_alone(options: Iterable[Layer], request: Request) -> list[Layer]:
-    """The launcher that options need which one process by itself cannot follow; none if there are no such options."""
-    options = list(options)
-    watched = [layer for layer in options if not _WATCHED.isdisjoint(layer.values)]
-    counts = [
-        layer for layer in options if not _COUNTS.isdisjoint(layer.values) or _names_several_gpus(layer)
-    ]
-    if not watched and not counts:
-        _refuse_logs(request)
-    return [
-        *(Layer(layer.name, _AGENT, layer.where) for layer in watched[:1]),
-        *(Layer(layer.name, {"launcher.kind": "torchrun"}, layer.where) for layer in counts[:1]),
-    ]
-
-
-def _names_several_gpus(layer: Layer) -> bool:
-    """Return True if an option chooses several GPUs, each of which gets a process."""
-    return "," in str(layer.values.get("launcher.gpu_ids"))
-
-
-def _refuse_logs(request: Request) -> None:
-    for option, value in (("--ranks", request.ranks), ("--log-dir", request.log_dir)):
-        if value is not None:
-            raise UsageError(
-                f"{option} is for the launcher torchrun (--set launcher.kind=torchrun): with single, accel launch "
-                "becomes the script, and what that writes goes to the screen only"
-            )
-
-
-def make_plan(request: Request, resolved: Resolved, environ: Mapping[str, str], found: Machine) -> Plan:
-    """The plan of a request.
-
-    Raises:
-        UsageError: The profile cannot run it on this machine.
-    """
+    machine = machine or detect_machine(environ, cpu="cpu" in request.options)
+    resolved, node_layout = _resolve(request, environ, machine)
+    profile, launcher = resolved.profile, resolved.profile.launcher
     path = Path(request.target)
-    if request.kind == "script" and not resolved.profile.start.alone and path.exists() and not path.is_file():
+    if request.kind == "script" and not launcher.replaces_process and path.exists() and not path.is_file():
         raise UsageError(
-            f"the script {request.target} is a pipe, which one process alone can read. Save it to a file, or launch one "
-            "process"
+            f"Cannot run {request.target} in several processes: it is a pipe, which only one can read. Save it to a file, "
+            "or launch one process."
         )
-    resolved.profile.start.check_carrier(resolved.profile.settings)
-    job = Job(
+    launcher.check_process_group_backend(profile.settings)
+    spec = LaunchSpec(
         target=request.target,
         args=request.args,
         kind=request.kind,
-        settings=resolved.profile.settings,
-        env=resolved.profile.env,
-        environ=environ,
-        machine=found,
+        settings=profile.settings,
+        env=profile.env,
+        # The environment of a pod's workers is not known here.
+        environ={} if request.for_pod else environ,
+        machine=machine,
         python=sys.executable,
-        as_a_whole=request.as_a_whole,
-        nodes=find_node_layout(request, environ, resolved.profile.launcher.kind, found),
+        is_builtin=request.is_builtin,
+        nodes=node_layout,
+        option_values={name: value for name, value in request.options.items() if name not in OPTIONS},
+        jobs_options=_format_jobs_options(request, launcher),
     )
-    return plan_layout(resolved.profile.start, job)
+    return resolved, build_plan(launcher, spec)
 
 
-def find_node_layout(
-    request: Request, environ: Mapping[str, str], kind: str | None, found: Machine
-) -> nodes.Facts:
-    """What options, schedulers and the machine itself say of the machines there are, as far as a launcher asks.
+def _format_jobs_options(request: Request, launcher: Launcher) -> str:
+    """Return the options with which `accel jobs` finds a job that this launch submits."""
+    if launcher.location != "job":
+        return ""
+    from accel_cli.jobs.base import format_options  # noqa: PLC0415 - for launchers that submit jobs
+
+    keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
+    assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]
+    return format_options(request.options.get("profile"), assignments)
+
+
+def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
+    """Return the hardware of this machine, as far as a launch needs it."""
+    return Machine(hardware.count_cpus()) if cpu else hardware.detect_quickly(environ)
+
+
+# The layers of the profile
+
+
+def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> Resolved:
+    """Return the effective profile; if no layer sets a launcher, with the one that suits the machine.
+
+    Raises:
+        UsageError: A profile, variable or option is invalid.
+    """
+    return _resolve(request, environ, machine)[0]
+
+
+def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> tuple[Resolved, NodeLayout]:
+    """Return the effective profile and the nodes of the launch.
+
+    Options override assignments (`--set`), these override the values that a scheduler sets, and these override the files
+    and variables of the profile.
+    """
+    if "cpu" in request.options and "gpu_ids" in request.options:
+        raise UsageError(
+            f"Cannot use --cpu with --gpu-ids {request.options['gpu_ids']}: they select different devices. Leave out one of "
+            "them."
+        )
+    base = _read_layers(request, environ)
+    profile_kind = _get_last_value(base, "launcher.kind")
+    assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
+    if profile_kind is None:
+        device = _get_last_value([*base, assignments], "device")
+        uses_tpu = device in {None, "auto", "xla"}
+        suggested = launchers.suggest(machine if uses_tpu else replace(machine, tpu=Tpu()))
+        base.insert(0, Layer("detected", {"launcher.kind": suggested}, {"": "detected"}))
+    kind = _get_last_value([*base, assignments], "launcher.kind")
+    # An invalid kind is reported with the other problems of the profile.
+    launcher = LAUNCHERS[kind] if kind in LAUNCHERS else Launcher  # noqa: SIM401 - a kind may be a list
+    options = _build_option_layers(request, kind, launcher)
+    layout = _find_nodes(request, environ, kind, launcher, machine)
+    if layout.ranks:
+        # Another launcher has started a process for each rank.
+        single = _build_layer(layout.source, {"launcher.kind": "single"})
+        options = [layer for layer in options if _SEVERAL_PROCESSES.isdisjoint(layer.values)]
+        return layers.resolve([*base, assignments, *options, single]), layout
+    option_keys = {key for layer in options for key in layer.values}
+    derived = {f"launcher.{key}": value for key, value in layout.values.items()} if layout.source else {}
+    if not derived.keys() <= option_keys:
+        node_launcher = kind if launcher.location == "pod" else "torchrun"
+        derived = {key: value for key, value in derived.items() if key not in option_keys}
+        base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
+    elif launcher.replaces_process:
+        base += _choose_torchrun(options)
+    return layers.resolve([*base, assignments, *options]), layout
+
+
+def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
+    """Return the layers of files and variables, or of variables only."""
+    if "no_profile" in request.options:
+        layer = layers.read_environment(environ)
+        return [layer] if layer.values else []
+    store = Store.from_env(environ, Path.cwd())
+    found = layers.read_layers(store, environ, request.options.get("profile"))
+    return [layer for layer in found if not (request.for_pod and layer.name == "user")]
+
+
+def _build_layer(source: str, values: Mapping[str, Any]) -> Layer:
+    return Layer(source, values, {"": source})
+
+
+def _get_last_value(layers: Iterable[Layer], key: str) -> Any:
+    """Return the value of a key in the strongest layer that sets it; None if none does."""
+    values = [layer.values[key] for layer in layers if key in layer.values]
+    return values[-1] if values else None
+
+
+def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
+    """Return a layer for each option that sets a key of the profile.
+
+    Raises:
+        UsageError: An option is one of other launchers.
+    """
+    launcher_options = {name: value for name, value in request.options.items() if name not in OPTIONS}
+    if launcher_options and kind in LAUNCHERS:
+        launchers.check_options(kind, launcher_options)
+    option_layers = []
+    for option in (*OPTIONS.values(), *launcher.launch_options):
+        if not option.key or option.name not in request.options:
+            continue
+        value = option.parse_value(request.options[option.name])
+        if launcher.replaces_process and option.name in {"nproc_per_node", "nnodes"} and value == 1:
+            continue
+        option_layers.append(
+            _build_layer(option.flag, {launcher.key_aliases.get(option.key, option.key): value})
+        )
+    return option_layers
+
+
+def _choose_torchrun(options: Sequence[Layer]) -> list[Layer]:
+    """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent.
+
+    Raises:
+        UsageError: An option needs torchrun, but does not choose it.
+    """
+    for layer in options:
+        if not _SEVERAL_PROCESSES.isdisjoint(layer.values) or "," in str(
+            layer.values.get("launcher.gpu_ids")
+        ):
+            return [_build_layer(layer.name, {"launcher.kind": "torchrun"})]
+    for layer in options:
+        if not _AGENT.isdisjoint(layer.values):
+            return [_build_layer(layer.name, {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1})]
+    for layer in options:
+        if not _CAPTURED_OUTPUT.isdisjoint(layer.values):
+            raise UsageError(
+                f"{layer.name} needs launcher.kind: torchrun (--set launcher.kind=torchrun). With 'single' the script "
+                "replaces accel launch and writes to the terminal directly."
+            )
+    return []
+
+
+def _find_nodes(
+    request: Request, environ: Mapping[str, str], kind: Any, launcher: type[Launcher], machine: Machine
+) -> NodeLayout:
+    """Return the nodes of a launch, from options, variables of schedulers and the TPU.
 
     Raises:
         UsageError: They contradict each other.
     """
-    runs = _launcher(kind).runs
-    if request.for_pod or runs == "job":
-        if request.node_rank is not None:
+    if request.for_pod or launcher.location == "job":
+        if "node_rank" in request.options:
             raise UsageError(
-                f"--node-rank numbers the machine accel launch runs on, and launcher.kind: {kind} runs the script elsewhere"
+                f"Cannot use --node-rank with launcher.kind: {kind}: it is the rank of this machine, and the script runs on "
+                "others. Leave it out."
             )
-        return nodes.Facts()
-    typed = nodes.Typed(
-        nnodes=_scalar(request.nnodes, "--nnodes"),
-        nproc_per_node=_scalar(request.nproc_per_node, "--nproc-per-node"),
-        node_rank=request.node_rank,
-        rdzv_endpoint=request.rdzv_endpoint,
-        max_restarts=request.max_restarts,
-    )
-    if runs == "pod":
-        return nodes.pod(typed, environ, found.tpu)
-    return nodes.facts(typed, environ, parent=os.getppid())
+        return NodeLayout()
+    names = [field.name for field in fields(NodeOptions) if field.name in request.options]
+    options = NodeOptions(**{name: OPTIONS[name].parse_value(request.options[name]) for name in names})
+    if launcher.location == "pod":
+        return nodes.find_tpu_nodes(options, environ, machine.tpu)
+    return nodes.find_nodes(options, environ, parent=os.getppid())
 
 
-def looked(plan: Plan, *, offline: bool) -> str:
-    """What a service would be asked and sent, where one runs the processes; nothing is changed by it.
-
-    Args:
-        plan: A plan that has something to look up.
-        offline: Whether nobody is asked either.
-    """
-    module, _, function = plan.look.partition(":")
-    look: Callable[..., str] = getattr(importlib.import_module(module), function)
-    return look(plan, offline=offline)
-
-
-def run_plan(plan: Plan) -> int:
-    """Carry a plan out; the exit code of the script.
-
-    Raises:
-        AccelError: torch cannot be loaded.
-    """
-    module, _, function = plan.runner.partition(":")
-    try:
-        runner: Callable[[Plan], int] = getattr(importlib.import_module(module), function)
-    except (ImportError, MemoryError, OSError) as error:
-        raise AccelError(explain_torch_error(error)) from error
-    return runner(plan)
-
-
-def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
-    """What the machine has, as far as a launch needs to know."""
-    return Machine(machine.cpus()) if cpu else machine.glance(environ)
+# The target
 
 
 def check_target(target: str, kind: Kind) -> None:
-    """Refuse what cannot run, before anything starts.
+    """Raise if the target cannot run, before anything starts.
 
     Raises:
-        UsageError: The script, module or program is not there.
+        UsageError: The script, module or program is not found, or cannot be read or executed.
     """
-    check: dict[Kind, Callable[[str], None]] = {
-        "script": _check_script,
-        "module": _check_module,
-        "program": _check_program,
-    }
-    check[kind](target)
+    if kind == "script":
+        _check_script(Path(target))
+    elif kind == "program" and not shutil.which(target):
+        raise UsageError(
+            f"Program not found: {target!r}. Check its name, its path, and that it is executable."
+        )
+    elif kind == "module":
+        package = target.partition(".")[0]
+        if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
+            raise UsageError(
+                f"Module not found: {target!r}, in this folder or in {sys.prefix}. Give its name as for `python -m`."
+            )
+
+
+def _check_script(path: Path) -> None:
+    if path.is_dir():
+        raise UsageError(
+            f"Cannot run {path}: it is a directory. Give the script in it, or run a package with -m."
+        )
+    if not path.exists():
+        similar = _find_similar_path(path)
+        raise UsageError(
+            f"Script not found: {path}. {f'Did you mean {similar}?' if similar else 'Check its path.'}"
+        )
+    # Not by opening it: a pipe would lose its writer.
+    if not os.access(path, os.R_OK):
+        raise UsageError(
+            f"Cannot read the script {path}: {os.strerror(errno.EACCES)}. Change its permissions."
+        )
+
+
+def _find_similar_path(path: Path) -> Path | None:
+    """Return an existing file whose path differs in one similar name."""
+    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+    if not missing.parent.is_dir():
+        return None
+    name = find_nearest(missing.name, [item.name for item in missing.parent.iterdir()])
+    similar = missing.parent / name / path.relative_to(missing) if name else path
+    return similar if similar.is_file() else None
 
 
 def find_options_after_script(request: Request, options: Iterable[str]) -> list[str]:
     """Find the options of `accel launch` among the arguments of a script that does not declare them.
 
     Args:
-        request: A program (`--no-python`) has options of its own.
-        options: All options of `accel launch`; one letter is too likely to be the script's own.
+        request: The launch; a program (`--no-python`) has options of its own.
+        options: All options of `accel launch`; those of one letter are likely to be the script's own.
     """
-    own = request.args[: request.args.index("--")] if "--" in request.args else request.args
-    ours = {name for name in options if name.startswith("--")} - {"--help"}
-    names = (argument.partition("=")[0] for argument in own)
-    found = dict.fromkeys(name for name in names if name.replace("_", "-") in ours)
-    if not found or request.kind == "program":
+    args = request.args[: request.args.index("--")] if "--" in request.args else request.args
+    launch_options = {name for name in options if name.startswith("--")} - {"--help"}
+    names = [argument.partition("=")[0] for argument in args]
+    names = [name for name in dict.fromkeys(names) if name.replace("_", "-") in launch_options]
+    if not names or request.kind == "program":
         return []
+    from accel_cli.runner.exec_fallback import read_source  # noqa: PLC0415 - rarely needed
+
     try:
-        source = source_of(request.kind, request.target).decode(errors="replace")
-    except (OSError, ImportError, ValueError):  # a pod's script may be on its workers only
+        source = read_source(request.kind, request.target).decode(errors="replace")
+    except (OSError, ImportError, ValueError):  # the script of a pod may be on its workers only
         source = ""
-    return [name for name in found if not _declares(source, name)]
+    return [name for name in names if not _declares(source, name)]
 
 
 def _declares(source: str, option: str) -> bool:
     """Return True if the text of a script has an option, or reads or declares a parameter of its name."""
-    words = re.escape(option.removeprefix("--").replace("_", "-")).replace(r"\-", "[-_]")
-    declared = rf"--{words}(?![-\w])|\.{words}\b(?!\s*\()|\b{words}\s*(:[ \t]*\w|=(?!=))"
-    return re.search(declared, source) is not None
+    name = re.escape(option.removeprefix("--").replace("_", "-")).replace(r"\-", "[-_]")
+    pattern = rf"--{name}(?![-\w])|\.{name}\b(?!\s*\()|\b{name}\s*(:[ \t]*\w|=(?!=))"
+    return re.search(pattern, source) is not None
 
 
-def _check_script(target: str) -> None:
-    path = Path(target)
-    if path.is_dir():
-        raise UsageError(f"{target} is a directory; give the script inside it, or a package with -m")
-    if not path.exists():
-        raise UsageError(f"the script {target} does not exist{_beside(path)}")
-    # Not by opening it: a pipe would lose its writer.
-    if not os.access(path, os.R_OK):
-        raise UsageError(f"the script {target} cannot be read: {os.strerror(errno.EACCES)}")
+# The plan, with the layout of models
+
+_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+_Sizes = tuple[int, int, int, int]
 
 
-def _beside(path: Path) -> str:
-    """The file that was probably meant, if one name on the way to it is a near miss."""
-    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
-    if not missing.parent.is_dir():
-        return ""
-    meant = find_nearest(missing.name, [item.name for item in missing.parent.iterdir()])
-    found = missing.parent / meant / path.relative_to(missing) if meant else path
-    return f"; did you mean {found}?" if found.is_file() else ""
-
-
-def _check_module(target: str) -> None:
-    package = target.partition(".")[0]
-    if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
-        raise UsageError(
-            f"there is no module named {target!r} here or in {sys.prefix}; -m takes a name as in `python -m`"
-        )
-
-
-def _check_program(target: str) -> None:
-    if not shutil.which(target):
-        raise UsageError(f"the program {target!r} was not found, or may not be executed")
-
-
-def _said(request: Request, environ: Mapping[str, str]) -> list[Layer]:
-    """The layers below the options: files and variables, or variables only."""
-    if request.no_profile:
-        return [layer for layer in (layers.environment(environ),) if layer.values]
-    found = layers.stack(Store.from_env(environ, Path.cwd()), environ, request.profile)
-    return [layer for layer in found if not (request.for_pod and layer.name == "user")]
-
-
-def _launcher(kind: Any) -> type[Launcher]:
-    """The launcher of a kind; one that no layer names, or names wrongly, is taken for any that runs here."""
-    return launchers.LAUNCHERS.get(kind, Launcher)
-
-
-def _kind(said: Iterable[Layer]) -> Any:
-    """The launcher that the last layer to name one names."""
-    return _last(said, "launcher.kind")
-
-
-def _last(said: Iterable[Layer], key: str) -> Any:
-    """What the last layer that says a key says."""
-    named = [layer.values[key] for layer in said if key in layer.values]
-    return named[-1] if named else None
-
-
-def _of_use(found: Machine, said: Iterable[Layer]) -> Machine:
-    """The machine without a TPU that it was told not to use."""
-    return found if _last(said, "device") in {None, "auto", "xla"} else replace(found, tpu=Tpu())
-
-
-def _asks_for_one(layer: Layer) -> bool:
-    """Whether a layer only asks for the one process, or the one machine, that `single` gives anyway."""
-    return any(layer.values == {f"launcher.{key}": 1} for key in ("nproc_per_node", "nnodes"))
-
-
-def _in_its_words(kind: Any, layer: Layer) -> Layer:
-    """An option's layer, under the key by which the launcher of that kind knows it."""
-    own = _launcher(kind).words
-    return Layer(layer.name, {own.get(key, key): value for key, value in layer.values.items()}, layer.where)
-
-
-def _derived(around: nodes.Facts, options: Iterable[Layer]) -> dict[str, Any]:
-    """What a scheduler says of the launcher's section, less what an option says itself."""
-    typed = {key for layer in options for key in layer.values}
-    keys = {f"launcher.{key}": value for key, value in around.values.items()} if around.source else {}
-    return {key: value for key, value in keys.items() if key not in typed}
-
-
-def _not_a_count(layer: Layer) -> Layer:
-    """An option's layer, empty where `nodes.facts` has read the option already."""
-    return Layer(layer.name, {}) if not _COUNTS.isdisjoint(layer.values) else layer
-
-
-def _scalar(text: str | None, option: str) -> Any:
-    # Empty is what an unset shell variable leaves: it is no number, and not the same as no option.
-    return text and yaml_io.scalar(text, option)
-
-
-def _options(request: Request) -> list[Layer]:
-    """The options that stand for values of the profile, each a layer of its own."""
-    said: dict[str, tuple[str, Any]] = {
-        "--cpu": ("device", "cpu" if request.cpu else None),
-        "--resume": ("resume", True if request.resume else None),
-        "--mixed-precision": ("mixed_precision", request.mixed_precision),
-        "--nproc-per-node": ("launcher.nproc_per_node", _scalar(request.nproc_per_node, "--nproc-per-node")),
-        "--nnodes": ("launcher.nnodes", _scalar(request.nnodes, "--nnodes")),
-        "--gpu-ids": ("launcher.gpu_ids", request.gpu_ids),
-        "--rdzv-endpoint": ("launcher.rdzv_endpoint", request.rdzv_endpoint),
-        "--rdzv-id": ("launcher.rdzv_id", request.rdzv_id),
-        "--max-restarts": ("launcher.max_restarts", request.max_restarts),
-        "--ranks": ("launcher.ranks", request.ranks),
-        "--log-dir": ("launcher.log_dir", request.log_dir),
-        "--job-name": ("launcher.job_name", request.job_name),
-        "--shutdown-timeout": ("launcher.shutdown_timeout", request.shutdown_timeout),
-        "--stall-timeout": ("launcher.stall_timeout", request.stall_timeout),
-    }
-    return [
-        Layer(option, {key: value}, {"": option})
-        for option, (key, value) in said.items()
-        if value is not None
-    ]
-
-
-_NAMES = ("dp_replicate", "dp_shard", "cp", "tp")
-Sizes = tuple[int, int, int, int]
-
-
-def plan_layout(launcher: Launcher, job: Job) -> Plan:
-    """What will happen if a launcher runs the job, with how models are divided.
-
-    Args:
-        launcher: How the processes start.
-        job: What is to run.
+def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
+    """Return the plan of a launch, with the layout of models.
 
     Raises:
-        UsageError: It cannot run this way on this machine, or the processes cannot divide models so.
+        UsageError: The launcher cannot run it on this machine, or its processes do not fit the layout.
     """
-    launcher.check_layout(job.settings)
-    plan = launcher.plan(job)
-    if not launcher.divides:
+    launcher.check_layout(spec.settings)
+    plan = launcher.plan(spec)
+    if not launcher.supports_sharding:
         return plan
-    worlds = launcher.worlds(job, plan)
-    return replace(plan, layout=_describe_layout(job, _fit_layout(job, worlds), known=bool(worlds)))
+    world_sizes = launcher.get_world_sizes(spec, plan)
+    layouts = _compute_layouts(spec, world_sizes)
+    return replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
 
 
-def _fit_layout(job: Job, worlds: Sequence[int]) -> list[Sizes]:
-    """The sizes for each number of processes that there may be."""
-    settings = job.settings
+def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:
+    """Return the sizes of all dimensions for each possible world size."""
+    parallel, fully_shard = spec.settings.parallel, spec.settings.fully_shard
     try:
-        return [check_layout(settings.parallel, settings.fully_shard, world) for world in worlds or (None,)]
+        return [check_layout(parallel, fully_shard, size) for size in world_sizes or (None,)]
     except SettingsError as error:
-        come_and_go = (
-            f"; with launcher.nnodes a range there may be {worlds[0]} to {worlds[-1]} processes, and dp_shard: auto fits "
-            "every number that the other sizes divide"
-        )
-        raise UsageError(f"{error}{come_and_go if len(worlds) > 1 else ''}") from None
+        reason = ""
+        if len(world_sizes) > 1:
+            reason = (
+                f"; with launcher.nnodes a range there may be {world_sizes[0]} to {world_sizes[-1]} processes, and dp_shard: "
+                "auto fits every number that the other sizes divide"
+            )
+        raise UsageError(f"{error}{reason}") from None
 
 
-def _describe_layout(job: Job, every: Sequence[Sizes], *, known: bool) -> str:
-    """The sizes above 1 under their names, those that change with the machines as a range."""
-    parallel = job.settings.parallel
+def _format_layout(spec: LaunchSpec, layouts: Sequence[_Sizes], *, is_known: bool) -> str:
+    """Return the dimensions above 1 with their sizes; a size that depends on the nodes is a range."""
+    parallel = spec.settings.parallel
     if parallel.plain:
         return ""
-    said = []
-    for index, name in enumerate(_NAMES):
-        low, high = every[0][index], every[-1][index]
-        auto = name == "dp_shard" and parallel.dp_shard == "auto"
-        if high > 1 or auto:
-            said.append(
-                f"{name} {'auto' if auto and not known else low if low == high else f'{low} to {high}'}"
-            )
-    return " x ".join(said)
+    dimensions = []
+    for index, name in enumerate(_DIMENSIONS):
+        low, high = layouts[0][index], layouts[-1][index]
+        is_auto = name == "dp_shard" and parallel.dp_shard == "auto"
+        if high > 1 or is_auto:
+            size = "auto" if is_auto and not is_known else low if low == high else f"{low} to {high}"
+            dimensions.append(f"{name} {size}")
+    return " x ".join(dimensions)

@@ -1,1 +1,1 @@
-"""The profile: what a person said once about how scripts run on this machine."""
+"""Profiles: their model, files, layers and validation errors."""

@@ -1,4 +1,4 @@
-"""Changing values in a profile's text, so that a person's comments and order stay."""
+"""Change values in the text of a profile and keep its comments and order."""
 
 from __future__ import annotations
 
@@ -11,196 +11,165 @@ from typing import Any
 from accel_cli.errors import Problem, ProfileError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile import layers, store, yaml_io
-from accel_cli.profile.layers import Layer, flat, nested
-from accel_cli.profile.schema import SCHEMA_VERSION, Profile, describe
-from accel_cli.profile.store import DEFAULT, Store, render
+from accel_cli.profile.layers import Layer, flatten, nest
+from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, describe
+from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.yaml_io import Document
 
-__all__ = ["below", "change_values", "edit_text", "layer", "remove_keys", "update_profile"]
+__all__ = ["build_layer", "change_values", "edit_text", "read_layers_below", "remove_keys", "update_profile"]
 
 
 def change_values(data: Mapping[str, Any], updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A profile's data with values replaced, and the launcher keys that its new kind does not have.
+    """Return a profile's data with updated values, and the launcher keys that its new kind does not have.
 
-    Args:
-        data: The whole of a file.
-        updates: New values by dotted key; None takes a key out.
+    `updates` has new values by dotted key; None removes a key.
     """
-    values = {**flat(data), **updates}
-    chosen = LAUNCHERS.get(str(updates.get("launcher.kind")))
-    lost = [
+    values = {**flatten(data), **updates}
+    launcher = LAUNCHERS.get(str(updates.get("launcher.kind")))
+    fields = {f"launcher.{name}" for name in launcher.model_fields} if launcher else set()
+    dropped = [
         key
         for key in values
-        if chosen
-        and key not in updates
-        and key.startswith("launcher.")
-        and key.removeprefix("launcher.") not in chosen.model_fields
+        if launcher and key.startswith("launcher.") and key not in fields and key not in updates
     ]
-    kept = {key: value for key, value in values.items() if key not in lost and value is not None}
-    return nested(kept), lost
+    return nest(
+        {key: value for key, value in values.items() if key not in dropped and value is not None}
+    ), dropped
 
 
-def edit_text(
-    text: str, found: Document, data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """The text of a file, made to say `data`.
+def edit_text(text: str, data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the text of a file changed to hold `data`, with comments above added keys.
 
-    Single lines are replaced, taken out or added, and the result is read back; what cannot be done line by
-    line is written anew.
-
-    Args:
-        text: What the file says.
-        found: The same, read.
-        data: What it is to say.
-        comments: What stands above a key that is added, by dotted key.
+    Single lines are replaced, removed or added, and the result is parsed to check it; if it is not equal to
+    `data`, the whole file is rendered.
     """
-    before, after = flat(found.data), flat(data)
+    document = yaml_io.parse(text, "profile")
+    before, after = flatten(document.data), flatten(data)
     lines = text.splitlines()
-    gone = [key for key in before if key not in after]
-    # The line of a section goes with the last of its keys.
-    sections = {key.partition(".")[0] for key in gone if "." in key} - {
-        key.partition(".")[0] for key in after
-    }
-    gone += [section for section in sections if (section,) in found.lines]
     for key, value in after.items():
         if key in before and before[key] != value:
-            lines[_line(found, key)] = _replaced(lines[_line(found, key)], key, value)
-    for index in sorted(_list_lines(lines, found, gone), reverse=True):
+            index = _find_line(document, key)
+            lines[index] = _replace_value(lines[index], key, value)
+    removed = [key for key in before if key not in after]
+    # Remove the line of a section with the last of its keys.
+    removed += [name for name in document.data if name in SECTIONS and name not in data]
+    for index in sorted(_find_lines(lines, document, removed), reverse=True):
         del lines[index]
-    for key in (key for key in after if key not in before):
-        _insert(lines, key, after[key], comments.get(key, ""))
+    for key in after:
+        if key not in before:
+            _insert(lines, key, after[key], comments.get(key, ""))
     result = "\n".join(lines) + "\n"
     try:
-        faithful = yaml_io.parse(result, "result").data == data
+        is_equal = yaml_io.parse(result, "result").data == data
     except ProfileError:
-        faithful = False
-    return result if faithful else render(data, comments)
+        is_equal = False
+    return result if is_equal else store.render(data, comments)
 
 
-def _line(found: Document, key: str) -> int:
-    """The index of the line a key stands on."""
-    return found.lines.get(tuple(key.split(".", 1)), found.lines.get((key,), 1)) - 1
+def _find_line(document: Document, key: str) -> int:
+    """Return the index of the line of a key."""
+    return document.lines.get(key, 1) - 1
 
 
-def _list_lines(lines: list[str], found: Document, keys: Iterable[str]) -> set[int]:
-    """Return the indices of the lines that keys stand on, with the comments above them that accel wrote."""
-    kind = flat(found.data).get("launcher.kind")
+def _find_lines(lines: list[str], document: Document, keys: Iterable[str]) -> set[int]:
+    """Return the indices of the lines of keys and of the comments that accel wrote above them."""
+    kind = flatten(document.data).get("launcher.kind")
     described = describe(kind) if isinstance(kind, str) and kind in LAUNCHERS else {}
     indices: set[int] = set()
     for key in keys:
-        index = _line(found, key)
+        index = _find_line(document, key)
         comment = yaml_io.comment_lines(described.get(key, ""), "  " if "." in key else "")
         first = max(0, index - len(comment))
         indices |= {index, *(range(first, index) if lines[first:index] == comment else ())}
     return indices
 
 
-def _replaced(line: str, key: str, value: Any) -> str:
-    """The line with a new value; what follows ` #` stays."""
+def _replace_value(line: str, key: str, value: Any) -> str:
+    """Return the line with a new value; a comment after ` #` stays."""
     name = re.escape(key.rpartition(".")[2])
-    value_text = yaml_io.inline(value)
-    return re.sub(rf"^(\s*{name}\s*:)\s*.*?(\s+#.*)?$", lambda m: f"{m[1]} {value_text}{m[2] or ''}", line)
+    text = yaml_io.inline(value)
+    return re.sub(
+        rf"^(\s*{name}\s*:)\s*.*?(\s+#.*)?$", lambda match: f"{match[1]} {text}{match[2] or ''}", line
+    )
 
 
 def _insert(lines: list[str], key: str, value: Any, comment: str) -> None:
-    """Add a line, below its comment: at the end of its section, or of the file."""
+    """Add a key with its comment at the end of its section or of the file."""
     section, dot, name = key.partition(".")
+    indent = "  " if dot else ""
+    added = [*yaml_io.comment_lines(comment, indent), f"{indent}{name or section}: {yaml_io.inline(value)}"]
+    headers = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
     if not dot:
-        lines += [*yaml_io.comment_lines(comment), f"{key}: {yaml_io.inline(value)}"]
-        return
-    added = [*yaml_io.comment_lines(comment, "  "), f"  {name}: {yaml_io.inline(value)}"]
-    heads = [index for index, line in enumerate(lines) if re.match(rf"{section}\s*:\s*(#.*)?$", line)]
-    if heads:
-        end = next(
-            (i for i, line in enumerate(lines[heads[0] + 1 :], heads[0] + 1) if line[:1] != " "), len(lines)
-        )
-        lines[end:end] = added
-    else:
+        lines += added
+    elif not headers:
         lines += [f"{section}:", *added]
+    else:
+        end = headers[0] + 1
+        while end < len(lines) and lines[end].startswith(" "):
+            end += 1
+        lines[end:end] = added
 
 
 def update_profile(
-    where: Store, target: Path, updates: Mapping[str, Any], by: str
+    profiles: Store, target: Path, updates: Mapping[str, Any], source: str
 ) -> tuple[Profile, list[str]]:
-    """Set values in a profile file, which is made if there is none.
+    """Set values in a profile file; create it if it does not exist.
 
-    Args:
-        where: The folders of profiles.
-        target: The file.
-        updates: New values by dotted key; None takes a key out.
-        by: Who says them, for messages.
-
-    Returns:
-        What holds now, with the user's own profile below it, and the keys that the new launcher does not have.
+    Errors name `source`, the command, for its updates. Return the resulting profile, over the user's default profile,
+    and the removed keys, which the new launcher does not have.
 
     Raises:
-        UsageError: The file cannot be read or written, or what it would say could not be used.
+        UsageError: The file cannot be read or written, or the result would be invalid.
     """
     with store.lock(target):
         exists = target.exists()
         text = store.read_text(target) if exists else store.render({"schema_version": SCHEMA_VERSION})
-        found = store.read(target) if exists else yaml_io.parse(text, str(target))
-        if found.problems:
-            raise ProfileError(list(found.problems))
-        data, lost = change_values(found.data, updates)
-        resolved = layers.resolve([*below(where, target), layer(data, target, updates, by)])
-        store.write(target, edit_text(text, found, data))
-    return resolved.profile, lost
+        document = store.parse(text, target)
+        if document.problems:
+            raise ProfileError(list(document.problems))
+        data, dropped = change_values(document.data, updates)
+        resolved = layers.resolve(
+            [*read_layers_below(profiles, target), build_layer(data, target, updates, source)]
+        )
+        store.write(target, edit_text(text, data))
+    return resolved.profile, dropped
 
 
-def remove_keys(where: Store, target: Path, keys: Collection[str], by: str) -> list[Problem]:
-    """Take keys out of a profile file, which may have other mistakes.
-
-    Args:
-        where: The folders of profiles.
-        target: The file.
-        keys: Dotted keys.
-        by: The command, for messages.
-
-    Returns:
-        The mistakes that the file still has.
+def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: str) -> list[Problem]:
+    """Remove keys from a profile file, which may have other problems; return those.
 
     Raises:
-        UsageError: The file cannot be read or written, or it would have a mistake that it does not have yet.
+        UsageError: The file cannot be read or written, or the change would add a problem.
     """
+
+    def find_problems(layer: Layer) -> list[Problem]:
+        try:
+            layers.resolve([*read_layers_below(profiles, target), layer])
+        except ProfileError as error:
+            return error.problems
+        return []
+
     with store.lock(target):
-        text, found = store.read_text(target), store.read(target)
-        data, _ = change_values(found.data, dict.fromkeys(keys))
-        before, after = (
-            [*found.problems, *_find_problems([*below(where, target), layer(each, target, keys, by)])]
-            for each in (found.data, data)
-        )
+        text = store.read_text(target)
+        document = store.parse(text, target)
+        data, _ = change_values(document.data, dict.fromkeys(keys))
+        before = find_problems(build_layer(document.data, target, keys, source))
         known = {(problem.key, problem.expected) for problem in before}
+        after = find_problems(build_layer(data, target, keys, source))
         if added := [problem for problem in after if (problem.key, problem.expected) not in known]:
             raise ProfileError(added)
-        store.write(target, edit_text(text, found, data))
-        return _find_problems([*below(where, target), layers.file(target, "file")])
+        store.write(target, edit_text(text, data))
+        return find_problems(layers.read_file(target, "file"))
 
 
-def _find_problems(stack: Iterable[Layer]) -> list[Problem]:
-    """Return the mistakes of layers."""
-    try:
-        layers.resolve(stack)
-    except ProfileError as error:
-        return error.problems
-    return []
+def read_layers_below(profiles: Store, target: Path) -> list[Layer]:
+    """Return the layers below a file: the user's default profile, unless it is that file."""
+    user = profiles.path(DEFAULT)
+    return [layers.read_file(user, "user")] if user.is_file() and user != target else []
 
 
-def below(where: Store, target: Path) -> list[Layer]:
-    """The layers a file stands on: the user's own profile, for any other file."""
-    user = where.path(DEFAULT)
-    return [layers.file(user, "user")] if user.is_file() and user != target else []
-
-
-def layer(data: Mapping[str, Any], target: Path, said: Collection[str] = (), by: str = "") -> Layer:
-    """The layer of a file that is not written yet.
-
-    Args:
-        data: What it will hold.
-        target: Where.
-        said: The keys that somebody has just said.
-        by: Who that is, for messages.
-    """
-    values = {key: value for key, value in flat(data).items() if key != "schema_version"}
-    sections = {key.partition(".")[0] for key in said if "." in key}
-    return Layer("file", values, {"": str(target)} | dict.fromkeys([*said, *sections], by))
+def build_layer(data: Mapping[str, Any], target: Path, keys: Collection[str] = (), source: str = "") -> Layer:
+    """Return the layer of a file that is not written yet; `source` is the command that sets some of its keys."""
+    values = {key: value for key, value in flatten(data).items() if key != "schema_version"}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    return Layer("file", values, {"": str(target)} | dict.fromkeys([*keys, *sections], source))

@@ -1,21 +1,20 @@
-"""What a section of a profile is made of: checked, frozen fields, each with the question that fills it."""
+"""Sections of a profile: checked, frozen fields, each with the wizard's question for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from accel_cli.planning.machine import Machine
 
-__all__ = ["Agree", "Answers", "Choice", "Offers", "Question", "Section", "question_of"]
+__all__ = ["Answers", "Choice", "CountOrAuto", "Offers", "Question", "Section", "question_of"]
 
 Answers = Mapping[str, Any]
-"""What was answered so far in this section."""
-Agree = Callable[[str, str], bool]
-"""Shows a text, asks a question about it, and returns whether the answer was yes."""
+"""The answers so far in this section, by field."""
+CountOrAuto = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class Section(BaseModel):
@@ -26,51 +25,49 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer to pick, with what it means."""
+    """An answer to choose, with its meaning."""
 
     value: Any
     title: str
-    offered: Callable[[Machine, Answers], bool] = lambda *_: True
-    """Whether it can be picked, on this machine and after these answers."""
-    make: Callable[[Answers, Agree], Any] | None = None
-    """What brings its value into being once it is picked, after a yes; None from it is a no, and asks again."""
+    available: Callable[[Machine, Answers], bool] = lambda *_: True
+    """Returns True if it can be chosen on this machine and after these answers."""
 
 
 @dataclass(frozen=True)
 class Offers:
-    """What somebody else says can be picked: a service, or another tool's configuration."""
+    """Choices that a service or another tool's configuration offers."""
 
     choices: Sequence[Choice] = ()
-    """The first is what Enter answers, unless the profile said something before."""
+    """The first is the default, unless the profile already has a value."""
     note: str = ""
-    """Why there are fewer than could be."""
+    """The reason if the list is incomplete."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """How the wizard asks for a field; it stands in the field's `Annotated`."""
+    """The wizard's question for a field, in the field's `Annotated`."""
 
     text: str
-    """The question, as a person reads it."""
+    """The text of the question."""
     suggest: Callable[[Machine, Answers], Any]
-    """The answer that Enter gives: right for this machine, and always one that launches."""
+    """Returns the default answer: suits this machine, and can always be launched."""
     choices: Sequence[Choice] = ()
-    """What can be picked; none lets the person type."""
+    """The fixed choices; if empty, the answer is typed."""
     offers: Callable[[Machine, Answers], Offers] | None = None
-    """What can be picked or typed, looked up when the question comes, and never without one who is asked."""
+    """Looks up choices when the question is shown; never called without a user."""
     complete: Callable[[], Sequence[str]] | None = None
-    """Words that are completed while they are typed."""
-    doubt: Callable[[Any], str | None] | None = None
-    """What is wrong with an answer that the field itself would take."""
+    """Returns completions for typed answers."""
+    check: Callable[[Any], str | None] = lambda _: None
+    """Returns the problem of an answer that the field itself accepts, or None."""
     when: Callable[[Answers], bool] = lambda _: True
-    """Whether to ask at all."""
-    further: bool = False
-    """Whether it comes only for those who want to be asked more."""
+    """Returns True if the question applies."""
+    advanced: bool = False
+    """True if the question is asked only on request."""
     hint: str = ""
     """One line of help under the question."""
 
 
 def question_of(section: type[Section], field: str) -> Question | None:
-    """The question beside a field, if it has one."""
+    """Return the question of a field, or None."""
     metadata = section.model_fields[field].metadata
     return next((item for item in metadata if isinstance(item, Question)), None)

@@ -1,249 +1,205 @@
-"""The sections `parallel:` and `fully_shard:` of a profile: into how many parts models are divided, and how."""
+"""The sections `parallel:` and `fully_shard:` of a profile: sizes of parallelism and options of sharding."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+import re
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from typing_extensions import Self
+from pydantic import BeforeValidator, Field, model_validator
+from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.profile.fields import Answers, Choice, Question, Section
-from accel_runtime.env import FullyShard, Number, Parallel, SettingsError, find_nearest
+from accel_cli.profile.fields import Answers, Choice, CountOrAuto, Question, Section
+from accel_runtime.env import FullyShard, Number, Parallel, SettingsError
 
 __all__ = ["FullyShardSection", "ParallelSection"]
 
-_WRAPS = "expected auto, none, a number of parameters above 0, or names of classes"
 
-
-def _size(value: int | str) -> int | str:
-    if isinstance(value, int) and value < 1:
-        raise ValueError("expected a whole number of at least 1, or auto")
+def _check_wrap(value: Any) -> Any:
+    if not _is_wrap(value):
+        raise ValueError("expected auto, none, a number of parameters above 0, or names of classes")
     return value
 
 
-def _wrap(value: Any) -> Any:
-    """Only what `fully_shard` is told the same by any way of writing it; a number as a number."""
-    names = value if isinstance(value, list) else [value]
-    kinds = {type(name) for name in names}
-    if not names or not kinds <= {str, int} or (isinstance(value, list) and not all(map(_is_class, names))):
-        raise ValueError(_WRAPS)
-    text = _wrapped(value)
+def _is_wrap(value: Any) -> bool:
+    if isinstance(value, list):
+        names = [name for name in value if isinstance(name, str) and name.isidentifier()]
+        return bool(value) and names == value and not {"auto", "none"} & set(names)
     try:
-        FullyShard(wrap=text)
+        FullyShard(wrap=str(value))
     except SettingsError:
-        raise ValueError(f"{_WRAPS}{_meant(text)}") from None
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+        return False
+    return type(value) in {int, str}
 
 
-def _is_class(name: Any) -> bool:
-    return isinstance(name, str) and name.isidentifier() and name not in {"auto", "none"}
-
-
-def _meant(text: str) -> str:
-    meant = find_nearest(text.lower(), ["auto", "none"])
-    return f"; did you mean {meant}?" if meant else ""
-
-
-def _wrapped(value: int | str | list[str]) -> str:
+def _format_wrap(value: int | str | list[str]) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _reshards(value: Any) -> Any:
-    if not isinstance(value, int) or (not isinstance(value, bool) and value <= 1):
-        raise ValueError("expected true, false, or a number of processes above 1")
-    return value
-
-
-def _one_name(value: Any) -> Any:
-    """A single name is a list of one."""
+def _to_list(value: Any) -> Any:
+    """Convert a single name to a list."""
     return [value] if isinstance(value, str) else value
 
 
-def _several(answers: Answers) -> bool:
-    return LAUNCHERS[answers["kind"]].several(answers)
+def _has_several_processes(answers: Answers) -> bool:
+    return LAUNCHERS[answers["kind"]].may_start_several(answers)
 
 
-def _sharded(answers: Answers) -> bool:
-    return _several(answers) and answers.get("dp_shard", 1) != 1
+def _is_sharded(answers: Answers) -> bool:
+    return _has_several_processes(answers) and answers.get("dp_shard", 1) != 1
 
 
-class ParallelSection(Section):
-    """Into how many parts what is divided; the product is the number of processes."""
+class _SettingsSection(Section):
+    """A section with the fields of a class of `accel_runtime.env`, which checks their values."""
+
+    @property
+    def settings(self) -> Any:
+        """The settings that the processes receive."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        try:
+            _ = self.settings
+        except SettingsError as error:
+            raise ValueError(re.sub(r"^Invalid \w+\.", "", str(error))) from None
+        return self
+
+
+class ParallelSection(_SettingsSection):
+    """Sizes of data, tensor and context parallelism; the product is the world size."""
 
     dp_replicate: Annotated[
         int,
         Field(
             ge=1,
-            description="Groups of processes that have a whole model each, and average their gradients. With everything at 1, "
-            "every process has a whole model.",
+            description="Number of model replicas, whose gradients are averaged; if all sizes are 1, every process has a replica.",
         ),
         Question(
-            "How many copies of the whole model?",
+            "How many replicas of the model?",
             suggest=lambda *_: 1,
-            when=lambda answers: _sharded(answers) and _machines(answers) != 1,
-            hint="1 divides it over all processes; the number of machines keeps a copy on each of them",
+            when=lambda answers: _is_sharded(answers) and _count_nodes(answers) != 1,
+            hint="1 shards it over all processes; the number of nodes keeps a replica on each node",
         ),
     ] = 1
     dp_shard: Annotated[
-        int | Literal["auto"],
+        CountOrAuto,
         Field(
-            union_mode="left_to_right",
-            description="Processes that divide parameters, gradients and optimizer state among them; `auto` is as many as the "
-            "other sizes leave.",
+            description="Number of processes that shard parameters, gradients and optimizer state; `auto` is all remaining ones.",
         ),
-        Field(json_schema_extra={"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}),
-        AfterValidator(_size),
         Question(
             "Do the model, its gradients and the optimizer's state fit on one device?",
             suggest=lambda *_: 1,
             choices=(
-                Choice(1, "yes: a copy on every device, the fastest"),
-                Choice("auto", "no: divide them over the devices (fully_shard)"),
+                Choice(1, "yes: a replica on every device, the fastest"),
+                Choice("auto", "no: shard them over the devices (fully_shard)"),
             ),
-            when=_several,
+            when=_has_several_processes,
         ),
     ] = 1
     tp: Annotated[
         int,
-        Field(ge=1, description="Processes that divide the computation of single layers among them."),
+        Field(ge=1, description="Number of processes that split each layer (tensor parallelism)."),
     ] = 1
-    cp: Annotated[int, Field(ge=1, description="Processes that divide sequences among them.")] = 1
+    cp: Annotated[
+        int, Field(ge=1, description="Number of processes that split each sequence (context parallelism).")
+    ] = 1
     tp_plan: Annotated[
         dict[str, str],
         Field(
-            description="Names of modules, in which `*` stands for any text without a dot, and what each does under `tp`, as "
-            "in `layers.*.up: colwise`; empty takes the model's own plan."
+            description="Tensor-parallel style by module name, as in `layers.*.up: colwise`; `*` matches any text without a dot. "
+            "If empty, the model's own plan is used."
         ),
     ] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _travels(self) -> Self:
-        try:
-            _ = self.settings
-        except SettingsError as error:
-            raise ValueError(str(error).removeprefix("Invalid parallel.")) from None
-        return self
-
     @property
+    @override
     def settings(self) -> Parallel:
-        """What the processes are told."""
-        return Parallel(
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            tp=self.tp,
-            cp=self.cp,
-            tp_plan=tuple(self.tp_plan.items()),
-        )
+        """The settings that the processes receive."""
+        return Parallel(**{**dict(self), "tp_plan": tuple(self.tp_plan.items())})
 
 
-def _machines(answers: Answers) -> Any:
+def _count_nodes(answers: Answers) -> Any:
     return answers.get("nnodes", answers.get("instance_count", 1))
 
 
 _NUMBERS = ", ".join(f"`{word}`" for word in get_args(Number) if word != "auto")
 
 
-class FullyShardSection(Section):
-    """How torch's `fully_shard` divides a model, where `parallel.dp_shard` says that it does."""
+class FullyShardSection(_SettingsSection):
+    """Options of torch's `fully_shard`, used if `parallel.dp_shard` is not 1."""
 
     wrap: Annotated[
-        int | str | list[str],
+        Annotated[int, Field(ge=1)] | str | list[str],
         Field(
-            union_mode="left_to_right",
-            description="Modules whose parameters are gathered together: names of classes, a number of parameters from which "
-            "a module is one, `none`, or `auto`: the model's own `_no_split_modules`, else what its ModuleLists hold.",
+            description="Modules whose parameters are gathered together: class names, a minimum number of parameters, "
+            "`none`, or `auto` (the model's `_no_split_modules`, otherwise the items of its ModuleLists)."
         ),
-        Field(
-            json_schema_extra={
-                "anyOf": [
-                    {"type": "integer", "minimum": 1},
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                ]
-            }
-        ),
-        BeforeValidator(_wrap),
+        BeforeValidator(_check_wrap),
     ] = "auto"
     reshard_after_forward: Annotated[
-        bool | int,
+        bool | Annotated[int, Field(gt=1)],
         Field(
-            union_mode="left_to_right",
-            description="Whether gathered parameters go after the forward pass and are gathered again for the backward pass "
-            "(less memory); a number shards over so many processes in between.",
+            description="Free gathered parameters after the forward pass and gather them again for the backward pass "
+            "(less memory); a number reshards them over that many processes."
         ),
-        BeforeValidator(_reshards),
     ] = True
     param_dtype: Annotated[
         Number,
         Field(
-            description="What parameters are gathered and computed in; `auto` is the format of `mixed_precision`."
+            description="Dtype of gathered parameters and of the computation; `auto` is that of `mixed_precision`."
         ),
     ] = "auto"
-    reduce_dtype: Annotated[Number, Field(description="What gradients are averaged in; `auto` is fp32.")] = (
-        "auto"
-    )
+    reduce_dtype: Annotated[
+        Number, Field(description="Dtype in which gradients are reduced; `auto` is fp32.")
+    ] = "auto"
     output_dtype: Annotated[
-        Number, Field(description="What the model gives back; `auto` leaves it to `mixed_precision`.")
+        Number,
+        Field(description="Dtype of the model's output; `auto` leaves it to `mixed_precision`."),
     ] = "auto"
     cast_forward_inputs: Annotated[
-        bool, Field(description="Whether inputs of gathered modules are brought to `param_dtype`.")
+        bool, Field(description="Cast the inputs of wrapped modules to `param_dtype`.")
     ] = True
     cpu_offload: Annotated[
         bool,
-        Field(description="Whether shards, gradients and optimizer state stay in host memory (slow)."),
+        Field(description="Keep shards, gradients and optimizer state in host memory (slow)."),
         Question(
             "Keep parameters, gradients and optimizer state in host memory?",
             suggest=lambda *_: False,
             choices=(
                 Choice(False, "no: on the devices"),
-                Choice(True, "yes: fits more, and every step waits for the transfers"),
+                Choice(True, "yes: larger models fit, but every step waits for transfers"),
             ),
-            when=_sharded,
+            when=_is_sharded,
         ),
     ] = False
     activation_checkpointing: Annotated[
         bool,
-        Field(description="Whether activations of wrapped modules are computed again in the backward pass."),
+        Field(description="Recompute activations of wrapped modules in the backward pass (less memory)."),
         Question(
-            "Compute activations again in the backward pass?",
+            "Recompute activations in the backward pass?",
             suggest=lambda *_: False,
             choices=(
                 Choice(False, "no: keep them in memory"),
                 Choice(
-                    True, "yes: much less memory for long sequences or large batches, a third more to compute"
+                    True,
+                    "yes: much less memory for long sequences or large batches, about a third more compute",
                 ),
             ),
-            when=_sharded,
+            when=_is_sharded,
         ),
     ] = False
     ignore: Annotated[
         list[str],
-        BeforeValidator(_one_name),
+        BeforeValidator(_to_list),
         Field(
-            description="Names of parameters or modules that stay whole everywhere; `*` stands for any text without a dot."
+            description="Names of parameters or modules that are not sharded; `*` matches any text without a dot."
         ),
     ] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _travels(self) -> Self:
-        try:
-            _ = self.settings
-        except SettingsError as error:
-            raise ValueError(str(error).removeprefix("Invalid fully_shard.")) from None
-        return self
-
     @property
+    @override
     def settings(self) -> FullyShard:
-        """What the processes are told."""
-        return FullyShard(
-            wrap=_wrapped(self.wrap),
-            reshard_after_forward=self.reshard_after_forward,
-            param_dtype=self.param_dtype,
-            reduce_dtype=self.reduce_dtype,
-            output_dtype=self.output_dtype,
-            cast_forward_inputs=self.cast_forward_inputs,
-            cpu_offload=self.cpu_offload,
-            activation_checkpointing=self.activation_checkpointing,
-            ignore=tuple(self.ignore),
-        )
+        """The settings that the processes receive."""
+        values = {"wrap": _format_wrap(self.wrap), "ignore": tuple(self.ignore)}
+        return FullyShard(**{**dict(self), **values})

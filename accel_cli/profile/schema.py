@@ -1,13 +1,22 @@
-"""The profile's model: the keys a file may have, what they mean, and the JSON schema made of them."""
+"""The profile's model: its keys with their descriptions, and the JSON schema built from it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializeAsAny,
+)
+from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher
@@ -18,163 +27,177 @@ from accel_cli.profile.parallel import FullyShardSection, ParallelSection
 from accel_runtime.env import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [
-    "DIVIDING",
+    "PARALLEL_SECTIONS",
     "SCHEMA_VERSION",
     "SECTIONS",
     "Profile",
     "describe",
     "json_schema",
     "known_keys",
-    "section_of",
 ]
 
 SCHEMA_VERSION = 1
 _FIRST_WORDS = re.compile(r"(?<=[a-z)]{2})[.;](?=\s|$)")
-"""Where the first sentence of a description ends, or its first half."""
-DIVIDING: Mapping[str, type[Section]] = MappingProxyType(
+"""Matches the end of the first sentence or clause of a description."""
+PARALLEL_SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {"parallel": ParallelSection, "fully_shard": FullyShardSection}
 )
-"""The sections whose keys are the same for every launcher."""
-SECTIONS = ("launcher", *DIVIDING, "env")
-"""Keys of a profile that have keys below them."""
+"""The sections with the same keys for every launcher."""
+SECTIONS = ("launcher", *PARALLEL_SECTIONS, "env")
+"""Keys of a profile that hold keys themselves."""
 
 
-def _precision(machine: Machine, answers: Answers) -> str:
-    return "bf16" if LAUNCHERS[answers["kind"]].suits_bf16(machine) else "no"
+def _suggest_precision(machine: Machine, answers: Answers) -> str:
+    return "bf16" if LAUNCHERS[answers["kind"]].prefers_bf16(machine) else "no"
 
 
-def _knows_fp16(_: Machine, answers: Answers) -> bool:
+def _supports_fp16(_: Machine, answers: Answers) -> bool:
     return "fp16" in LAUNCHERS[answers["kind"]].formats
 
 
-def _numbers_as_text(env: Any) -> Any:
-    """`NCCL_IB_DISABLE: 1` means the text a shell would pass on."""
+def _convert_numbers(env: Any) -> Any:
+    """Convert numbers in `env` to text: `NCCL_IB_DISABLE: 1` means the text "1", as in a shell."""
     if not isinstance(env, dict):
         return env
     return {name: str(value) if type(value) in {int, float} else value for name, value in env.items()}
 
 
-def _names(env: dict[str, str]) -> dict[str, str]:
+def _check_names(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{name!r} cannot name an environment variable")
     return env
 
 
+class _LauncherSection:
+    """The annotation of a launcher section: `kind` chooses the class, and no other launcher is loaded."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            _validate_launcher, serialization=handler(source).get("serialization")
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, _: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(_build_union(dict(LAUNCHERS)))
+
+
+def _validate_launcher(value: Any) -> Launcher:
+    if isinstance(value, Launcher):
+        return value
+    kind = value.get("kind") if isinstance(value, dict) else None
+    known = kind if isinstance(kind, str) and kind in LAUNCHERS else "single"
+    launcher: Launcher = SchemaValidator(_build_union({known: LAUNCHERS[known]})).validate_python(value)
+    return launcher
+
+
+def _build_union(launchers: Mapping[str, type[Launcher]]) -> CoreSchema:
+    """Return the schema of a section that is of one of some launchers."""
+    choices = {kind: launcher.__pydantic_core_schema__ for kind, launcher in launchers.items()}
+    return core_schema.tagged_union_schema(choices, discriminator="kind")
+
+
 class Profile(Section):
-    """How scripts run on this machine."""
+    """Settings for running scripts on this machine."""
 
     schema_version: Annotated[
         Literal[1],
-        Field(description="Version of this file's layout; older files are brought up to date on reading."),
+        Field(description="Version of the file format."),
     ] = 1
     launcher: Annotated[
-        # The union is made from the table, so that a new launcher is one line there and none here.
-        Union[tuple(LAUNCHERS.values())],  # type: ignore[valid-type]  # noqa: UP007
-        Field(discriminator="kind", description="How the processes start."),
+        SerializeAsAny[Launcher], _LauncherSection, Field(description="Launcher that starts the processes.")
     ] = Single()
     device: Annotated[
-        Device, Field(description="What to compute on; `auto` is the accelerator torch finds, else the CPU.")
+        Device,
+        Field(description="Device; `auto` is the accelerator that torch detects, otherwise the CPU."),
     ] = "auto"
     mixed_precision: Annotated[
         MixedPrecision,
-        Field(description="Number format of the forward pass: `no` keeps what the model has."),
+        Field(description="Mixed precision of the forward pass: `no` keeps the dtype of the model."),
         Question(
             "Mixed precision?",
-            suggest=_precision,
+            suggest=_suggest_precision,
             choices=(
-                Choice("no", "no: compute in what the model has, usually float32"),
+                Choice("no", "no: the model's own dtype, usually float32"),
                 Choice("bf16", "bf16: bfloat16, half the memory; for TPUs, GPUs since 2020, and recent CPUs"),
-                Choice("fp16", "fp16: float16 with a scaled loss; for older GPUs", offered=_knows_fp16),
+                Choice("fp16", "fp16: float16 with loss scaling; for older GPUs", available=_supports_fp16),
             ),
         ),
     ] = "no"
     process_group_backend: Annotated[
         ProcessGroupBackend,
         Field(
-            description="What carries collectives; `auto` is torch's choice for the device, `smddp` is SageMaker's own "
-            "library on the instances that have it."
+            description="Backend of collectives; `auto` is torch's default for the device, `smddp` is SageMaker's "
+            "library on instances that have it."
         ),
     ] = "auto"
     process_group_timeout: Annotated[
         int,
-        Field(ge=1, description="Seconds a collective waits for the other processes before it is an error."),
+        Field(ge=1, description="Seconds a collective waits for the other processes before it fails."),
     ] = 1800
     log_level: Annotated[
-        LogLevel, Field(description="Level that `get_logger` sets in scripts; `auto` leaves it to them.")
+        LogLevel, Field(description="Log level that `get_logger` sets; `auto` leaves it to the script.")
     ] = "auto"
     resume: Annotated[
         bool,
         Field(
-            description="Whether `accelerator.resume()` goes on from the newest checkpoint; processes that are "
-            "started again do so anyway."
+            description="Load the newest checkpoint in `accelerator.resume()`; restarted processes always load it."
         ),
     ] = False
     shared_files: Annotated[
         bool,
         Field(
-            description="Whether all machines see the same files; where they do not, the first one writes all of a "
-            "checkpoint, and every one needs a copy of it to go on."
+            description="True if all nodes share a file system. Otherwise the first node writes the whole checkpoint, and "
+            "every node needs a copy of it to resume."
         ),
     ] = True
     parallel: Annotated[
-        ParallelSection, Field(description="Into how many parts models, batches and sequences are divided.")
+        ParallelSection, Field(description="Sizes of data, tensor and context parallelism.")
     ] = ParallelSection()
     fully_shard: Annotated[
-        FullyShardSection, Field(description="How models are sharded, where `parallel.dp_shard` is not 1.")
+        FullyShardSection, Field(description="Options of sharding, used if `parallel.dp_shard` is not 1.")
     ] = FullyShardSection()
     env: Annotated[
         dict[str, str],
-        BeforeValidator(_numbers_as_text),
-        AfterValidator(_names),
-        Field(description="Environment variables for the processes; those already set are left alone."),
+        BeforeValidator(_convert_numbers),
+        AfterValidator(_check_names),
+        Field(
+            description="Environment variables of the processes; variables that are already set keep their value."
+        ),
     ] = Field(default_factory=dict)
 
     @property
     def settings(self) -> Settings:
-        """What the processes are told."""
-        return Settings(
-            device=self.device,
-            mixed_precision=self.mixed_precision,
-            process_group_backend=self.process_group_backend,
-            process_group_timeout=self.process_group_timeout,
-            log_level=self.log_level,
-            resume=self.resume,
-            shared_files=self.shared_files,
-            parallel=self.parallel.settings,
-            fully_shard=self.fully_shard.settings,
-        )
-
-    @property
-    def start(self) -> Launcher:
-        """The launcher section, by its common type."""
-        launcher: Launcher = self.launcher
-        return launcher
+        """The settings that the processes receive."""
+        sections = {name: getattr(self, name).settings for name in PARALLEL_SECTIONS}
+        names = {field.name for field in fields(Settings)} & set(Profile.model_fields)
+        return Settings(**{name: sections.get(name, getattr(self, name)) for name in names})
 
     def data(self) -> dict[str, Any]:
-        """Plain data that says everything; what is unset or empty is left out, and what divides nothing."""
+        """Return the profile as plain data, without unset, empty and unused parallel values."""
         data = self.model_dump(exclude_none=True)
-        data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in DIVIDING}
+        data |= {name: getattr(self, name).model_dump(exclude_defaults=True) for name in PARALLEL_SECTIONS}
         data["launcher"] = {name: value for name, value in data["launcher"].items() if value not in ({}, [])}
         return {name: value for name, value in data.items() if value != {}}
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a profile file, for editors and checkers."""
+    """Return the JSON schema of a profile file, for editors and validators."""
     schema = Profile.model_json_schema()
     schema["required"] = ["schema_version"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "accel profile"}
 
 
-def known_keys() -> dict[str, str]:
-    """Every dotted key a profile may hold, with its description."""
-    keys = {"launcher.kind": "How the processes start: " + ", ".join(LAUNCHERS) + "."}
-    for section in LAUNCHERS.values():
-        for name, field in section.model_fields.items():
+def known_keys(kind: str | None = None) -> dict[str, str]:
+    """Return the description of each dotted key that a profile may have, with all launchers or with one kind."""
+    keys = {} if kind else {"launcher.kind": f"Launcher that starts the processes: {', '.join(LAUNCHERS)}."}
+    for launcher in [LAUNCHERS[kind]] if kind else LAUNCHERS.values():
+        for name, field in launcher.model_fields.items():
             keys.setdefault(f"launcher.{name}", field.description or "")
     for name, field in Profile.model_fields.items():
-        if name in DIVIDING:
-            inner = DIVIDING[name].model_fields.items()
+        if name in PARALLEL_SECTIONS:
+            inner = PARALLEL_SECTIONS[name].model_fields.items()
             keys |= {f"{name}.{key}": each.description or "" for key, each in inner}
         elif name not in {"launcher", "schema_version"}:
             keys[name] = field.description or ""
@@ -182,19 +205,5 @@ def known_keys() -> dict[str, str]:
 
 
 def describe(kind: str) -> dict[str, str]:
-    """What each key of a profile means, in a few words, by dotted key.
-
-    Args:
-        kind: The launcher's.
-    """
-    own = {
-        f"launcher.{name}": field.description or "" for name, field in LAUNCHERS[kind].model_fields.items()
-    }
-    return {
-        key: _FIRST_WORDS.split(text)[0].replace("`", "") for key, text in {**known_keys(), **own}.items()
-    }
-
-
-def section_of(key: str) -> type[Section]:
-    """The section that has a dotted key of those that are the same for every launcher; else the profile itself."""
-    return DIVIDING.get(key.partition(".")[0], Profile) if "." in key else Profile
+    """Return a short description of each key, by dotted key, for a kind of launcher."""
+    return {key: _FIRST_WORDS.split(text)[0].replace("`", "") for key, text in known_keys(kind).items()}

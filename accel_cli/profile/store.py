@@ -1,13 +1,14 @@
-"""Where profiles live, and how they are read and written: whole, or not at all."""
+"""Files of profiles: find, read and write them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,14 +25,13 @@ from accel_runtime import env
 
 __all__ = [
     "DEFAULT",
-    "MIGRATIONS",
     "PROJECT_FILE",
     "Store",
-    "UnversionedError",
+    "check_writable",
     "find_distrust",
     "is_accelerate_config",
     "lock",
-    "migrate_profile",
+    "parse",
     "read",
     "read_text",
     "render",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 DEFAULT = "default"
-"""The name of the user's own profile."""
+"""The name of the user's default profile."""
 PROJECT_FILE = "accel.yaml"
 SCHEMA_FILE = ".accel.schema.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -49,40 +49,40 @@ _HEADER = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
 
 @dataclass(frozen=True)
 class Store:
-    """The folders in which profiles are looked for."""
+    """The folders that are searched for profiles."""
 
     home: Path
     """The user's profiles, one `NAME.yaml` each."""
     cwd: Path
-    """Where a project file is looked for, from here upwards to the repository's root."""
+    """The folder where the search for a project file starts, upwards to the repository's root."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], cwd: Path) -> Store:
-        """The user's folder: `ACCEL_HOME` if it is set, else where this platform keeps configuration."""
+        """Build from `ACCEL_HOME` if it is set, else from the platform's configuration folder."""
         home = environ.get(env.HOME)
         base = Path(home).expanduser() if home else platformdirs.user_config_path("accel")
         return cls(base / "profiles", cwd)
 
     def path(self, name: str) -> Path:
-        """The file of a named profile, whether it exists or not.
+        """Return the path of a named profile, which need not exist.
 
         Raises:
-            UsageError: The name could not be a file's name everywhere.
+            UsageError: The name is not a portable file name.
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"{name!r} is no profile name: use up to 64 letters, digits, '.', '_' and '-', the first one a "
-                "letter or digit. To use a profile from a file, `accel config import FILE --profile NAME`."
+                f"Invalid profile name {name!r}: expected up to 64 letters, digits, '.', '_' and '-', beginning with a "
+                "letter or digit. To use a profile from a file, run accel config import FILE --profile NAME."
             )
         return self.home / f"{name}.yaml"
 
     def names(self) -> list[str]:
-        """The profiles there are, the user's own first."""
-        found = sorted(path.stem for path in self.home.glob("*.yaml") if _NAME.fullmatch(path.stem))
-        return sorted(found, key=lambda name: name != DEFAULT)
+        """Return the names of all profiles, the default one first."""
+        names = sorted(path.stem for path in self.home.glob("*.yaml") if _NAME.fullmatch(path.stem))
+        return sorted(names, key=lambda name: name != DEFAULT)
 
     def project(self) -> Path | None:
-        """The project file that holds here: in this folder, or above it up to the repository's root."""
+        """Return the nearest project file in this folder or above, up to the repository's root, or None."""
         for folder in (self.cwd, *self.cwd.parents):
             if (folder / PROJECT_FILE).is_file():
                 return folder / PROJECT_FILE
@@ -92,9 +92,9 @@ class Store:
 
 
 def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
-    """Return why a project file must not be used: another user could have written it. None if it may be used.
+    """Return the reason if a project file is not trusted because another user could have written it, else None.
 
-    A profile sets variables of the processes, so whoever writes one can run code. The owner has to be this user or
+    A profile sets environment variables of processes, so its author can run code. The owner must be this user,
     root, or the user who called sudo; neither the file nor its folder may be writable by every user.
     """
     folders = [folder for folder in environ.get(env.TRUSTED_PROJECTS, "").split(os.pathsep) if folder]
@@ -105,61 +105,80 @@ def find_distrust(path: Path, environ: Mapping[str, str]) -> str | None:
         owners.add(int(environ["SUDO_UID"]))
     for item in (path, path.parent):
         try:
-            found = item.stat()
+            status = item.stat()
         except OSError as error:
-            return f"{item} cannot be read: {error.strerror}"
-        if found.st_uid not in owners:
+            return f"cannot read {item}: {error.strerror}"
+        if status.st_uid not in owners:
             return f"{item} belongs to another user"
-        if found.st_mode & stat.S_IWOTH:
+        if status.st_mode & stat.S_IWOTH:
             return f"every user can write {item}"
     return None
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        UsageError: It cannot be read, or is no text.
+        UsageError: The file cannot be read, or is not UTF-8 text.
     """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is not text in UTF-8") from None
+        raise UsageError(f"Cannot read {path}: it is not UTF-8 text.") from None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
 
 
 def read(path: Path) -> Document:
-    """A profile file, brought up to date; its values are not checked yet, and its version may be missing (`problems`).
+    """Read a profile file, whose values are not checked yet.
 
     Raises:
-        UsageError: It cannot be read, is no YAML, or of a version we do not know.
+        UsageError: The file cannot be read, is not YAML, or has an unknown version.
     """
-    found = yaml_io.parse(read_text(path), str(path))
-    try:
-        return replace(
-            found, data=migrate_profile(found.data, f"{path}:{found.lines.get(('schema_version',), 1)}")
+    return parse(read_text(path), path)
+
+
+def parse(text: str, path: Path) -> Document:
+    """Parse the text of a profile file; a missing or invalid version is one of the `problems` of the result.
+
+    Raises:
+        ProfileError: The text is not YAML, has the version of a newer accel, or is a config file of Accelerate.
+    """
+    document = yaml_io.parse(text, str(path))
+    version, where = document.data.get("schema_version"), f"{path}:{document.lines.get('schema_version', 1)}"
+    if version is None and is_accelerate_config(document.data):
+        reason = (
+            "this is a config file of Accelerate, not a profile. Convert it with: accel config import FILE"
         )
-    except UnversionedError as error:
-        return replace(found, problems=tuple(error.problems))
+        raise ProfileError([Problem(where, "", reason)])
+    if version is None:
+        reason = f"missing. Add this line: schema_version: {SCHEMA_VERSION}"
+        return replace(document, problems=(Problem(where, "schema_version", reason),))
+    if type(version) is not int or version < 1:
+        problem = Problem(where, "schema_version", "expected a whole number above 0", repr(version))
+        return replace(document, problems=(problem,))
+    if version > SCHEMA_VERSION:
+        reason = f"expected at most {SCHEMA_VERSION}: the file was written by a newer accel"
+        raise ProfileError([Problem(where, "schema_version", reason, repr(version))])
+    return document
+
+
+def is_accelerate_config(data: Mapping[str, Any]) -> bool:
+    """Return True if this is a config file of Accelerate rather than a profile."""
+    return "compute_environment" in data or "distributed_type" in data
 
 
 def render(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text of a profile file, with the comment that lets editors check and complete it.
-
-    Args:
-        data: What it says.
-        comments: What stands above a key, by dotted key.
-    """
+    """Return the text of a profile file, with the comment that names its schema for editors."""
     return _HEADER + yaml_io.dump(data, comments)
 
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Let one process at a time change the profiles in the folder of `path`, which is made if it does not exist.
+    """Lock the folder of `path` so that one process at a time changes its profiles; create it if needed.
 
     Raises:
-        UsageError: The folder cannot be made or opened.
+        UsageError: The folder cannot be created or opened.
     """
     import fcntl  # noqa: PLC0415 - not on Windows
 
@@ -168,7 +187,7 @@ def lock(path: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"Cannot write {path}: {error.strerror}.") from None
     try:
         with suppress(OSError):  # some network file systems have no locks
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -177,25 +196,38 @@ def lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def write(path: Path, text: str) -> None:
-    """Put a profile in its place, with the schema its first line points at; whole or not at all.
-
-    A new profile is readable by this user only, since it may hold secrets; a project file, which is shared, by everybody.
+def check_writable(path: Path) -> None:
+    """Raise if a file cannot be written, without creating it.
 
     Raises:
-        UsageError: The folder cannot be made or written to.
+        UsageError: The folder, or the nearest one above that exists, cannot be written to.
+    """
+    folder = next(parent for parent in path.resolve().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        reason = os.strerror(errno.EACCES if folder.is_dir() else errno.ENOTDIR)
+        raise UsageError(f"Cannot write {path}: {reason}.")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a profile atomically, with the JSON schema that its first line refers to.
+
+    A new profile is readable by this user only, since it may hold secrets; a project file, which is shared, by
+    all users.
+
+    Raises:
+        UsageError: The folder cannot be created or written to.
     """
     try:
-        # A link is followed, so that people who keep profiles in a repository of dotfiles keep their link.
+        # Follow a symbolic link, so that links into a dotfiles repository survive.
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(target.parent / SCHEMA_FILE, json.dumps(json_schema(), indent=1) + "\n")
-        _replace(target, text)
+        _write_atomically(target.parent / SCHEMA_FILE, json.dumps(json_schema(), indent=1) + "\n")
+        _write_atomically(target, text)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"Cannot write {path}: {error.strerror}.") from None
 
 
-def _replace(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -208,54 +240,3 @@ def _replace(path: Path, text: str) -> None:
         Path(scratch).replace(path)
     finally:
         Path(scratch).unlink(missing_ok=True)
-
-
-Migration = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class UnversionedError(ProfileError):
-    """A file does not say its version; the rest of it is read as one of today's layout."""
-
-
-MIGRATIONS: Mapping[int, Migration] = MappingProxyType({})
-"""For every older version, what makes it the next one; a release that changes the layout adds a line."""
-
-
-def is_accelerate_config(data: Mapping[str, Any]) -> bool:
-    """Return True if this is a config file of Accelerate rather than a profile."""
-    return "compute_environment" in data or "distributed_type" in data
-
-
-def migrate_profile(
-    data: dict[str, Any],
-    where: str,
-    migrations: Mapping[int, Migration] = MIGRATIONS,
-    newest: int = SCHEMA_VERSION,
-) -> dict[str, Any]:
-    """The data of a file in today's layout.
-
-    Raises:
-        UnversionedError: The version is missing, or is no version.
-        ProfileError: The version is newer than this accel, or this is a config file of Accelerate.
-    """
-    version = data.get("schema_version")
-    if version is None and is_accelerate_config(data):
-        cure = "Make a profile of it: accel config import FILE"
-        raise ProfileError(
-            [Problem(where, "", f"this is a config file of Accelerate, not a profile. {cure}")]
-        )
-    if version is None:
-        hint = f"add the line: schema_version: {newest}"
-        raise UnversionedError(
-            [Problem(where, "schema_version", "every profile says its version", "nothing", hint)]
-        )
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise UnversionedError(
-            [Problem(where, "schema_version", "expected a whole number above 0", repr(version))]
-        )
-    if version > newest:
-        reason = f"this file was written by a newer accel; this one reads up to version {newest}"
-        raise ProfileError([Problem(where, "schema_version", reason, repr(version))])
-    for step in range(version, newest):
-        data = {**migrations[step](data), "schema_version": step + 1}
-    return data

@@ -1,57 +1,56 @@
-"""What is wrong with a profile, in words: pydantic's findings with place, expectation and nearest name."""
+"""Errors of a profile: pydantic's errors with their location, the expected value and the nearest name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from accel_cli.errors import SHOWN, Problem
+from accel_cli.errors import MAX_PROBLEMS, Problem
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.base import Launcher
 from accel_cli.profile.fields import Section
-from accel_cli.profile.schema import SECTIONS, Profile, known_keys, section_of
+from accel_cli.profile.schema import PARALLEL_SECTIONS, SECTIONS, Profile, known_keys
 from accel_runtime.env import explain_fsdp1_option, find_nearest
 
 __all__ = ["did_you_mean", "explain", "one_of", "unknown_key"]
 
-_WORDS = {
-    "int_type": "expected a whole number",
-    "bool_type": "expected true or false",
-    "float_type": "expected a number",
-    "string_type": "expected text",
-    "dict_type": "expected keys and values",
-    "list_type": "expected a list",
-    "model_type": "expected keys and values",
-    "model_attributes_type": "expected keys and values",
-    "greater_than_equal": "expected at least {ge}",
-    "greater_than": "expected more than {gt}",
-    "string_too_short": "expected at least {min_length} character",
-    "less_than_equal": "expected at most {le}",
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "keys and values",
+    "model_type": "keys and values",
+    "model_attributes_type": "keys and values",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "a number above {gt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "at least {min_length} character",
+    "string_pattern_mismatch": "text that matches {pattern}",
 }
-_LONGEST = 60
-_SHORTEST_PREFIX, _LONGEST_REST = 4, 3
-"""A beginning that two names share says what was meant from this length on, with at most so much behind it."""
-_SHORTEST_WHOLE = 3
-"""A name that is all of the beginning of another says what was meant from this length on."""
+_MAX_SHOWN = 60
+_MIN_PREFIX, _MAX_REST = 4, 3
+"""The least length of a shared prefix for a suggestion, and the most letters that may follow it."""
+_MIN_NAME = 3
+"""The least length of a name for suggesting another that begins with it."""
 _EXAMPLES = {
     "launcher": "launcher.kind",
     "parallel": "parallel.dp_shard",
     "fully_shard": "fully_shard.wrap",
     "env": "env.NAME, a variable",
 }
-_MEET = "launcher.rdzv_endpoint, HOST:PORT"
+_RENDEZVOUS = "launcher.rdzv_endpoint, HOST:PORT"
 _RENAMED = {
-    "num_processes": "launcher.nproc_per_node, the number of processes on each machine",
+    "num_processes": "launcher.nproc_per_node, the number of processes on each node",
     "num_machines": "launcher.nnodes",
-    "machine_rank": "the option --node-rank of accel launch, if machines do not number themselves",
-    "node_rank": "the option --node-rank of accel launch, if machines do not number themselves",
-    "main_process_ip": _MEET,
-    "main_process_port": _MEET,
-    "master_addr": _MEET,
-    "master_port": _MEET,
+    "machine_rank": "the option --node-rank of accel launch, if the order of nodes must be fixed",
+    "node_rank": "the option --node-rank of accel launch, if the order of nodes must be fixed",
+    "main_process_ip": _RENDEZVOUS,
+    "main_process_port": _RENDEZVOUS,
+    "master_addr": _RENDEZVOUS,
+    "master_port": _RENDEZVOUS,
     "use_cpu": "device: cpu",
     "compute_environment": "launcher.kind",
     "distributed_type": "launcher.kind, and the sections parallel and fully_shard",
@@ -62,138 +61,166 @@ _RENAMED = {
     "num_cpu_threads_per_process": "launcher.omp_num_threads",
     "downcast_bf16": "mixed_precision: bf16",
 }
-"""How a profile says keys of Accelerate and torchrun."""
+"""Equivalents in a profile of the keys of Accelerate and torchrun."""
 
 
 def explain(error: ValidationError, where: Mapping[str, str]) -> list[Problem]:
-    """Pydantic's findings as ours, one for each key.
+    """Convert pydantic's errors to problems, one for each key.
 
-    Args:
-        error: What pydantic found.
-        where: File and line, or option, by dotted key; the empty key is the whole.
+    `where` is the location of each dotted key, a line of a file or an option; the empty key is the whole profile.
     """
-    problems: dict[str, Problem] = {}
+    errors: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
-        section, key = _locate([str(part) for part in item["loc"]])
-        key = _find_field(item, key, section)
-        if key in problems:
-            continue
-        if len(problems) < SHOWN:
-            problems[key] = _problem(item, key, section, _place(key, where))
-        else:  # looking for what was meant takes time, and nobody reads so many
-            problems[key] = Problem(_place(key, where), key, str(item["msg"]))
-        if item["type"] == "union_tag_invalid":
-            problems |= {problem.key: problem for problem in _judge_keys(item, where)}
-    return list(problems.values())
+        errors.setdefault(_find_key(item), []).append(item)
+    problems: list[Problem] = []
+    for key, items in errors.items():
+        location = _find_location(key, where)
+        if len(problems) < MAX_PROBLEMS:
+            problems.append(_build_problem(items, key, location))
+        else:  # suggestions take time, and only the first problems are shown
+            problems.append(Problem(location, key, str(items[0]["msg"])))
+        if items[0]["type"] == "union_tag_invalid":
+            problems += _validate_as_nearest_kind(items[0], where)
+    return problems
 
 
 def unknown_key(key: str, where: str, kind: object = None) -> Problem:
-    """A key no profile has, with the one that was probably meant.
-
-    Args:
-        key: The key.
-        where: File and line, or option.
-        kind: The `launcher.kind` in force, whose keys are guessed first; None if it is not known.
-    """
-    kinds = _list_kinds(key)
+    """Return the problem of an unknown key, with the most similar key as a hint; keys of the `kind` come first."""
     if key in SECTIONS:
         return Problem(where, key, f"this is a section. Name a key of it, such as {_EXAMPLES[key]}")
-    if kinds:
+    if kinds := _list_kinds(key):
         return Problem(where, key, f"this key belongs to launcher.kind: {' or '.join(kinds)}")
     if instead := explain_fsdp1_option(key.rpartition(".")[2]):
-        return Problem(where, key, f"this is a word of FSDP1; under fully_shard, {instead}")
-    return Problem(where, key, "this key is not known", hint=_hint_key(key, kind))
+        return Problem(where, key, f"this is an option of FSDP1; under fully_shard, {instead}")
+    return Problem(where, key, "unknown key", hint=_hint_key(key, kind))
+
+
+def did_you_mean(nearest: str | None) -> str:
+    """Return the hint that names the most similar name, or an empty text."""
+    return f"did you mean {nearest}?" if nearest else ""
+
+
+def one_of(values: Iterable[str]) -> str:
+    """Return the text `expected a, b or c`."""
+    *others, last = values
+    return f"expected {', '.join(others)} or {last}" if others else f"expected {last}"
 
 
 def _list_kinds(key: str) -> list[str]:
-    """Return the launchers that have a key of the section `launcher`; none for a key of another section."""
+    """Return the kinds of launchers that have a key; empty for keys of other sections."""
     section, _, name = key.rpartition(".")
     return [kind for kind, each in LAUNCHERS.items() if section == "launcher" and name in each.model_fields]
 
 
 def _hint_key(key: str, kind: object) -> str:
-    """Return the hint for an unknown key: what it is called here, or which key was probably meant."""
+    """Return the hint for an unknown key: its equivalent in a profile, or the most similar key."""
     section, _, name = key.rpartition(".")
     if section in {"", "launcher"} and name in _RENAMED:
         return f"use {_RENAMED[name]}"
     if name.isdigit():
         return "quote a value that has commas: '0,1'"
-    meant = _guess_key(key, kind)
-    kinds = _list_kinds(meant or "")
+    nearest = _guess_key(key, kind)
+    kinds = _list_kinds(nearest or "")
     if kind in LAUNCHERS and kinds and kind not in kinds:
-        return f"did you mean {meant}, a key of launcher.kind: {' or '.join(kinds)}?"
-    return did_you_mean(meant)
-
-
-def did_you_mean(meant: str | None) -> str:
-    """The hint that names what was probably meant, or no hint."""
-    return f"did you mean {meant}?" if meant else ""
-
-
-def one_of(words: Iterable[str]) -> str:
-    """What was expected where there are only these: `expected a, b or c`."""
-    listed = list(words)
-    return (
-        f"expected {listed[0]}" if len(listed) == 1 else f"expected {', '.join(listed[:-1])} or {listed[-1]}"
-    )
+        return f"did you mean {nearest}, a key of launcher.kind: {' or '.join(kinds)}?"
+    return did_you_mean(nearest)
 
 
 def _guess_key(key: str, kind: object) -> str | None:
-    """Return the key that was probably meant: of its section first, which is the active launcher's own for `launcher`."""
+    """Return the most similar key: of the same section first, which for `launcher` is the active launcher's."""
     section, _, name = key.rpartition(".")
     known = list(known_keys())
     active = LAUNCHERS.get(kind) if isinstance(kind, str) else None
     near = [f"launcher.{field}" for field in active.model_fields] if active else []
     if section != "launcher":
         near = [*(full for full in known if full.rpartition(".")[0] == section), *near]
-    groups = [{full.rpartition(".")[2]: full for full in reversed(group)} for group in (near, known) if group]
+    groups = [{full.rpartition(".")[2]: full for full in group} for group in (near, known)]
     for group in groups:
         if name in group:
             return group[name]
     for group in groups:
-        if meant := _match_prefix(name, reversed(group)) or _match_letters(name, group):
-            return group[meant]
-    # Behind a known section, any short name looks like any other.
+        if nearest := _find_similar(name, list(group)):
+            return group[nearest]
+    # After a known section, any short name looks like any other.
     return find_nearest(key, known) if section and section.partition(".")[0] not in SECTIONS else None
 
 
-def _match_prefix(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that begins with a name, or shares most of its beginning, if that is most of it."""
-    known = list(known)
-    if whole := [other for other in known if len(name) >= _SHORTEST_WHOLE and other.startswith(name)]:
-        return whole[0]
-    shared = {
-        other: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
-        for other in known
-    }
-    best = max(shared, key=lambda other: shared[other], default="")
-    return best if shared.get(best, 0) >= max(_SHORTEST_PREFIX, len(name) - _LONGEST_REST) else None
+def _find_similar(name: str, known: list[str]) -> str | None:
+    """Return the known name that begins with a name, shares most of its beginning, or has nearly its letters."""
+    shortest = min(len(name), max(_MIN_PREFIX, len(name) - _MAX_REST))
+    for length in range(len(name), shortest - 1, -1) if len(name) >= _MIN_NAME else ():
+        for other in known:
+            if other.startswith(name[:length]):
+                return other
+    # A short name is similar only if its first letter is right.
+    return find_nearest(name, [other for other in known if len(name) > _MIN_PREFIX or other[0] == name[:1]])
 
 
-def _match_letters(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name with nearly the letters of a name; in front of few letters, the first has to be right."""
-    return find_nearest(
-        name, [other for other in known if len(name) > _SHORTEST_PREFIX or other[0] == name[:1]]
+def _get_section(item: Mapping[str, Any]) -> type[Section]:
+    """Return the section in which an error is."""
+    first, *rest = (str(part) for part in item["loc"])
+    return LAUNCHERS[rest[0]] if first == "launcher" and rest else PARALLEL_SECTIONS.get(first, Profile)
+
+
+def _find_key(item: Mapping[str, Any]) -> str:
+    """Return the dotted key of an error; a validator of a section names its field in front of the message."""
+    if item["type"].startswith("union_tag"):
+        return "launcher.kind"
+    place = [str(part) for part in item["loc"]]
+    if place[0] == "launcher":
+        del place[1:2]  # pydantic adds the kind
+    key = ".".join(place[: 2 if place[0] in SECTIONS else 1])
+    name, colon, _ = str(item.get("ctx", {}).get("error", "")).partition(": ")
+    is_named = (
+        isinstance(item["input"], (dict, BaseModel)) and colon and name in _get_section(item).model_fields
     )
+    return f"{key}.{name}" if is_named else key
 
 
-def _locate(loc: list[str]) -> tuple[type[Section], str]:
-    """The section a finding is about, and its dotted key."""
-    section = section_of(".".join(loc))
-    if loc[:1] == ["launcher"] and len(loc) > 1:
-        # pydantic names the member of the union it tried, which is no part of the key.
-        section = LAUNCHERS[loc[1]]
-        loc = [loc[0], *loc[2:]]
-    return section, ".".join(loc[: 2 if loc[0] in SECTIONS else 1])
+def _build_problem(items: list[Any], key: str, where: str) -> Problem:
+    """Return the problem of a key; a field of several types has an error for each."""
+    kind, value = items[0]["type"], items[0]["input"]
+    if kind == "extra_forbidden":
+        launcher = _get_section(items[0]).model_fields.get("kind")
+        return unknown_key(key, where, launcher and launcher.default)
+    if kind == "union_tag_invalid":
+        value = items[0]["ctx"]["tag"]
+        return Problem(
+            where, key, one_of(LAUNCHERS), repr(value), did_you_mean(find_nearest(value, list(LAUNCHERS)))
+        )
+    if kind == "union_tag_not_found":
+        kinds = [
+            name for name, launcher in LAUNCHERS.items() if value and set(value) <= set(launcher.model_fields)
+        ]
+        hint = f"set launcher.kind too: {' or '.join(kinds)}" if kinds else ""
+        return Problem(where, key, one_of(LAUNCHERS), "nothing", hint)
+    if kind == "value_error":
+        text = str(items[0]["ctx"]["error"])
+        if isinstance(value, (dict, BaseModel)):
+            return Problem(where, key, text.removeprefix(f"{key.rpartition('.')[2]}: "))
+        return Problem(where, key, text, _format_value(value))
+    expected = [text for item in items if item["input"] is value for text in _list_expected(item)]
+    nearest = find_nearest(value, expected) if isinstance(value, str) else None
+    return Problem(where, key, one_of(dict.fromkeys(expected)), _format_value(value), did_you_mean(nearest))
 
 
-def _judge_keys(item: Mapping[str, Any], where: Mapping[str, str]) -> list[Problem]:
-    """Return the mistakes in a launcher section of an unknown kind, as one of the kind that was probably meant."""
+def _list_expected(item: Mapping[str, Any]) -> list[str]:
+    """Return the values that a field of one type accepts."""
+    context = item.get("ctx", {})
+    if item["type"] == "literal_error":
+        return re.split(r", | or ", context["expected"].replace("'", ""))
+    if item["type"] == "bool_type":
+        return ["true", "false"]
+    expected = _EXPECTED.get(item["type"])
+    return [expected.format(**context) if expected else str(item["msg"]).removeprefix("Input should be ")]
+
+
+def _validate_as_nearest_kind(item: Mapping[str, Any], where: Mapping[str, str]) -> list[Problem]:
+    """Return the problems of a launcher section of an unknown kind, validated as the most similar kind."""
     kind = find_nearest(item["ctx"]["tag"], list(LAUNCHERS))
     if kind is None:
-        fields = {name for section in LAUNCHERS.values() for name in section.model_fields}
-        unknown = [f"launcher.{name}" for name in item["input"] if name not in fields]
-        return [unknown_key(key, _place(key, where)) for key in unknown[:SHOWN]]
+        unknown = [key for key in (f"launcher.{name}" for name in item["input"]) if key not in known_keys()]
+        return [unknown_key(key, _find_location(key, where)) for key in unknown[:MAX_PROBLEMS]]
     try:
         Profile.model_validate({"launcher": {**item["input"], "kind": kind}})
     except ValidationError as error:
@@ -201,79 +228,13 @@ def _judge_keys(item: Mapping[str, Any], where: Mapping[str, str]) -> list[Probl
     return []
 
 
-def _find_field(item: Mapping[str, Any], key: str, section: type[Section]) -> str:
-    """Return the key of the field that a finding about a whole section is about, if it is about one."""
-    if item["type"] == "union_tag_invalid":
-        return "launcher.kind"
-    name, colon, _ = str(item.get("ctx", {}).get("error", "")).partition(": ")
-    named = isinstance(item["input"], (dict, BaseModel)) and colon and name in section.model_fields
-    return f"{key}.{name}" if named and key else key
-
-
-def _problem(item: Mapping[str, Any], key: str, section: type[Section], where: str) -> Problem:
-    kind, came = item["type"], item["input"]
-    if kind == "extra_forbidden":
-        return unknown_key(
-            key, where, section.model_fields["kind"].default if issubclass(section, Launcher) else None
-        )
-    if kind == "union_tag_invalid":
-        return _unknown_kind(str(item["ctx"]["tag"]), where)
-    if kind == "union_tag_not_found":
-        return Problem(where, "launcher.kind", one_of(LAUNCHERS), "nothing", _suggest_kind(came))
-    if kind == "value_error":
-        whole = isinstance(came, (dict, BaseModel))
-        text = str(item["ctx"]["error"]).removeprefix(f"{key.rpartition('.')[2]}: " if whole else "")
-        return Problem(where, key, text, "" if whole else _shown(came))
-    literals = _literals(section, key.rpartition(".")[2])
-    meant = (
-        find_nearest(came, [word for word in literals if isinstance(word, str)])
-        if isinstance(came, str)
-        else None
-    )
-    return Problem(where, key, _expected(item, key, section, literals), _shown(came), did_you_mean(meant))
-
-
-def _suggest_kind(section: Mapping[str, Any]) -> str:
-    """Return the hint that names the kind to set, as far as the keys of a launcher section tell it."""
-    kinds = [kind for kind, launcher in LAUNCHERS.items() if set(section) <= set(launcher.model_fields)]
-    return f"set launcher.kind too: {' or '.join(kinds)}" if section and kinds else ""
-
-
-def _unknown_kind(kind: str, where: str) -> Problem:
-    return Problem(
-        where,
-        "launcher.kind",
-        one_of(LAUNCHERS),
-        repr(kind),
-        did_you_mean(find_nearest(kind, list(LAUNCHERS))),
-    )
-
-
-def _expected(item: Mapping[str, Any], key: str, section: type[Section], literals: list[Any]) -> str:
-    if literals and item["type"] in {"literal_error", "int_type", "string_type"}:
-        field = section.model_fields[key.rpartition(".")[2]]
-        number = ["a whole number"] if int in get_args(field.annotation) else []
-        return one_of([*number, *map(str, literals)])
-    words = _WORDS.get(item["type"])
-    return words.format(**item.get("ctx", {})) if words else str(item["msg"])
-
-
-def _literals(section: type[Section], name: str) -> list[Any]:
-    """The fixed values a field may have."""
-    field = section.model_fields.get(name)
-    if field is None:
-        return []
-    parts = (field.annotation, *get_args(field.annotation))
-    return [value for part in parts for value in get_args(part) if isinstance(value, (str, int))]
-
-
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     text = "keys and values" if isinstance(value, dict) else repr(value)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
-def _place(key: str, where: Mapping[str, str]) -> str:
-    """The nearest place known: the key's own, its section's, or the whole."""
+def _find_location(key: str, where: Mapping[str, str]) -> str:
+    """Return the location of a key, or else of its section or the profile."""
     while key and key not in where:
         key = key.rpartition(".")[0]
     return where.get(key, where.get("", "profile"))

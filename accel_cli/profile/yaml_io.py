@@ -1,7 +1,7 @@
-"""Reading YAML: plain data, and for every key the line it stands on.
+"""Read and write YAML: plain data, and the line number of every key.
 
-The scalars are those of YAML 1.2: `no`, `on` and `off` are text, `1:30` is no number in base 60, and a
-date is no date. Keys that come twice, anchors and tags are refused: a profile needs none of them.
+Scalars follow YAML 1.2: `no`, `on` and `off` are text, and so are `1:30` and dates. Duplicate keys, anchors
+and unknown tags are errors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,19 +20,19 @@ from accel_cli.errors import Problem, ProfileError
 
 __all__ = ["Document", "comment_lines", "dump", "inline", "parse", "scalar"]
 
-Path = tuple[str | int, ...]
 _MAX_DEPTH = 30
+_TOO_DEEP = "this is nested too deeply for a profile"
 _WIDTH = 80
 
 
 class _Loader(yaml.SafeLoader):
     """A safe loader that knows the scalars of YAML 1.2's core schema only."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own way
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in PyYAML
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back."""
+    """A dumper whose output `_Loader` reads back."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -45,181 +45,158 @@ _TYPES = MappingProxyType(
         "float": re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,4})?\Z"),
     }
 )
-"""The texts that are values of each tag; the first type that fits is that of a value without a tag."""
+"""The pattern of each tag's values; a value without a tag has the first type that matches."""
 for _tag, _first in zip(
     _TYPES, (["~", "n", "N", ""], [*"tTfF"], [*"-+0123456789"], [*"-+.0123456789"]), strict=True
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _TYPES[_tag], _first)
 
 
-def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     # PyYAML's plain and single-quoted styles lose line breaks such as U+0085.
     style = None if text.isprintable() else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a YAML text says."""
+    """The content of a YAML text."""
 
     data: dict[str, Any]
-    lines: Mapping[Path, int] = field(default_factory=dict)
-    """The line, from 1, of every key and list entry."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """The line number, from 1, by dotted key."""
     problems: tuple[Problem, ...] = ()
-    """Mistakes that do not keep the rest from being judged."""
+    """Problems after which the rest can still be checked."""
 
 
 def parse(text: str, where: str) -> Document:
-    """Read a YAML mapping.
-
-    Args:
-        text: The YAML.
-        where: What to call it in errors: a file's path, or an option.
+    """Read a YAML mapping; errors name its source, `where`: the path of a file, or an option.
 
     Raises:
-        ProfileError: It is no YAML, no mapping, or uses what a profile does not need.
+        ProfileError: The text is not YAML, not a mapping, or has duplicate keys, anchors or unknown tags.
     """
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}" if mark else where
-        raise ProfileError(
-            [Problem(place, "", f"this is not YAML: {error.problem or error.context}")]
-        ) from None
     except yaml.YAMLError as error:
-        raise ProfileError([Problem(where, "", f"this is not YAML: {str(error).splitlines()[0]}")]) from None
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        location = f"{where}:{mark.line + 1}" if mark else where
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ProfileError([Problem(location, "", f"invalid YAML: {reason}")]) from None
     except RecursionError:
-        raise ProfileError([Problem(where, "", "this is nested too deeply for a profile")]) from None
+        raise ProfileError([Problem(where, "", _TOO_DEEP)]) from None
     if node is None:
         return Document({})
-    reader = _Reader(where)
-    data = reader.read(node, ())
+    reader = _NodeReader(where)
+    data = reader.read(node)
     if not isinstance(data, dict):
-        reader.problems.append(Problem(f"{where}:1", "", "expected keys and values", came=_kind(data)))
+        reader.problems.append(Problem(f"{where}:1", "", "expected keys and values", actual=_name_type(data)))
     if reader.problems:
         raise ProfileError(reader.problems)
     return Document(data, reader.lines)
 
 
 def scalar(text: str, where: str) -> Any:
-    """Read one value as YAML would: `2` is a number, `no` is text, `[a, b]` is a list.
+    """Return the value of a YAML scalar or flow collection: `2` is a number, `no` is text, `[a, b]` is a list.
 
     Raises:
-        ProfileError: It is no YAML.
+        ProfileError: The text is not YAML.
     """
     return parse(f"value: {text}", where).data["value"]
 
 
 def dump(data: Mapping[str, Any], comments: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The YAML of plain data, in the order of its keys; `parse(dump(data)).data == data`.
+    """Return plain data as YAML, in the order of its keys, with comments above keys of the first two levels.
 
-    Args:
-        data: The data.
-        comments: What stands above a key of the first two levels, by dotted key.
+    `parse(dump(data)).data == data`; `comments` are by dotted key.
     """
-    text = yaml.dump(
+    text: str = yaml.dump(
         dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
     if not comments:
         return text
-    commented = "".join(_with_comments(data, comments, ""))
-    return commented if parse(commented, "").data == data else text
-
-
-def _with_comments(data: Mapping[str, Any], comments: Mapping[str, str], section: str) -> Iterator[str]:
-    """Give the lines of keys and values, each below its comment."""
-    indent = "  " if section else ""
-    for key, value in data.items():
-        yield from (f"{line}\n" for line in comment_lines(comments.get(section + key, ""), indent))
-        if isinstance(value, Mapping) and value and not section:
-            yield f"{key}:\n"
-            yield from _with_comments(value, comments, f"{key}.")
-        else:
-            yield textwrap.indent(dump({key: value}), indent)
+    lines = text.splitlines()
+    for key, number in reversed(list(parse(text, "dump").lines.items())):
+        if key in comments:
+            lines[number - 1 : number - 1] = comment_lines(comments[key], "  " if "." in key else "")
+    return "\n".join(lines) + "\n"
 
 
 def comment_lines(text: str, indent: str = "") -> list[str]:
-    """The lines of a comment; none of an empty one."""
+    """Return the lines of a comment; empty for an empty text."""
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 def inline(value: Any) -> str:
-    """A value on one line, as YAML writes it behind a key."""
-    if not isinstance(value, (list, dict)):
-        return dump({"v": value}).removeprefix("v:").strip()
-    # As wide as it needs: a line break would end the value for an editor that works line by line.
-    text = yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=sys.maxsize
+    """Return a value on one line, as YAML writes it after a key."""
+    text: str = yaml.dump(
+        [value],
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=True,
+        width=sys.maxsize,
     )
-    return str(text).strip()
+    return text.strip()[1:-1]
 
 
-class _Reader:
-    """Turns nodes into data, noting lines and collecting everything that is wrong."""
+class _NodeReader:
+    """Converts nodes to data and collects line numbers and problems."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._seen: set[int] = set()
-        self.lines: dict[Path, int] = {}
+        self._nodes: set[yaml.Node] = set()
+        self.lines: dict[str, int] = {}
         self.problems: list[Problem] = []
 
-    def read(self, node: yaml.Node, path: Path) -> Any:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        if id(node) in self._seen:
-            return self._refuse(
-                node, path, "anchors and aliases have no place in a profile: write the value out"
+    def read(self, node: yaml.Node, key: str = "", depth: int = 0) -> Any:
+        if node in self._nodes:
+            return self._add_problem(
+                node, key, "anchors and aliases are not supported in a profile: write the value out"
             )
-        self._seen.add(id(node))
-        if len(path) > _MAX_DEPTH:
-            return self._refuse(node, path, "this is nested too deeply for a profile")
+        self._nodes.add(node)
+        if depth > _MAX_DEPTH:
+            return self._add_problem(node, key, _TOO_DEEP)
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
+            return self._read_mapping(node, key, depth)
         if isinstance(node, yaml.SequenceNode):
-            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._scalar(node, path)
+            return [self.read(item, key, depth + 1) for item in node.value]
+        return self._read_scalar(node, key)
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, section: str, depth: int) -> dict[str, Any]:
         data: dict[str, Any] = {}
+        lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            key = key_node.value
-            if not isinstance(key, str):
-                self._refuse(key_node, path, "a key must be a word")
-                continue
-            if key in data:
-                self._refuse(
-                    key_node,
-                    (*path, key),
-                    f"this key comes twice; it is also on line {self.lines[(*path, key)]}",
-                )
-                continue
-            self.lines[(*path, key)] = key_node.start_mark.line + 1
-            data[key] = self.read(value_node, (*path, key))
+            name = key_node.value
+            key = f"{section}.{name}" if section else name
+            if not isinstance(name, str):
+                self._add_problem(key_node, section, "expected text as a key")
+            elif name in data:
+                self._add_problem(key_node, key, f"duplicate key; first on line {lines[name]}")
+            else:
+                self.lines[key] = lines[name] = key_node.start_mark.line + 1
+                data[name] = self.read(value_node, key, depth + 1)
         return data
 
-    def _scalar(self, node: yaml.Node, path: Path) -> Any:
-        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+    def _read_scalar(self, node: yaml.Node, key: str) -> Any:
+        tag, text = node.tag.removeprefix("tag:yaml.org,2002:"), node.value
         if tag == "str":
-            return node.value
+            return text
         if tag not in _TYPES:
-            return self._refuse(node, path, f"the tag {node.tag} has no place in a profile")
-        # A tag that is written out, as in `!!float .`, may stand before anything.
-        if not _TYPES[tag].match(node.value):
-            return self._refuse(node, path, f"{node.value!r} is not a value of the tag !!{tag}")
+            return self._add_problem(node, key, f"the tag {node.tag} is not supported in a profile")
+        # An explicit tag, as in `!!float .`, may precede any text.
+        if not _TYPES[tag].match(text):
+            return self._add_problem(node, key, f"{text!r} is not a value of the tag !!{tag}")
         if tag == "null":
             return None
-        if tag == "bool":
-            return node.value.lower() == "true"
-        return int(node.value) if tag == "int" else float(node.value)
+        return text.lower() == "true" if tag == "bool" else int(text) if tag == "int" else float(text)
 
-    def _refuse(self, node: yaml.Node, path: Path, reason: str) -> None:
-        place = f"{self._where}:{node.start_mark.line + 1}"
-        self.problems.append(Problem(place, ".".join(map(str, path)), reason))
+    def _add_problem(self, node: yaml.Node, key: str, reason: str) -> None:
+        self.problems.append(Problem(f"{self._where}:{node.start_mark.line + 1}", key, reason))
 
 
-def _kind(value: object) -> str:
+def _name_type(value: object) -> str:
     names = {list: "a list", str: "text", int: "a number", float: "a number", bool: "a truth value"}
     return names.get(type(value), "nothing")

@@ -1,1 +1,1 @@
-"""The processes of a launch: how they are started, watched and ended."""
+"""Run the processes of a launch: start, watch and end them."""

@@ -1,24 +1,30 @@
-"""Runs a torchrun plan: torch's elastic agent, inside this process. The one room that imports torch."""
+"""Run a torchrun plan with torch's elastic agent, inside this process."""
 
+# ruff: noqa: E402 - torch must be imported by `import_torch`
 from __future__ import annotations
 
+from accel_cli.runner.forkserver import ForkServer, import_torch
+
+import_torch(quiet=True)
+
+# isort: split
 import logging
 import os
 import resource
-import socket
-from typing import Any
-
-from accel_cli.runner import torch_log_level as _quiet  # noqa: F401 - before torch is imported
-
-# isort: split
 import signal
+import socket
 import time
+import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import api
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -28,341 +34,494 @@ from torch.distributed.elastic.rendezvous import (
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import AccelError, ElsewhereError, UsageError
+from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
-from accel_cli.planning.plan import Plan
-from accel_cli.runner import failures, rendezvous, run_dir
-from accel_cli.runner.bootstrap import BootstrapStore
-from accel_cli.runner.failures import format_in_line
-from accel_cli.runner.forkserver_process import ForkServer
-from accel_cli.runner.output import LogWarning
-from accel_cli.runner.processes import NodeAgent, RunContext
-from accel_cli.runner.rendezvous import (
-    SILENT,
-    NodeRendezvous,
-    RestartBudget,
-    RestartReason,
-    SingleNodeRendezvous,
+from accel_cli.planning.plan import AgentSettings, Plan, select_ranks
+from accel_cli.runner import failures, rendezvous
+from accel_cli.runner.bootstrap import BootstrapStore, RendezvousProgress
+from accel_cli.runner.failures import Cause, Failure, FailureExchange
+from accel_cli.runner.guard import send_signal
+from accel_cli.runner.output import LogWarning, RankOutputs
+from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
+from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
+from accel_cli.runner.run_dir import (
+    RankFolder,
+    RunFolder,
+    format_ranks,
+    get_log_home,
+    write_reason,
 )
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
+from accel_cli.runner.stalls import StallWatch
+from accel_runtime import env
 
-__all__ = ["ElasticAgent", "format_lost_store", "run"]
+__all__ = ["ElasticAgent", "RunContext", "run"]
 
 
-_FILES, _FILES_PER_PROCESS = 32, 8
-"""Files that the launcher has open at most: its own, and those of each process."""
+_LAUNCHER_FILES, _FILES_PER_PROCESS = 32, 8
+"""The most files that the launcher opens: for itself, and for each process."""
+
+# torch asks the name servers for the host's full name with each event it records: if none answers, every step waits.
+api._get_fq_hostname = socket.gethostname  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Resources that all attempts of a run share."""
+
+    settings: AgentSettings
+    folder: RunFolder
+    log_warning: LogWarning
+    signals: SignalHandlers
+    guard: GuardProcess
+    orphans: Orphans
+    """Processes that ranks have started in sessions of their own."""
+    server: ForkServer | None
+    """The server that forks the processes; None starts them by exec."""
 
 
 def run(plan: Plan, server: ForkServer | None = None) -> int:
-    """Start the plan's processes on this machine, wait for them, and say what their exit code comes to.
-
-    Args:
-        plan: What is to run.
-        server: What forks the processes; without one each is a command of its own.
+    """Start the processes of a plan on this node, by fork if there is a server, and wait until they end.
 
     Returns:
-        0, the code of the first process that failed, or 128 + n where signal n ended it or the launcher.
+        0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
 
     Raises:
-        AccelError: The machines did not find each other.
-        UsageError: The limit on open files is too low.
+        AccelError: The rendezvous failed.
+        UsageError: The limit on open files is too low, or the logs cannot be written.
     """
     _check_open_files(plan.nproc_per_node)
-    # What the agent logs about a failure or a signal is said by us, once. Some of its loggers have a level.
+    settings = plan.agent
+    assert settings
+    # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
     for name in ("torch.distributed.elastic", api.__name__):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(plan.env)
-    with SignalHandlers(shutdown_timeout=plan.agent["shutdown_timeout"]) as signals:
+    with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
         try:
-            return _run_and_record(plan, signals, server)
+            return _run_and_record(plan, settings, signals, server)
         except SignalException as error:
-            # The rendezvous stays open, so that the other machines can go on without this one.
+            # The rendezvous stays open, so that other nodes can continue without this one.
             return 128 + int(error.sigval)
-        except ElsewhereError:
+        except RunEndedError:
             raise
         except AccelError as error:
-            run_dir.write_reason(plan.agent, str(error))
+            write_reason(settings.failure_file, str(error))
             raise
 
 
 def _check_open_files(processes: int) -> None:
-    """Refuse a limit at which the launcher would fail, or wait for ever, in the middle of a run."""
+    """Raise UsageError if the limit would make the launcher fail, or block, during the run."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES + _FILES_PER_PROCESS * processes
+    needed = _LAUNCHER_FILES + _FILES_PER_PROCESS * processes
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(
-            f"the limit on open files is {limit}, and a launcher of {processes} process(es) needs {needed}. Raise it: "
+            f"the limit on open files is {limit}, but launching {processes} process(es) needs {needed}. Raise it: "
             f"ulimit -n {max(1024, needed)}"
         )
 
 
-def _run_and_record(plan: Plan, signals: SignalHandlers, server: ForkServer | None) -> int:
-    """Run it, and leave in the run's folder how it ended."""
-    folder = _create_run_folder(plan)
+def _run_and_record(
+    plan: Plan, settings: AgentSettings, signals: SignalHandlers, server: ForkServer | None
+) -> int:
+    """Run torch's agent, and record the exit code in a new run folder."""
+    base = get_log_home(os.environ, settings.log_dir)
+    try:
+        folder = RunFolder.create(base, plan.target, {"argv": plan.argv})
+    except OSError as error:
+        raise UsageError(
+            f"logs cannot be written to {base}: {error.strerror}. Choose another folder with --log-dir."
+        ) from None
     warning = LogWarning(folder)
     code = 1
     try:
         with GuardProcess(folder.path) as guard:
-            code = _run_agent(plan, _build_run_context(plan, warning, signals, guard, server))
+            orphans = signals.orphans = Orphans()
+            context = RunContext(settings, folder, warning, signals, guard, orphans, server)
+            code = _create_agent(plan, context).run_to_end()
     except SignalException as error:
         code = 128 + int(error.sigval)
     finally:
-        signals.finish()
-        try:
-            folder.record({"exit_code": code})
-        except OSError as error:
-            warning.give(str(error))
+        signals.stop_raising()
+        with warning.catch_errors():
+            folder.update({"exit_code": code})
     return code
 
 
-def _build_run_context(
-    plan: Plan, warning: LogWarning, signals: SignalHandlers, guard: GuardProcess, server: ForkServer | None
-) -> RunContext:
-    said = plan.agent
-    room = RunContext(
-        warning.folder,
-        warning,
-        signals,
-        guard,
-        Orphans(),
-        server,
-        shown=said["ranks"],
-        shutdown_timeout=said["shutdown_timeout"],
-        stall_timeout=said["stall_timeout"],
-        host=said.get(run_dir.HOST_KEY) or socket.gethostname(),
-        agent=said,
-        replicas=bool(said.get("replicas")),
-    )
-    signals.orphans = room.orphans
-    return room
-
-
-def _run_agent(plan: Plan, room: RunContext) -> int:
-    said = dict(plan.agent)
-    meeting = _open_bootstrap_store(said, plan)
-    handler = (
-        SingleNodeRendezvous(meeting, said["run_id"]) if meeting.alone else NodeRendezvous.of(meeting, said)
-    )
-    agent = ElasticAgent(_build_worker_spec(plan, handler), room)
-    try:
-        result = agent.run()
-    except RendezvousTimeoutError:
-        raise AccelError(_format_missing_nodes(handler)) from None
-    except RendezvousClosedError:
-        why = agent.ended()
-        raise ElsewhereError(
-            f"the run ended on another machine: {why}"
-            if why
-            else f"the run {said['run_id']!r} at {meeting.endpoint} has finished already"
-        ) from None
-    except (RendezvousError, DistError):
-        lost = format_lost_store(meeting)
-        if agent.spare:
-            console.note(f"the run ended without this machine, or {lost}")
-            return 0
-        if agent.met:
-            raise ElsewhereError(lost) from None
-        raise AccelError(f"{lost}; {_format_missing_nodes(handler)}") from None
-    room.signals.finish()
-    if result is None:
-        console.note("the run ended without this machine: it had all the machines it asked for")
-        return 0
-    code = agent.report(result.failures) if result.failures else 0
-    agent.leave()
-    return code
-
-
-def _create_run_folder(plan: Plan) -> run_dir.RunFolder:
-    base = run_dir.get_log_home(os.environ, plan.agent["log_dir"])
-    try:
-        return run_dir.RunFolder.create(base, plan.target, {"argv": plan.argv})
-    except OSError as error:
-        raise UsageError(
-            f"logs cannot be written to {base}: {error.strerror}; --log-dir names another folder"
-        ) from None
-
-
-def _open_bootstrap_store(said: dict[str, Any], plan: Plan) -> BootstrapStore:
-    """The meeting place, and what processes need to know of addresses to meet as well."""
-    meeting = BootstrapStore(said, plan.nproc_per_node, derived=bool(plan.derived))
-    if not meeting.alone:
-        _set_gloo_interface(meeting)
-    return meeting
-
-
-def _set_gloo_interface(meeting: BootstrapStore) -> None:
-    """Tell gloo the interface, where it would tell the others an address that only this machine reaches."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not network.named_wrongly():
-        return
-    if name := network.interface(meeting.address):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _format_missing_nodes(handler: SingleNodeRendezvous | NodeRendezvous) -> str:
-    low, _ = handler.meeting.wanted
-    # Whoever gives up first has left by now.
-    came = [card.name for card in handler.seen] or [handler.meeting.card.name]
-    missing = handler.missing()
-    return (
-        f"{len(came)} of {low} machines came ({', '.join(came)}) within rdzv_timeout; {low - len(came)} missing"
-        f"{': ' + ', '.join(missing) if missing else ''}. Start the same command there, with the same --rdzv-endpoint "
-        f"{handler.meeting.endpoint} and --rdzv-id."
-    )
-
-
-def _build_worker_spec(plan: Plan, handler: SingleNodeRendezvous | NodeRendezvous) -> WorkerSpec:
-    """What torch's agent is told: the command of a process, how many, and where the machines meet."""
+def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
+    """Join the run at its store, and create torch's agent."""
+    settings = context.settings
+    bootstrap = BootstrapStore(settings, plan.nproc_per_node, derived=bool(plan.node_summary))
+    handler: SingleNodeRendezvous | NodeRendezvous
+    if bootstrap.is_single_node:
+        handler = SingleNodeRendezvous(bootstrap, settings.run_id)
+    else:
+        name = network.find_interface(bootstrap.address) if network.is_hostname_loopback() else None
+        if name:  # gloo would publish an address that only this node reaches
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        handler = NodeRendezvous.create(bootstrap, settings)
     program, *args = plan.argv
-    return WorkerSpec(
+    spec = WorkerSpec(
         role="default_role",
         local_world_size=plan.nproc_per_node,
         entrypoint=program,
         args=tuple(args),
         rdzv_handler=handler,
-        max_restarts=plan.agent["max_restarts"],
-        monitor_interval=plan.agent["monitor_interval"],
-        local_addr=handler.meeting.address,
+        max_restarts=settings.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        local_addr=bootstrap.address,
     )
+    return ElasticAgent(spec, handler, context)
 
 
-def format_lost_store(meeting: BootstrapStore) -> str:
-    """Return the words for a store that does not answer any more."""
-    return (
-        f"{meeting.card.name} has lost the meeting place {meeting.endpoint}: the launcher there ended, that machine "
-        "is down, or the link is cut"
-    )
+class ElasticAgent(LocalElasticAgent):
+    """The agent of one node: rendezvous, start of the processes, monitoring, restarts, and the report of a failure.
 
+    torch's loop calls the methods that are overridden here: `_rendezvous` and `_start_workers` for each attempt,
+    `_monitor_workers` every `monitor_interval` seconds, `_restart_workers` after a failure or a change of membership, and
+    `_shutdown` before a restart and at the end.
+    """
 
-class ElasticAgent(NodeAgent):
-    """The agent of one machine: it meets the others, starts the processes, watches them, starts them again."""
-
-    def __init__(self, spec: WorkerSpec, room: RunContext) -> None:
-        super().__init__(spec, room)
-        assert isinstance(spec.rdzv_handler, SingleNodeRendezvous | NodeRendezvous)
-        self._handler = spec.rdzv_handler
-        self._budget = RestartBudget(self._handler.meeting, spec.max_restarts)
-        self._reason: RestartReason | None = None
+    def __init__(
+        self, spec: WorkerSpec, handler: SingleNodeRendezvous | NodeRendezvous, context: RunContext
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs(os.devnull))
+        # Not passed to the constructor: the torch that torch_xla needs has no such parameter.
+        self._shutdown_timeout = context.settings.shutdown_timeout
+        self._run_context = context
+        self._handler = handler
+        self._nodes = handler if isinstance(handler, NodeRendezvous) else None
+        self._bootstrap = handler.bootstrap
+        self._budget = RestartBudget(self._bootstrap, spec.max_restarts)
+        self._restart_reason: RestartReason | None = None
         self._round: int | None = None
-        # What the first machine says is the name of the run on all of them.
-        meeting = self._handler.meeting
-        self._launch = meeting.store.compare_set(meeting.key("launch"), "", self._launch).decode()
+        self._oom_kills = OomKillCounter()
+        self._outputs: RankOutputs | None = None
+        self._exchange: FailureExchange | None = None
+        self._stall_watch: StallWatch | None = None
+        self._replica_watch: ReplicaWatch | None = None
+        # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
+        self._attempt = -1
+        # The first node's value becomes that of all nodes.
+        launch_id = uuid.uuid4().hex[:12]
+        key = self._bootstrap.get_key("launch")
+        self._launch_id = self._bootstrap.store.compare_set(key, "", launch_id).decode()
 
-    @property
-    def met(self) -> bool:
-        """Whether all machines were there once."""
-        return self._round is not None
+    def run_to_end(self) -> int:
+        """Run until the run ends, and return the exit code.
 
-    def ended(self) -> str | None:
-        """Why the run is over, if a machine said so."""
-        return self._budget.ended()
-
-    @property
-    def spare(self) -> bool:
-        """Whether the run has never needed this machine."""
-        return not self.met and self._handler.spare
-
-    @override
-    def report(self, failed: Mapping[int, ProcessFailure]) -> int:
-        follows = failures.find_first(self._failures(failed)).cause is not failures.Cause.OWN
-        before = self._beats() if follows else {}
-        code = super().report(failed)
-        # Processes that only lost another name that one; why it is gone is known to the machines.
-        culprit_follows = self._culprit and self._culprit.cause is not failures.Cause.OWN
-        if follows and culprit_follows and (why := self._departed(before)):
-            console.error(why)
+        Raises:
+            AccelError: The rendezvous failed.
+            RunEndedError: The run ended on another node, or this node lost the rendezvous.
+        """
+        nodes = self._nodes
+        try:
+            result = self.run()
+        except RendezvousTimeoutError:
+            raise AccelError(self._format_missing_nodes()) from None
+        except RendezvousClosedError:
+            if reason := self._bootstrap.get_value("ended"):
+                raise RunEndedError(f"the run ended on another machine: {reason}") from None
+            run_id, endpoint = self._handler.get_run_id(), self._bootstrap.endpoint
+            raise RunEndedError(f"run {run_id!r} at {endpoint} has already finished") from None
+        except (RendezvousError, DistError):
+            lost = self._format_lost_store()
+            if self._round is not None:
+                raise RunEndedError(lost) from None
+            if nodes and nodes.is_spare:
+                console.note(f"this machine was a spare and was not needed: the run has ended, or {lost}")
+                return 0
+            raise AccelError(f"{lost}; {self._format_missing_nodes()}") from None
+        self._run_context.signals.stop_raising()
+        if result is None:
+            console.note("the run has ended; this machine was a spare and was not needed")
+            return 0
+        code = self._report(result.failures) if result.failures else 0
+        with suppress(RendezvousError, DistError):  # the store is lost, which was reported
+            if self._restart_reason:
+                self._bootstrap.set_value("ended", self._restart_reason.text)
+            if self._exchange:
+                self._exchange.wait_until_read()
+            self._handler.shutdown()
         return code
 
-    def _beats(self) -> dict[str, object]:
-        try:
-            return self._handler.beats()
-        except (RendezvousError, DistError):
-            return {}
+    # Rendezvous
 
-    def _departed(self, before: dict[str, object]) -> str:
-        """The machines that are gone, and why; empty if none is known to be."""
-        try:
-            return self._handler.departed(before)
-        except (RendezvousError, DistError):
-            return format_lost_store(self._handler.meeting)
+    def _format_lost_store(self) -> str:
+        return (
+            f"{self._bootstrap.node.name} lost the connection to the rendezvous at {self._bootstrap.endpoint}: the "
+            "launcher there exited, that machine is down, or the network failed"
+        )
 
-    @override
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        # Before the processes end, so that the machines that lose them know why.
-        if not self._handler.meeting.alone and self.met and (came := self._room.signals.first):
-            self._handler.meeting.depart(f"its launcher got {came.name}, and ended its processes")
-        super()._shutdown(death_sig, timeout)
-
-    @override
-    def leave(self) -> None:
-        if self._reason:
-            self._budget.end(self._reason.text)
-        super().leave()
+    def _format_missing_nodes(self) -> str:
+        """Return the message for a rendezvous that did not complete in time."""
+        assert self._nodes is not None
+        bootstrap, arrived = self._bootstrap, self._nodes.arrived or (self._bootstrap.node,)
+        names = ", ".join(node.name for node in arrived)
+        missing = ", ".join(self._nodes.list_missing())
+        return (
+            f"{len(arrived)} of {bootstrap.min_nodes} machines joined ({names}) within rdzv_timeout; "
+            f"{bootstrap.min_nodes - len(arrived)} missing{': ' + missing if missing else ''}. Start the same command there, "
+            f"with the same --rdzv-endpoint {bootstrap.endpoint} and --rdzv-id."
+        )
 
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Between two attempts all machines are there, but for one that is lost.
-        with rendezvous.RendezvousProgress(self._awaited, quiet=2 if self._round is None else 8):
+        # Before a restart all nodes are present, so that only a lost one is worth a line.
+        progress = RendezvousProgress(self._format_progress, quiet=2 if self._round is None else 8)
+        with progress if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
-        self._settle()
+        self._print_round()
+        self._round, self._restart_reason = self._handler.round, None
+        self._remaining_restarts = self._budget.remaining
 
-    def _awaited(self) -> str:
-        """What is said while machines are missing."""
-        if self._handler.spare:
-            return f"waiting: the run has all its machines ({self._handler.full()}); this one is a spare until it ends"
-        meeting, arrived = self._handler.meeting, self._handler.arrived()
-        refused = meeting.refused()
-        why = f"{self._reason.text}; " if self._reason else f"refused: {refused}; " if refused else ""
-        return why + rendezvous.format_arrivals(
-            arrived, meeting.wanted, meeting.left, self._handler.missing()
+    def _format_progress(self) -> str:
+        assert self._nodes is not None
+        if self._nodes.is_spare:
+            return f"waiting as a spare: the run has all its machines ({self._nodes.format_participants()})"
+        bootstrap = self._bootstrap
+        reason = ""
+        if self._restart_reason:
+            reason = f"{self._restart_reason.text}; "
+        elif refusal := bootstrap.get_value("refused"):
+            reason = f"refused: {refusal}; "
+        return reason + rendezvous.format_arrivals(
+            self._nodes.list_arrived(),
+            bootstrap.min_nodes,
+            bootstrap.max_nodes,
+            bootstrap.remaining_s,
+            self._nodes.list_missing(),
         )
 
-    def _settle(self) -> None:
-        """Say once who met or why the processes start again; torch's count becomes the one all machines share."""
-        meeting, cards = self._handler.meeting, self._handler.cards
-        why = None if self._round is None else self._budget.reason(self._round)
-        self._say_on_a_new_line()
-        if why:
-            console.note(f"restart {self._budget.spent} of {self._budget.most}: {why.text}")
-        elif not meeting.alone:
-            machines = ", ".join(f"{card.name} with {card.nproc}" for card in cards)
-            what = "met" if self._round is None else "changed, and all processes start again"
-            console.note(f"{len(cards)} machines {what} at {meeting.endpoint}: {machines}")
-        self._round, self._reason = self._handler.round, None
-        self._remaining_restarts = self._budget.left
+    def _print_round(self) -> None:
+        """Print why the processes restart, or which nodes have joined."""
+        reason = None if self._round is None else self._budget.get_reason(self._round)
+        self._end_line()
+        if reason:
+            console.note(f"restart {self._budget.used} of {self._budget.max_restarts}: {reason.text}")
+        elif self._nodes:
+            nodes = self._nodes.nodes
+            names = ", ".join(f"{node.name} with {node.nproc}" for node in nodes)
+            is_first = self._round is None
+            change = "" if is_first else "restarting all processes, since machines joined or left: "
+            console.note(f"{change}{len(nodes)} machines joined at {self._bootstrap.endpoint}: {names}")
+
+    # Start
 
     @override
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._reason and self._round is not None:
-            self._budget.spend(self._round, self._reason)
-        self._handler.meeting.again()
-        super()._restart_workers(worker_group)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        context, workers = self._run_context, worker_group.workers
+        self._attempt += 1
+        shown = select_ranks(context.settings.ranks, workers[0].world_size)
+        self._outputs = RankOutputs(
+            context.log_warning, prefixed=len(shown) > 1, coloured=console.use_color()
+        )
+        if context.settings.starts_replicas:
+            attempt = context.folder.get_attempt(self._attempt)
+            self._replica_watch = ReplicaWatch(attempt, self._outputs, context.settings.ranks)
+        envs = {worker.local_rank: self._prepare_rank(worker, shown) for worker in workers}
+        with context.signals.defer():
+            processes = self._pcontext = WorkerProcesses(
+                worker_group.spec,
+                envs,
+                server=context.server,
+                orphans=context.orphans,
+                shutdown_timeout=self._shutdown_timeout,
+            )
+            self._outputs.start()
+            signal.signal(signal.SIGWINCH, self._resize)
+            processes.start()
+            context.signals.workers = processes.leaders
+            context.guard.watch(processes.pids().values())
+        for worker in workers:
+            with self._run_context.log_warning.catch_errors():
+                self._get_folder(worker).pid.write_text(str(processes.pids()[worker.local_rank]))
+        if timeout := context.settings.stall_timeout:
+            self._stall_watch = StallWatch(context.folder.list_ranks(self._attempt), timeout)
+        ranks = {worker.global_rank for worker in workers}
+        if self._attempt == 0 and shown and shown.isdisjoint(ranks) and not context.settings.starts_replicas:
+            folder = console.abbreviate_home(str(context.folder.path))
+            console.note(
+                f"the output of {format_ranks(ranks)} on {self._bootstrap.node.host} is in {folder}; show it with --ranks all"
+            )
+        return processes.pids()
+
+    def _prepare_rank(self, worker: Worker, shown: frozenset[int]) -> dict[str, str]:
+        """Create the folder of a rank, and return its environment: torchrun's variables and accel's."""
+        group, spec = self._worker_group, self._worker_group.spec
+        folder = self._get_folder(worker)
+        assert self._outputs is not None
+        is_shown = worker.global_rank in shown and not self._run_context.settings.starts_replicas
+        # Without a folder, a process writes to the launcher's streams.
+        with self._run_context.log_warning.catch_errors():
+            folder.path.mkdir(parents=True)
+            self._outputs.route(folder, worker.global_rank, shown=is_shown)
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "GROUP_RANK": str(group.group_rank),
+            "ROLE_RANK": str(worker.role_rank),
+            "ROLE_NAME": spec.role,
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(spec.max_restarts - self._remaining_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+            "TORCHELASTIC_ERROR_FILE": str(folder.error),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            env.RANK_FOLDER: str(folder.path),
+            env.LAUNCH: self._launch_id,
+        }
+
+    def _get_folder(self, worker: Worker) -> RankFolder:
+        """Return the folder of a process: of a rank, or of the process that starts the replicas of this node."""
+        folder = self._run_context.folder
+        if self._run_context.settings.starts_replicas:
+            return folder.get_host(self._attempt)
+        return folder.get_rank(self._attempt, worker.global_rank)
+
+    def _resize(self, *_: object) -> None:
+        """Pass a new size of the screen on to the terminals of the ranks."""
+        if self._outputs and self._pcontext:
+            self._outputs.resize()
+            send_signal(self._pcontext.pids().values(), signal.SIGWINCH)
+
+    # Monitoring and restarts
 
     @override
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        context = self._run_context
+        timeout = context.settings.stall_timeout
+        if self._replica_watch and self._replica_watch.check() and timeout:
+            self._stall_watch = StallWatch(self._replica_watch.folders, timeout)
+        context.guard.check()
+        context.guard.watch(context.orphans.update(context.signals.workers))
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.failures:
-            first = failures.find_first(self._failures(result.failures))
-            follows = first.cause is not failures.Cause.OWN
-            departed = self._departed({}) if follows else ""
-            self._reason = RestartReason(
-                follows and not departed, first.time, departed or format_in_line(first)
-            )
-        elif result.state is WorkerState.HEALTHY and not self._handler.meeting.alone:
-            return self._with_the_others(result)
+            self._restart_reason = self._build_restart_reason(result)
+        elif result.state is WorkerState.HEALTHY:
+            if self._stall_watch:
+                self._stall_watch.check()
+            if self._nodes:
+                return self._check_nodes(self._nodes, result)
         return result
 
-    def _with_the_others(self, result: RunResult) -> RunResult:
-        """What becomes of healthy processes when another machine is lost, or ended the run."""
-        if self._handler.is_closed() and (why := self._budget.ended()):
-            raise ElsewhereError(f"the run ended on another machine: {why}")
-        lost = self._handler.lost()
+    def _build_restart_reason(self, result: RunResult) -> RestartReason:
+        first = failures.find_first(self._read_failures(result.failures))
+        is_consequence = first.cause is not Cause.PRIMARY
+        departed = self._describe_departed({}) if is_consequence else ""
+        text = departed or failures.format_one_line(first)
+        return RestartReason(is_consequence and not departed, first.time, text)
+
+    def _check_nodes(self, nodes: NodeRendezvous, healthy: RunResult) -> RunResult:
+        """Return an unhealthy result, which restarts the processes, if another node is lost and restarts remain."""
+        if nodes.is_closed() and (reason := self._bootstrap.get_value("ended")):
+            raise RunEndedError(f"the run ended on another machine: {reason}")
+        lost = nodes.describe_lost()
         if not lost:
-            return result
-        names = " and ".join(card.name for card in lost)
-        told = [f"{card.name}: {why}" for card in lost if (why := self._handler.meeting.departure(card))]
-        text = "; ".join(told) or f"{names} {SILENT}"
+            return healthy
         if not self._remaining_restarts:
-            self._budget.end(text)
-            raise AccelError(text)
-        self._reason = RestartReason(False, time.time(), text)
+            self._bootstrap.set_value("ended", lost)
+            raise AccelError(lost)
+        self._restart_reason = RestartReason(False, time.time(), lost)
         return RunResult(state=WorkerState.UNHEALTHY)
+
+    @override
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._restart_reason and self._round is not None:
+            self._budget.use(self._round, self._restart_reason)
+        self._bootstrap.reset_deadline()
+        super()._restart_workers(worker_group)
+
+    # Shutdown
+
+    @override
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        """End the processes of this attempt, and complete their logs; see `shutdown.py` for the order of events."""
+        signals = self._run_context.signals
+        if self._nodes and self._round is not None and signals.received:
+            # First, so that nodes that lose these processes know why.
+            name = signals.received.name
+            self._bootstrap.publish_departure(f"its launcher received {name} and ended its processes")
+        signals.announce()
+        if self._pcontext:
+            # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
+            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        if self._outputs:
+            for folder in self._outputs.drain():
+                with self._run_context.log_warning.catch_errors():
+                    failures.complete_log(folder)
+
+    # Report
+
+    def _report(self, failed: Mapping[int, ProcessFailure]) -> int:
+        """Print the first failure on all nodes, and return its exit code."""
+        context, group = self._run_context, self._worker_group
+        local = self._read_failures(failed)
+        local_first = failures.find_first(local)
+        is_consequence = local_first.cause is not Cause.PRIMARY
+        heartbeats: dict[str, object] = {}
+        if self._nodes and is_consequence:
+            with suppress(RendezvousError, DistError):
+                heartbeats = self._nodes.read_heartbeats()
+        self._exchange = FailureExchange(
+            group.store,
+            local_first,
+            node_rank=int(group.group_rank or 0),
+            num_nodes=int(group.group_world_size or 1),
+        )
+        if not is_consequence:
+            # Before the exchange: other nodes may end this one meanwhile.
+            write_reason(context.settings.failure_file, failures.format_reason(local_first))
+        first = self._exchange.find_first()
+        if first is local_first:
+            write_reason(context.settings.failure_file, failures.format_reason(first))
+        self._end_line()
+        world_size = group.workers[0].world_size if first.world_size is None else first.world_size
+        shown = first.rank in select_ranks(context.settings.ranks, world_size)
+        failures.print_report(first, local, world_size=world_size, shown=shown)
+        # If every process lost another one, a node has left the run, and the store has the reason.
+        has_lost_node = is_consequence and first.cause is not Cause.PRIMARY
+        if has_lost_node and (departed := self._describe_departed(heartbeats)):
+            console.error(departed)
+        return first.code
+
+    def _read_failures(self, failed: Mapping[int, ProcessFailure]) -> list[Failure]:
+        """Read the records of the failed processes of this node."""
+        assert isinstance(self._pcontext, WorkerProcesses)
+        workers = {worker.local_rank: worker for worker in self._worker_group.workers}
+        host, now, results = self._bootstrap.node.host, time.time(), []
+        for process in failed.values():
+            worker = workers[process.local_rank]
+            failure = failures.read_failure(
+                self._get_folder(worker),
+                Failure(
+                    worker.global_rank,
+                    host,
+                    process.pid,
+                    process.exitcode,
+                    now,
+                    stopped=process.local_rank in self._pcontext.stopped,
+                ),
+                is_replica_host=self._run_context.settings.starts_replicas,
+            )
+            killed = failure.pid if failure.exitcode == -signal.SIGKILL else failure.killed_worker
+            is_killed = killed is not None and self._oom_kills.was_killed(killed)
+            results.append(replace(failure, out_of_memory=is_killed))
+        return results
+
+    def _describe_departed(self, heartbeats: Mapping[str, object]) -> str:
+        """Return the nodes that have left the run, with the reason; empty if no node has left."""
+        try:
+            return self._nodes.describe_departed(heartbeats) if self._nodes else ""
+        except (RendezvousError, DistError):
+            return self._format_lost_store()
+
+    def _end_line(self) -> None:
+        if self._outputs:
+            self._outputs.end_line()

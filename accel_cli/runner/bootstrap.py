@@ -1,48 +1,56 @@
-"""How machines come together before torch's rendezvous: the store they share, and what each says of itself."""
+"""The store that nodes share before torch's rendezvous: how each reaches it, and the checks before it joins."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from importlib.metadata import version
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
+from typing_extensions import Self
 
+from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.planning.network import Endpoint, loopback_address
-from accel_cli.runner import rendezvous
-from accel_cli.runner.run_dir import HOST_KEY
+from accel_cli.planning.network import Endpoint, find_loopback_address
+from accel_cli.planning.plan import AgentSettings
+from accel_runtime.env import __version__
 
-__all__ = ["BootstrapStore", "NodeInfo", "open_listener", "serve_store"]
+__all__ = [
+    "BootstrapStore",
+    "NodeInfo",
+    "RendezvousProgress",
+    "limit_connections",
+    "open_listener",
+    "serve_store",
+]
 
-_STORE_S = 60
-"""Seconds a value may be waited for that another machine is about to set."""
-_NAME_S = 10
-"""Seconds a name that was typed may take to resolve."""
-_ANSWER_S = 15
-"""Seconds a store that listens may take to answer."""
-_TICK_S = 1.0
-_DEPARTURE_S = 1.0
-"""Seconds a machine that was told to end waits until the others know."""
-_TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", 18)
+_STORE_TIMEOUT_S = 60
+"""Seconds to wait for a key that another node is about to set."""
+_NAME_TIMEOUT_S = 10
+"""Seconds to wait until a host name given by the user resolves."""
+_CONNECT_TIMEOUT_S = 15
+"""Seconds to wait until a store that listens answers."""
+_CLOCK_PERIOD_S = 1.0
+_DEPARTURE_TIMEOUT_S = 1.0
+"""Seconds that a node which leaves waits until the store has its reason."""
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a machine says of itself when it comes."""
+    """Facts that a node publishes when it joins."""
 
     host: str
     address: str
@@ -53,290 +61,317 @@ class NodeInfo:
     torch: str
     accel: str
     id: str = ""
-    """Its identity: containers may share an address, and have the same process ids."""
+    """A unique id: containers may share an address and have the same process ids."""
 
     @property
     def name(self) -> str:
-        """The machine for a person."""
+        """The host name and address, for messages."""
         return self.host if self.host == self.address else f"{self.host} ({self.address})"
 
-    def text(self) -> str:
-        """The card as a value of the store."""
+    def to_json(self) -> str:
+        """Serialize to a value of the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def read(cls, said: bytes | str) -> NodeInfo:
-        """The reverse of `text`; fields of another version are left out, so that the versions can be compared."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in json.loads(said).items() if name in known})
+    def from_json(cls, text: bytes | str) -> NodeInfo:
+        """Parse a value of the store; fields of other versions are ignored, so that versions can be compared."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in names})
 
 
 class BootstrapStore:
-    """The store that all machines of a run share, and the place of this one in it."""
+    """The store that all nodes of a run share, with the facts about this node.
 
-    def __init__(self, said: dict[str, Any], nproc: int, *, derived: bool) -> None:
-        self._said = said
-        self._derived = derived
-        self.alone = bool(said["local_addr"])
-        self.endpoint = Endpoint.parse(said["rdzv_endpoint"])
-        self.deadline = time.monotonic() + said["rdzv_timeout"]
-        self.wanted: tuple[int, int] = (said["min_nodes"], said["max_nodes"])
-        self.store: Store = self._alone() if self.alone else self._with_others()
-        low, high = self.wanted
-        self.card = NodeInfo(
-            host=said.get(HOST_KEY) or socket.gethostname(),
+    Raises:
+        AccelError: The store cannot be reached, or belongs to another run.
+        UsageError: This node has another version, other options or another time than the first one.
+    """
+
+    def __init__(self, settings: AgentSettings, nproc: int, *, derived: bool) -> None:
+        self._settings = settings
+        self.is_single_node = settings.is_single_node
+        self.endpoint = Endpoint.parse(settings.rdzv_endpoint)
+        self.min_nodes, self.max_nodes = settings.min_nodes, settings.max_nodes
+        self.reset_deadline()
+        self.is_host = True
+        """True if this node serves the store."""
+        if self.is_single_node:
+            self.address = find_loopback_address()
+            self.store: Store = HashStore()
+        else:
+            self._resolve_endpoint(wait_for_name=derived)
+            self.address = self.endpoint.find_local_address()
+            self.store = self._serve() or self._connect()
+        low, high = self.min_nodes, self.max_nodes
+        self.node = NodeInfo(
+            host=settings.host or socket.gethostname(),
             address=self.address,
             pid=os.getpid(),
             nproc=nproc,
             nnodes=str(high) if low == high else f"{low}:{high}",
-            node_rank=said["node_rank"],
+            node_rank=settings.node_rank,
             torch=torch.__version__,
-            # Reading it takes a while, and nobody else would compare it.
-            accel="" if self.alone else version("accel"),
+            accel=__version__,
             id=f"{self.address}/{uuid.uuid4().hex}",
         )
-        if not self.alone:
-            self._come_in()
+        if not self.is_single_node:
+            try:
+                self._join()
+            except DistError:
+                raise AccelError(
+                    f"the rendezvous at {self.endpoint} does not belong to run {settings.run_id!r}: its launcher has just "
+                    "ended, or another run uses the address. Start `accel launch` of this run on that machine."
+                ) from None
 
     @property
-    def left(self) -> int:
-        """Whole seconds left to wait for the others."""
-        return max(1, int(self.deadline - time.monotonic()))
+    def remaining_s(self) -> int:
+        """Whole seconds left to wait for other nodes."""
+        return max(1, int(self._deadline - time.monotonic()))
 
-    def again(self) -> None:
-        """Begin to wait anew, for the machines of the next round."""
-        self.deadline = time.monotonic() + self._said["rdzv_timeout"]
+    def reset_deadline(self) -> None:
+        """Wait for other nodes for `rdzv_timeout` seconds from now on."""
+        self._deadline = time.monotonic() + self._settings.rdzv_timeout
 
-    def key(self, name: str) -> str:
-        """A key of this run: several runs may meet in one store."""
-        return f"accel/{self._said['run_id']}/{name}"
+    def get_key(self, name: str) -> str:
+        """Return the key of a value of this run, since several runs may share a store."""
+        return f"accel/{self._settings.run_id}/{name}"
 
-    def card_of(self, identity: str) -> NodeInfo | None:
-        """The card of a machine that has come."""
-        key = self.key(f"card/{identity}")
-        return NodeInfo.read(self.store.get(key)) if self.store.check([key]) else None
+    def get_value(self, name: str) -> str | None:
+        """Return a value of this run; None if it is not set."""
+        key = self.get_key(name)
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def _alone(self) -> Store:
-        self.address, self.hosts = loopback_address(), True
-        return HashStore()
+    def set_value(self, name: str, text: str) -> None:
+        """Set a value of this run."""
+        self.store.set(self.get_key(name), text)
 
-    def _with_others(self) -> TCPStore:
-        self._resolve()
-        self.address = self.endpoint.local_address()
-        # An address that no machine has itself leads to a scheduler's first machine by a translation.
-        first = self._said["node_rank"] == 0 and not self._said["static"]
-        self.hosts = first or self.endpoint.is_here()
-        if self.hosts:
-            try:
-                opened = open_listener("", self.endpoint.port)
-            except OSError:
-                # The other launcher of this machine has it, or another program: connecting tells which.
-                self.hosts = False
-            else:
-                return serve_store(opened, "127.0.0.1" if opened.family == socket.AF_INET else "::1")
-        return self._connect()
+    def get_node(self, node_id: str) -> NodeInfo | None:
+        """Return the facts about a node that has joined."""
+        text = self.get_value(f"node/{node_id}")
+        return NodeInfo.from_json(text) if text else None
 
-    def _resolve(self) -> None:
-        """Wait for the endpoint's name: in a cluster that is starting, names come with the machines."""
-        until = self.deadline if self._derived else min(self.deadline, time.monotonic() + _NAME_S)
-        with rendezvous.RendezvousProgress(
-            lambda: f"the name {self.endpoint.host!r} does not resolve yet; {self.left} s left"
-        ):
+    def publish_departure(self, reason: str) -> None:
+        """Publish why this node leaves the run, without waiting long for a store that does not answer."""
+        _run_in_thread(lambda: self.set_value(f"departed/{self.node.id}", reason), _DEPARTURE_TIMEOUT_S)
+
+    def get_departure(self, node: NodeInfo) -> str | None:
+        """Return why a node has left the run, if it published a reason."""
+        return self.get_value(f"departed/{node.id}")
+
+    def _resolve_endpoint(self, *, wait_for_name: bool) -> None:
+        """Wait until the host name of the endpoint resolves: clusters may add names while nodes start."""
+        limit = self._deadline if wait_for_name else time.monotonic() + _NAME_TIMEOUT_S
+
+        def format_line() -> str:
+            return f"waiting: the name {self.endpoint.host!r} does not resolve yet; {self.remaining_s} s left"
+
+        with RendezvousProgress(format_line):
             while True:
                 try:
-                    self.endpoint.address()
+                    self.endpoint.resolve()
                 except UsageError:
-                    if time.monotonic() > until:
+                    if time.monotonic() > min(limit, self._deadline):
                         raise
                     time.sleep(0.5)
                 else:
                     return
 
+    def _serve(self) -> TCPStore | None:
+        """Serve the store if the endpoint is on this node; return None if it must be connected to."""
+        # A scheduler's address may be translated, so that no interface of its first node has it.
+        is_first = self._settings.node_rank == 0 and not self._settings.static
+        if is_first or self.endpoint.is_local():
+            try:
+                return serve_store(open_listener("", self.endpoint.port))
+            except OSError:
+                pass  # taken by another launcher of this node, or by another program: `_connect` finds out
+        self.is_host = False
+        return None
+
     def _connect(self) -> TCPStore:
-        self._reason = "not tried yet"
-        with rendezvous.RendezvousProgress(self._unanswered):
-            while not self._open():
-                if time.monotonic() > self.deadline:
-                    raise AccelError(
-                        f"nobody answered at rdzv_endpoint {self.endpoint} for {self._said['rdzv_timeout']} s "
-                        f"({self._reason}). Is `accel launch` running on that machine, and is the port open between them?"
-                    )
-                time.sleep(0.5)
-        store = _client(self.endpoint)
-        if not store:
+        host, port = self.endpoint.host, self.endpoint.port
+        self._problem = "not tried yet"
+        with RendezvousProgress(self._format_no_answer):
+            while self._problem:
+                try:
+                    socket.create_connection((host, port), timeout=2).close()
+                    self._problem = ""
+                except OSError as error:
+                    self._problem = error.strerror or str(error) or "no answer"
+                    if time.monotonic() > self._deadline:
+                        raise AccelError(
+                            f"no answer from the rendezvous at {self.endpoint} for {self._settings.rdzv_timeout} s "
+                            f"({self._problem}). Start `accel launch` on that machine, and open the port between the machines."
+                        ) from None
+                    time.sleep(0.5)
+        stores: list[TCPStore] = []
+        # In a thread, since torch would wait forever if another program listens there.
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        _run_in_thread(
+            lambda: stores.append(TCPStore(host, port, is_master=False, timeout=timeout)), _CONNECT_TIMEOUT_S
+        )
+        if not stores:
             raise AccelError(
-                f"something answers at rdzv_endpoint {self.endpoint} that is no meeting place of torch: "
-                "another program has that port, choose another one"
+                f"port {port} on {host} is used by another program. Choose another port for --rdzv-endpoint."
             )
-        limit(self.endpoint, self._said["lost_after"])
-        return store
+        limit_connections(self.endpoint, self._settings.lost_after)
+        return stores[0]
 
-    def _open(self) -> bool:
-        try:
-            with socket.create_connection((self.endpoint.host, self.endpoint.port), timeout=2):
-                return True
-        except OSError as error:
-            self._reason = error.strerror or str(error) or "no answer"
-            return False
-
-    def _unanswered(self) -> str:
-        low, high = self.wanted
-        hint = (
-            "; this machine alone reaches it, so give an address all of them reach" * self.endpoint.loopback
-        )
+    def _format_no_answer(self) -> str:
+        is_loopback = self.endpoint.is_loopback
+        hint = "; it is a loopback address, so choose one that all machines can reach" if is_loopback else ""
+        missing = self.min_nodes - 1 or self.max_nodes - 1
         return (
-            f"waiting: nobody at the meeting place {self.endpoint} yet ({self._reason}){hint}, {low - 1 or high - 1} "
-            f"missing; {self.left} s left"
+            f"waiting: no answer from the rendezvous at {self.endpoint} yet ({self._problem}){hint}, {missing} missing; "
+            f"{self.remaining_s} s left"
         )
 
-    def _come_in(self) -> None:
-        try:
-            self._introduce()
-        except DistError:
-            raise AccelError(
-                f"the meeting place {self.endpoint} answered, but not as that of this run: its launcher has just ended, or "
-                f"another run is there, and no machine of {self._said['run_id']!r}. Is `accel launch` running on that machine?"
-            ) from None
-
-    def _introduce(self) -> None:
-        """Say who this is, once it is clear that this machine and the meeting place can work together."""
-        if self.hosts:
+    def _join(self) -> None:
+        """Check that this node fits the first one, and publish it."""
+        if self.is_host:
             assert isinstance(self.store, TCPStore)
-            self.store.set(self.key("reference"), self.card.text())
+            self.set_value("reference", self.node.to_json())
             stop = threading.Event()
             weakref.finalize(self, stop.set)
-            arguments = (self.store.host, self.store.port, self.key("clock"), stop)
+            arguments = (self.store.host, self.store.port, self.get_key("clock"), stop)
             threading.Thread(target=_publish_time, args=arguments, name="clock", daemon=True).start()
         else:
-            self._compare(NodeInfo.read(self.store.get(self.key("reference"))))
-            self._check_clock()
-        self.store.set(self.key(f"card/{self.card.id}"), self.card.text())
-
-    def _compare(self, other: NodeInfo) -> None:
-        for what in ("torch", "accel", "nnodes"):
-            mine, theirs = getattr(self.card, what), getattr(other, what)
-            if mine != theirs:
-                verb = "is told" if what == "nnodes" else "has"
-                problem = f"{self.card.name} {verb} {what} {mine}, and {other.name} {verb} {what} {theirs}"
-                self.store.set(self.key("refused"), problem)
-                raise UsageError(
-                    f"the machines do not fit together: {problem}. Make them the same on all machines."
+            first = NodeInfo.from_json(self.store.get(self.get_key("reference")))
+            for field in ("torch", "accel", "nnodes"):
+                value, expected = getattr(self.node, field), getattr(first, field)
+                if value != expected:
+                    self._refuse(
+                        f"{self.node.name} has {field} {value}, and {first.name} has {field} {expected}",
+                        "the machines do not match: {}. Make them the same on all machines.",
+                    )
+            # torch's rendezvous compares times of nodes, and drops one whose clock is wrong.
+            skew = time.time() - float(self.store.get(self.get_key("clock")))
+            if abs(skew) > max(3.0, self._settings.lost_after / 2):
+                direction = "ahead of" if skew > 0 else "behind"
+                self._refuse(
+                    f"the clock of {self.node.host} is {abs(skew):.0f} s {direction} that of the first machine",
+                    "{}. Synchronize the clocks of all machines with NTP (timedatectl, chrony).",
                 )
+        self.set_value(f"node/{self.node.id}", self.node.to_json())
 
-    def _check_clock(self) -> None:
-        """Torch's rendezvous compares times of several machines: one whose clock is off counts as dead."""
-        skew = time.time() - float(self.store.get(self.key("clock")))
-        if abs(skew) > max(3.0, self._said["lost_after"] / 2):
-            problem = f"the clock of {self.card.host} is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the others'"
-            self.store.set(self.key("refused"), problem)
-            raise UsageError(
-                f"{problem}. Machines that meet need the same time: set up NTP (timedatectl, chrony)."
-            )
-
-    def depart(self, why: str) -> None:
-        """Say that this machine leaves the run, and why; a store that does not answer is not waited for long."""
-
-        def tell() -> None:
-            with suppress(DistError, RuntimeError):
-                self.store.set(self.key(f"departed/{self.card.id}"), why)
-
-        telling = threading.Thread(target=tell, name="departure", daemon=True)
-        telling.start()
-        telling.join(_DEPARTURE_S)
-
-    def departure(self, card: NodeInfo) -> str | None:
-        """Why a machine has left the run, if it said so."""
-        key = self.key(f"departed/{card.id}")
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def refused(self) -> str | None:
-        """Why a machine that came was not let in."""
-        key = self.key("refused")
-        return self.store.get(key).decode() if self.store.check([key]) else None
+    def _refuse(self, problem: str, message: str) -> NoReturn:
+        """Publish why this node cannot join, and raise UsageError with the problem in a message."""
+        self.set_value("refused", problem)
+        raise UsageError(message.format(problem))
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on an address; none means all of this machine's.
-
-    Raises:
-        OSError: The port is taken.
-    """
-    if not address:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=1024)
+    """Open a socket that listens on an address; an empty one means all interfaces."""
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=1024)
 
 
-def serve_store(opened: socket.socket, address: str) -> TCPStore:
-    """A store on a port that is already ours, so that nobody else can take it in between."""
-    port = opened.getsockname()[1]
+def serve_store(listener: socket.socket) -> TCPStore:
+    """Serve a store on a socket that listens already, so that no other program can take its port."""
+    address, port = listener.getsockname()[:2]
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - it listens on all interfaces
+    timeout = timedelta(seconds=_STORE_TIMEOUT_S)
     return TCPStore(
-        address,
+        loopback.get(address, address),
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_S),
-        master_listen_fd=opened.detach(),
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
     )
 
 
 def _publish_time(host: str, port: int, key: str, stop: threading.Event) -> None:
-    """Keep the time of this machine in the store that it serves, until `stop` is set or the store is gone."""
+    """Publish the time of this node every second, until `stop` is set or the store is gone."""
     with suppress(DistError, RuntimeError):
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S))
         while True:
             store.set(key, str(time.time()))
-            if stop.wait(_TICK_S):
+            if stop.wait(_CLOCK_PERIOD_S):
                 return
 
 
-def _client(endpoint: Endpoint) -> TCPStore | None:
-    """A connection to the store; None where something else answers, at which torch would wait for ever."""
-    made: list[TCPStore] = []
+def _run_in_thread(function: Callable[[], None], timeout: float) -> None:
+    """Run a function that uses a store, and return after `timeout` seconds even if the store does not answer."""
 
-    def connect() -> None:
+    def run() -> None:
         with suppress(DistError, RuntimeError, ValueError):
-            made.append(
-                TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_STORE_S))
-            )
+            function()
 
-    attempt = threading.Thread(target=connect, name="meeting", daemon=True)
-    attempt.start()
-    attempt.join(_ANSWER_S)
-    return made[0] if made else None
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(timeout)
 
 
-def limit(endpoint: Endpoint, seconds: int) -> None:
-    """Let connections to the meeting place fail after so many silent seconds; the kernel's own limit is 15 minutes.
+def limit_connections(endpoint: Endpoint, seconds: int) -> None:
+    """Let connections to the store fail after a number of silent seconds; the kernel's own limit is 15 minutes.
 
-    PyTorch has no limit for most calls of its store, so that an agent on a machine whose link is cut would wait for
-    the kernel. The connections are found among this process's own, as torch does not give them out.
+    torch has no limit for most calls of its store, so that an agent would wait for the kernel if the network fails. torch
+    does not expose the sockets, so they are found among the descriptors of this process.
     """
-    address = endpoint.address()
+    address, interval = endpoint.resolve(), max(1, seconds // 3)
+    values = {
+        "TCP_USER_TIMEOUT": seconds * 1000,
+        "TCP_KEEPIDLE": interval,
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": 3,
+    }
+    options = {getattr(socket, name): value for name, value in values.items() if hasattr(socket, name)}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # noqa: PTH112, PTH208
-        with suppress(OSError), _connection(int(name)) as connection:
-            peer = connection.getpeername()
-            if isinstance(peer, tuple) and peer[1] == endpoint.port and address in str(peer[0]):
-                _limit(connection, seconds)
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                peer = connection.getpeername()
+                if isinstance(peer, tuple) and peer[1] == endpoint.port and address in str(peer[0]):
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option, value in options.items():
+                        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _connection(number: int) -> socket.socket:
-    """The socket behind one of this process's files.
+_LINE_PERIOD_S = 10.0
+"""Seconds between two lines if stderr is not a terminal."""
 
-    Raises:
-        OSError: It is none; nothing stays open.
+
+class RendezvousProgress:
+    """Shows a line while this node waits: updated in place on a terminal, else printed every ten seconds.
+
+    The line ends with `; N s left`. It is not shown in the first `quiet` seconds, in which most nodes start.
     """
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(errno.ENOTSOCK, "no socket")
-    return socket.socket(fileno=os.dup(number))
 
+    def __init__(self, format_line: Callable[[], str], *, quiet: float = 2.0) -> None:
+        self._format_line = format_line
+        self._quiet = quiet
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="waiting", daemon=True)
 
-def _limit(connection: socket.socket, seconds: int) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, seconds * 1000)
-    every = max(1, seconds // 3)
-    for option, value in (("TCP_KEEPIDLE", every), ("TCP_KEEPINTVL", every), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._done.wait(self._quiet):
+            return
+        if not sys.stderr.isatty():
+            self._print_lines()
+            return
+        is_done = False
+        while not is_done:
+            is_done = self._done.wait(0.5)
+            sys.stderr.write("\r\x1b[K" if is_done else f"\r\x1b[Kaccel: {self._format_line()}")
+            sys.stderr.flush()
+
+    def _print_lines(self) -> None:
+        printed, printed_at = "", 0.0
+        while not self._done.wait(0.5):
+            line = self._format_line()
+            # Print at once if more than the remaining time has changed.
+            content = line.rpartition(";")[0]
+            if content != printed or time.monotonic() - printed_at > _LINE_PERIOD_S:
+                console.note(line)
+                printed, printed_at = content, time.monotonic()

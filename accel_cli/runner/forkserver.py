@@ -1,52 +1,310 @@
-"""Starting processes by fork from one that has torch loaded: the first half, before torch."""
+"""The fork server: one interpreter imports torch, and every rank is a fork of it.
+
+`exec_fork_server` replaces `accel launch` by a fresh interpreter that runs `forkserver_main.py`. That one imports torch
+and calls `start_fork_server`: the copy serves requests to fork, and the original becomes the elastic agent.
+
+multiprocessing has a fork server too, but its processes are children of the server and depend on it
+(`current_process()`, a resource tracker, an empty stdin). Here they are children of the launcher.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import json
 import os
+import signal
+import socket
+import struct
 import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
+from typing import TextIO
 
-from accel_cli.errors import AccelError, UsageError, explain_os_error
+from typing_extensions import override
+
+from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_torch_error
 from accel_cli.planning.plan import Plan
+from accel_cli.runner.exec_fallback import get_torch_variables
+from accel_cli.runner.guard import HANDLED_SIGNALS
 
-__all__ = ["exec_fork_server"]
+__all__ = [
+    "ForkRequest",
+    "ForkServer",
+    "ForkServerError",
+    "adopt_orphans",
+    "exec_fork_server",
+    "import_torch",
+    "run_agent",
+    "start_fork_server",
+]
+
+
+_FORKED = struct.Struct("=ii")
+"""The message of a forked process: the index of its request, and its process id."""
+_STDERR = 2
+_PR_SET_CHILD_SUBREAPER = 36
+_TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""The log level of torch's C++ code; read once, while torch is imported."""
+
+
+def run_agent(plan: Plan) -> int:
+    """Run the elastic agent of a plan: after a fork server, or in this process.
+
+    Raises:
+        AccelError: torch cannot be imported.
+    """
+    assert plan.agent
+    if plan.agent.start_method == "forkserver":
+        return exec_fork_server(plan)
+    try:
+        from accel_cli.runner import agent  # noqa: PLC0415 - imports torch
+    except (ImportError, MemoryError, OSError) as error:
+        raise AccelError(explain_torch_error(error)) from error
+    return agent.run(plan)
 
 
 def exec_fork_server(plan: Plan) -> int:
-    """Replace this process by a fresh interpreter that imports torch once, for the agent and all processes.
+    """Replace this process by a fresh interpreter that imports torch once, for the agent and all ranks.
 
-    This one has modules the script must not find, and was not started with the plan's environment: a
-    library that is preloaded, `PYTHON...` or the allocator's settings would come too late.
-
-    Raises:
-        UsageError: The interpreter cannot be executed.
+    This process has imported modules that the script must not find, and was started without the plan's environment:
+    `LD_PRELOAD`, `PYTHON...` and the allocator's settings would come too late.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        told = _write_plan(plan)
+        plan_fd = _write_plan(plan)
     except OSError as error:
         raise AccelError(f"the plan cannot be passed on: {explain_os_error(error)}") from error
-    start = str(Path(__file__).with_name("forkserver_main.py"))
-    os.set_inheritable(told, True)
+    os.set_inheritable(plan_fd, True)
+    python, main = plan.argv[0], str(Path(__file__).with_name("forkserver_main.py"))
     try:
-        os.execve(
-            plan.argv[0],
-            # What was typed follows, for those who look for the script in a list of processes.
-            [plan.argv[0], start, str(told), *sys.argv[1:]],
-            {**os.environ, **plan.env},
-        )
+        # The command line follows, so that lists of processes show the script.
+        os.execve(python, [python, main, str(plan_fd), *sys.argv[1:]], {**os.environ, **plan.env})
     except OSError as error:
-        raise UsageError(f"{plan.argv[0]} cannot be executed: {error.strerror}") from error
+        raise UsageError(f"{python} cannot be executed: {error.strerror}") from error
 
 
 def _write_plan(plan: Plan) -> int:
-    """A descriptor the plan is read from: its values are no business of who can list command lines."""
-    # Pythons that are built for old systems, as conda's, have no memfd.
+    """Write a plan to an anonymous file, since command lines are public; return its descriptor."""
+    # Some builds of Python, such as conda's, have no memfd.
     with (
         os.fdopen(os.memfd_create("plan"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file
     ):
         file.write(plan.to_json().encode())
         file.seek(0)
         return os.dup(file.fileno())
+
+
+def import_torch(*, quiet: bool) -> None:
+    """Import torch; with `quiet`, its sockets do not print stack frames, unless the user has set their log level."""
+    has_default = quiet and _TORCH_LOG_LEVEL not in os.environ
+    if has_default:
+        os.environ[_TORCH_LOG_LEVEL] = "ERROR"
+    importlib.import_module("torch")
+    if has_default:
+        del os.environ[_TORCH_LOG_LEVEL]
+
+
+class ForkServerError(Exception):
+    """The server cannot fork; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """The command and environment of one process to fork."""
+
+    argv: tuple[str, ...]
+    """The command line that exec would run: interpreter, worker, and the worker's arguments."""
+    environ: Mapping[str, str]
+
+    def enter(self) -> None:
+        """Set up the environment, random seeds and modules of this process as exec would; called once, before the script."""
+        os.environ.clear()
+        os.environ.update(self.environ)
+        # New seeds, as every process draws at its start; Python's own generator does so at a fork too.
+        if numpy := sys.modules.get("numpy.random"):
+            numpy.seed()
+        if torch := sys.modules.get("torch"):
+            torch.default_generator.seed()
+        if process := sys.modules.get("multiprocessing.process"):
+            process.current_process().authkey = os.urandom(32)
+        sys.meta_path.insert(0, _HiddenPackage("torch", self.environ))
+
+
+class ForkServer:
+    """The launcher's side of the fork server; requests and answers are lines of JSON."""
+
+    def __init__(self, link: TextIO, pid: int) -> None:
+        self._link = link
+        self._pid = pid
+
+    def fork(self, argv: Sequence[str], environs: Sequence[Mapping[str, str]]) -> list[int]:
+        """Start a process for each environment, as children of this process, and return their ids.
+
+        Raises:
+            ForkServerError: The server does not answer, or cannot fork.
+        """
+        request = {"argv": list(argv), "environs": [dict(environ) for environ in environs]}
+        try:
+            print(json.dumps(request), file=self._link, flush=True)
+            response = json.loads(self._link.readline())
+        except (OSError, ValueError):
+            raise ForkServerError("the fork server has ended") from None
+        pids: list[int] = response["pids"]
+        if len(pids) < len(environs):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            raise ForkServerError(f"the fork server could not fork: {os.strerror(response['errno'])}")
+        return pids
+
+    def close(self) -> None:
+        """End the server; forked processes continue."""
+        with suppress(OSError):  # it has ended, and did not read the last request
+            self._link.close()
+        os.waitpid(self._pid, 0)
+
+
+def start_fork_server() -> ForkServer | ForkRequest:
+    """Fork the server; returns in this process, and again in every process that the server forks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    adopt_orphans()
+    ends = socket.socketpair()
+    pid = os.fork()
+    link = ends[0 if pid else 1].makefile("rw")
+    for end in ends:  # the file keeps its end open
+        end.close()
+    return ForkServer(link, pid) if pid else _serve(link)
+
+
+def adopt_orphans() -> None:
+    """Make processes children of this one when their parent ends (`PR_SET_CHILD_SUBREAPER`)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _serve(link: TextIO) -> ForkRequest:
+    """Serve requests until the launcher ends; returns only in a forked process, with its request."""
+    # Signals to the launcher's process group, such as Ctrl-C, are not for the server.
+    os.setsid()
+    _close_inherited()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    with suppress(OSError, ValueError):
+        while True:
+            message = json.loads(link.readline())
+            argv = tuple(message["argv"])
+            forked = _fork([ForkRequest(argv, environ) for environ in message["environs"]], link, mask)
+            if forked:
+                return forked
+    os._exit(0)
+
+
+def _close_inherited() -> None:
+    """Close the descriptors that the launcher inherited; the agent's exec would close them too."""
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        # One of them is the descriptor that listed the folder.
+        with suppress(OSError):
+            if fd > _STDERR and os.get_inheritable(fd):
+                os.close(fd)
+
+
+def _fork(
+    requests: Sequence[ForkRequest], link: TextIO, mask: set[int | signal.Signals]
+) -> ForkRequest | None:
+    """Fork a process for each request and send their ids; return None in the server, the request in a forked process.
+
+    An intermediate process forks them and ends, so that they become children of the launcher and the kernel reports
+    their exit codes to it. They wait until that has happened.
+    """
+    start_read, start_write = os.pipe()
+    pids_read, pids_write = os.pipe()
+    intermediate = os.fork()
+    if not intermediate:
+        for index, request in enumerate(requests):
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os._exit(error.errno or 1)
+            if not pid:
+                link.close()
+                os.close(start_write)
+                os.close(pids_read)
+                _wait_for_start(index, pids_write, start_read, mask)
+                return request
+        os._exit(0)
+    os.close(start_read)
+    os.close(pids_write)
+    with os.fdopen(pids_read, "rb") as reports:
+        pids_by_index = dict(_FORKED.iter_unpack(reports.read()))
+    errno = os.waitstatus_to_exitcode(os.waitpid(intermediate, 0)[1])
+    pids = [pid for _, pid in sorted(pids_by_index.items())]
+    # If the launcher has ended, the start pipe closes without a byte, and the processes end.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        print(json.dumps({"pids": pids, "errno": errno}), file=link, flush=True)
+        os.write(start_write, bytes(len(pids)))
+    os.close(start_write)
+    return None
+
+
+def _wait_for_start(index: int, pids_write: int, start_read: int, mask: set[int | signal.Signals]) -> None:
+    """Create a session, send the process id, and wait until the launcher is the parent."""
+    os.setsid()
+    for number in HANDLED_SIGNALS:
+        # As after exec: ignored signals stay ignored, others have Python's default.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.write(pids_write, _FORKED.pack(index, os.getpid()))
+    os.close(pids_write)
+    if not os.read(start_read, 1):
+        os._exit(1)
+    os.close(start_read)
+
+
+class _HiddenPackage(MetaPathFinder, Loader):
+    """Removes a loaded package from `sys.modules`, as in a new process, and restores it when it is imported.
+
+    Args:
+        package: Its name.
+        environ: The environment in which it was loaded.
+    """
+
+    def __init__(self, package: str, environ: Mapping[str, str]) -> None:
+        names = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
+        self._modules = {name: sys.modules.pop(name) for name in names}
+        self._specs = {name: module.__spec__ for name, module in self._modules.items()}
+        self._variables = get_torch_variables(environ)
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in self._modules else None
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        sys.meta_path.remove(self)
+        sys.modules.update(self._modules)
+        before, now = self._variables, get_torch_variables(os.environ)
+        if late := sorted(name for name in {*now, *before} if now.get(name) != before.get(name)):
+            warnings.warn(
+                f"{', '.join(late)} changed after torch was loaded for this process, and may have no effect; "
+                "set it in the profile's env, or use launcher.start_method=exec",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._modules[spec.name]
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._specs[module.__name__]

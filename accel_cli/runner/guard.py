@@ -1,8 +1,8 @@
-"""The guard of a run: a process of its own that ends what is left of the run once its launcher is gone.
+"""The guard of a run: a process that ends the ranks if their launcher is killed.
 
-Standard library only, and run by path, so that it is there in a moment and small: `guard.py RUN_FOLDER`.
-Its standard input is a pipe that only the launcher holds. A line `PID START` tells it of a process that leads
-a session, `done` that the run is over. Where the pipe ends without `done`, the launcher was killed.
+Standard library only and run by path, so that it starts at once and stays small: `guard.py RUN_FOLDER`. Its standard input
+is a pipe that only the launcher holds. A line `PID START_TIME` adds a session to watch, and `done` ends the guard. If the
+pipe closes without `done`, the launcher was killed.
 """
 
 from __future__ import annotations
@@ -16,31 +16,46 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["GRACE_S", "Process", "get_start_time", "list_processes", "main", "send_signal"]
+__all__ = [
+    "FORWARDED_SIGNALS",
+    "GRACE_S",
+    "HANDLED_SIGNALS",
+    "TERMINATING_SIGNALS",
+    "Process",
+    "get_start_time",
+    "list_processes",
+    "main",
+    "send_signal",
+]
 
+TERMINATING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""They end the run: every rank gets the same signal, and time to save."""
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+"""They are passed on to every rank, and the run continues."""
+HANDLED_SIGNALS = (*TERMINATING_SIGNALS, *FORWARDED_SIGNALS)
+"""The signals for which the launcher has handlers; ranks start with Python's defaults."""
 GRACE_S = 3.5
-"""Seconds the processes have to end once their launcher is gone: none is left after five."""
-_PERIOD_S = 0.05
-_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Seconds until SIGKILL once the launcher was killed: after five seconds no rank is left."""
+_POLL_S = 0.05
 _STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
+"""Fields of /proc/PID/stat after the name."""
 
 
 class Process(NamedTuple):
-    """A process of this machine that runs."""
+    """A running process of this node."""
 
     pid: int
     session: int
-    """The process that began its session."""
+    """The id of the process that leads its session."""
     start: int
-    """When it started: together with its id it is unique."""
+    """Its start time; unique together with the process id."""
     parent: int
-    """The process whose child it is."""
 
 
 def main(folder: str) -> None:
-    """Wait for the end of the launcher, and end what is left of its run."""
-    # A scheduler that signals every process of a job means the scripts.
-    for number in _DEAF:
+    """Wait until the launcher ends; if it was killed, end the sessions of its run."""
+    # Schedulers signal every process of a job, and the guard must outlive the ranks.
+    for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     leaders: dict[int, int] = {}
     for line in sys.stdin:
@@ -52,32 +67,31 @@ def main(folder: str) -> None:
 
 
 def list_processes() -> list[Process]:
-    """The processes of this machine that run; what has ended and was not asked for yet is left out."""
-    # Without /proc (macOS) nothing is known of the others, and nobody is signalled by mistake.
-    known = Path("/proc").iterdir() if Path("/proc").is_dir() else ()
-    found = (_read(entry.name) for entry in known if entry.name.isdigit())
-    return [process for process in found if process]
+    """List the running processes of this node, without zombies; empty without /proc (macOS)."""
+    entries = Path("/proc").iterdir() if Path("/proc").is_dir() else ()
+    processes = (_read_process(entry.name) for entry in entries if entry.name.isdigit())
+    return [process for process in processes if process]
 
 
 def get_start_time(pid: int) -> int:
-    """When a process started, as `Process.start`; 0 if it is gone."""
-    process = _read(str(pid))
+    """Return the start time of a process; 0 if it has ended."""
+    process = _read_process(str(pid))
     return process.start if process else 0
 
 
 def send_signal(pids: Iterable[int], number: int) -> None:
-    """Send a signal to the processes that are still there."""
+    """Send a signal to processes, and ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def _read(pid: str) -> Process | None:
+def _read_process(pid: str) -> Process | None:
     try:
         stat = Path("/proc", pid, "stat").read_bytes()
     except OSError:
         return None
-    # The name of a process may hold anything, also brackets and spaces.
+    # The process name may contain brackets and spaces.
     fields = stat[stat.rindex(b")") + 2 :].split()
     if fields[_STATE] in {b"Z", b"X"}:
         return None
@@ -85,33 +99,30 @@ def _read(pid: str) -> Process | None:
 
 
 def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:
-    """SIGTERM to each leader, to the rest of its session when the leader is gone, SIGKILL to all in the end."""
-    told: set[int] = set()
-    now = begin = time.monotonic()
-    while (left := _find_remaining(leaders, mark)) and now - begin < 2 * GRACE_S:
-        there = {process.pid for process in left}
-        due = {p.pid for p in left if p.pid == p.session or p.session not in there} - told
+    """Send SIGTERM to each leader, then to its session once it has ended, and SIGKILL to the rest after `GRACE_S`."""
+    signalled: set[int] = set()
+    now = start = time.monotonic()
+    while (remaining := _find_remaining(leaders, mark)) and now - start < 2 * GRACE_S:
+        pids = {process.pid for process in remaining}
+        due = {p.pid for p in remaining if p.pid == p.session or p.session not in pids} - signalled
         send_signal(due, signal.SIGTERM)
-        told |= due
-        if now - begin > GRACE_S:
-            send_signal(there, signal.SIGKILL)
-        time.sleep(_PERIOD_S)
+        signalled |= due
+        if now - start > GRACE_S:
+            send_signal(pids, signal.SIGKILL)
+        time.sleep(_POLL_S)
         now = time.monotonic()
 
 
 def _find_remaining(leaders: dict[int, int], mark: bytes) -> list[Process]:
-    """What runs in the sessions of the leaders, and of those that the launcher had no time to tell of."""
+    """Find the processes in the sessions of the leaders, and in sessions that the launcher had no time to report."""
     running = list_processes()
     for process in running:
-        if (
-            process.pid == process.session
-            and process.pid not in leaders
-            and _belongs_to_run(process.pid, mark)
-        ):
+        is_leader = process.pid == process.session
+        if is_leader and process.pid not in leaders and _belongs_to_run(process.pid, mark):
             leaders[process.pid] = process.start
-    # An id that somebody else has by now was free, so nobody was left in the session of that name.
-    foreign = {process.pid for process in running if leaders.get(process.pid, process.start) != process.start}
-    return [process for process in running if process.session in leaders.keys() - foreign]
+    # A process id that was reused was free, so that its old session had ended.
+    reused = {process.pid for process in running if leaders.get(process.pid, process.start) != process.start}
+    return [process for process in running if process.session in leaders.keys() - reused]
 
 
 def _belongs_to_run(pid: int, mark: bytes) -> bool:

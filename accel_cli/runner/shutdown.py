@@ -1,179 +1,242 @@
-"""How the processes of a run are ended: a signal once to each, time to save, and nothing left of their sessions."""
+"""Shutdown of a run: all that happens between Ctrl-C and the end of the last rank, in this order.
+
+1. Ranks lead sessions, so that Ctrl-C on the terminal reaches the launcher only. It calls `SignalHandlers._terminate`,
+   which raises `SignalException` in the main thread; while processes are being started, `defer` raises it after that.
+2. torch's agent catches the exception and calls `ElasticAgent._shutdown`. That publishes the reason for other nodes, prints
+   the line of `SignalHandlers.announce`, and closes the processes.
+3. `WorkerProcesses.close` calls `end_processes`: each running rank gets the same signal once, and `shutdown_timeout` seconds
+   to save and exit. Processes that a rank leaves in its session, such as data-loader workers, get the signal once that
+   rank has exited, and orphans in other sessions once all ranks have exited.
+4. A second Ctrl-C in this time calls `kill_sessions` from the handler: SIGKILL to all sessions, and no further waiting.
+   Otherwise `end_processes` sends SIGKILL to the rest after the timeout, and the ids of late ranks are printed.
+5. All ranks have ended. The agent copies the last output and completes the logs. The exception leaves the agent, the guard
+   process ends, the run folder gets the exit code, and the launcher exits with 128 + the number of the signal.
+
+If a rank has failed before the signal, the others are being ended already: the signal kills them at once, and the failure
+is reported with its exit code. If the launcher itself is killed (SIGKILL), the guard process (`guard.py`) ends the ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Protocol
+from types import FrameType
+from typing import TypeAlias
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from typing_extensions import Self
 
 from accel_cli import console
 from accel_cli.runner import guard
+from accel_cli.runner.forkserver import adopt_orphans
 
-__all__ = [
-    "FORWARDED_SIGNALS",
-    "TERMINATING_SIGNALS",
-    "GuardProcess",
-    "Orphans",
-    "SessionLeader",
-    "SignalHandlers",
-    "end_processes",
-    "kill_sessions",
-]
+__all__ = ["GuardProcess", "Orphans", "SignalHandlers", "end_processes", "kill_sessions"]
 
 
-_PERIOD_S = 0.05
+_POLL_S = 0.05
 _REAP_S = 5.0
-_PR_SET_CHILD_SUBREAPER = 36
+_KILLING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
+"""A second of these kills the ranks. Not SIGHUP: it comes together with SIGTERM when a session is closed."""
+_DUPLICATE_S = 0.1
+"""A second signal within this time is a copy of the first: `timeout`, and wrappers on a terminal, send it twice."""
 
 
-class SessionLeader(Protocol):
-    """A process that leads a session of its own, as `subprocess.Popen` is one."""
-
-    @property
-    def pid(self) -> int:
-        """Its id, which is that of its session."""
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+Worker: TypeAlias = "subprocess.Popen[bytes]"
+"""A process that leads a session."""
 
 
-def end_processes(
-    workers: Sequence[SessionLeader], number: int, timeout: float, orphans: Orphans
-) -> list[int]:
-    """Send a signal once to each process that runs, give it time, and kill what is left of its session.
+def _get_running(workers: Iterable[Worker]) -> list[int]:
+    return [worker.pid for worker in workers if worker.poll() is None]
 
-    Only the process itself is told: data-loader workers that got the signal too would fail it while it saves.
-    What runs in its session when it has ended is told then, and orphans when all have ended. What a process that
-    ended well, and before, has left running stays.
 
-    Args:
-        workers: The processes.
-        number: The signal.
-        timeout: Seconds until SIGKILL.
-        orphans: What they have started in sessions of their own.
+class SignalHandlers:
+    """Signal handlers of the launcher during a run; `shutdown_timeout` is shown to the user."""
 
-    Returns:
-        The ids of the processes that had to be killed.
+    def __init__(self, *, shutdown_timeout: int) -> None:
+        self.workers: Sequence[Worker] = ()
+        self.orphans: Orphans | None = None
+        self.received: signal.Signals | None = None
+        """The first signal that ends the run."""
+        self._received_at = 0.0
+        self._shutdown_timeout = shutdown_timeout
+        self._is_deferring = False
+        self._deferred: list[int] = []
+        self._before = {number: signal.getsignal(number) for number in guard.HANDLED_SIGNALS}
+
+    def __enter__(self) -> Self:
+        for number, before in self._before.items():
+            # `nohup` and `&` ignore signals for the whole run.
+            if before is not signal.SIG_IGN:
+                ends_run = number in guard.TERMINATING_SIGNALS
+                signal.signal(number, self._terminate if ends_run else self._forward)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _terminate(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal that ends the run."""
+        now, received = time.monotonic(), signal.Signals(number)
+        if self.received is not None:
+            if {received, self.received} <= _KILLING_SIGNALS and now - self._received_at > _DUPLICATE_S:
+                kill_sessions(self.workers, self.orphans)
+            return
+        self.received, self._received_at = received, now
+        if any(worker.poll() not in {None, 0} for worker in self.workers):
+            # A rank has failed: the others are being ended, and the failure is still to be reported.
+            kill_sessions(self.workers, self.orphans)
+        elif not self._is_deferring:
+            raise SignalException(f"signal {received.name}", received)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        """Pass a signal on to every rank."""
+        if self._is_deferring:
+            self._deferred.append(number)
+            return
+        guard.send_signal(_get_running(self.workers), number)
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Defer signals while processes are being started: one that ends the run is raised at the end."""
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+        while self._deferred:
+            self._forward(self._deferred.pop(0), None)
+        if self.received is not None:
+            raise SignalException(f"signal {self.received.name}", self.received)
+
+    def stop_raising(self) -> None:
+        """Do not raise for a first signal from now on: all ranks have ended, and the run is being reported."""
+        self._is_deferring = True
+
+    def announce(self) -> None:
+        """Print what follows a signal; not in the handler, which may have interrupted a print."""
+        if self.received is not None and _get_running(self.workers):
+            name = "Ctrl-C (SIGINT)" if self.received is signal.SIGINT else self.received.name
+            console.note(
+                f"received {name}: the processes have {self._shutdown_timeout} s to exit; a second signal kills them"
+            )
+
+
+def end_processes(workers: Sequence[Worker], number: int, timeout: float, orphans: Orphans) -> list[int]:
+    """Send a signal once to each running process, wait until it exits, and kill the rest of its session.
+
+    Only the process itself gets the signal at first: data-loader workers that get it too would fail it while it saves.
+    Processes that a rank left running when it exited with 0 are spared. Return the ids of the processes that did not exit
+    within `timeout` seconds.
     """
-    ours = [worker for worker in workers if worker.poll() != 0]
-    if not ours:
+    targets = [worker for worker in workers if worker.poll() != 0]
+    if not targets:
         return []
-    guard.send_signal((worker.pid for worker in ours if worker.poll() is None), number)
-    _wait_for_sessions(workers, ours, number, time.monotonic() + timeout, orphans)
-    late = [worker.pid for worker in ours if worker.poll() is None]
-    kill_sessions(ours)
+    guard.send_signal(_get_running(targets), number)
+    _wait_for_sessions(workers, targets, number, time.monotonic() + timeout, orphans)
+    late = _get_running(targets)
+    kill_sessions(targets)
     deadline = time.monotonic() + _REAP_S
     while time.monotonic() < deadline:
-        left = orphans.find(workers)
-        if not left and all(worker.poll() is not None for worker in ours):
+        remaining = orphans.find(workers)
+        if not remaining and not _get_running(targets):
             break
-        guard.send_signal(left, signal.SIGKILL)
-        time.sleep(_PERIOD_S)
+        guard.send_signal(remaining, signal.SIGKILL)
+        time.sleep(_POLL_S)
     return late
 
 
-def kill_sessions(workers: Iterable[SessionLeader], orphans: Orphans | None = None) -> None:
-    """SIGKILL to everything in the sessions of these processes; orphans are not waited for from then on."""
-    workers = list(workers)
-    guard.send_signal((worker.pid for worker in workers if worker.poll() is None), signal.SIGKILL)
-    sessions = {worker.pid for worker in workers}
-    guard.send_signal(
-        (process.pid for process in guard.list_processes() if process.session in sessions), signal.SIGKILL
-    )
-    if orphans:
-        orphans.urgent = True
-
-
 def _wait_for_sessions(
-    workers: Sequence[SessionLeader],
-    ours: Sequence[SessionLeader],
+    workers: Sequence[Worker],
+    targets: Sequence[Worker],
     number: int,
     deadline: float,
     orphans: Orphans,
 ) -> None:
-    told: set[int] = set()
-    while time.monotonic() < deadline and not orphans.urgent:
-        ended = {worker.pid for worker in ours if worker.poll() is not None}
-        rest = (
-            {process.pid for process in guard.list_processes() if process.session in ended}
-            if ended
-            else set()
-        )
-        if len(ended) == len(ours):
-            # Not before: one may serve a process that still saves.
-            rest |= orphans.find(workers)
-            if not rest:
+    """Wait until the sessions of the targets are empty, and signal what each target has left running."""
+    signalled: set[int] = set()
+    while time.monotonic() < deadline and not orphans.skip_waiting:
+        ended = {worker.pid for worker in targets if worker.poll() is not None}
+        processes = guard.list_processes() if ended else []
+        remaining = {process.pid for process in processes if process.session in ended}
+        if len(ended) == len(targets):
+            # Not earlier: an orphan may serve a rank that is still saving.
+            remaining |= orphans.find(workers)
+            if not remaining:
                 return
-        guard.send_signal(rest - told, number)
-        told |= rest
-        time.sleep(_PERIOD_S)
+        guard.send_signal(remaining - signalled, number)
+        signalled |= remaining
+        time.sleep(_POLL_S)
+
+
+def kill_sessions(workers: Sequence[Worker], orphans: Orphans | None = None) -> None:
+    """Send SIGKILL to every process in the sessions of the workers, and stop waiting for orphans."""
+    guard.send_signal(_get_running(workers), signal.SIGKILL)
+    sessions = {worker.pid for worker in workers}
+    processes = guard.list_processes()
+    guard.send_signal((process.pid for process in processes if process.session in sessions), signal.SIGKILL)
+    if orphans:
+        orphans.skip_waiting = True
 
 
 class Orphans:
-    """Processes in sessions of their own, whose parents have ended: daemons, and children of `start_new_session`.
+    """Processes in sessions of their own whose parents have ended: daemons, and children of `start_new_session`.
 
     The launcher is their subreaper (`PR_SET_CHILD_SUBREAPER`): the kernel makes them its children, so that it can find
-    and end them. Where the kernel lists no children (CONFIG_PROC_CHILDREN, Linux) they are not found.
+    and end them. It does not find them on systems without lists of children (CONFIG_PROC_CHILDREN, Linux).
     """
 
     def __init__(self) -> None:
-        self.urgent = False
-        """Whether nothing is waited for any more."""
+        self.skip_waiting = False
+        """True after a second signal: do not wait any more."""
         self._known: set[int] = set()
-        self._ended_well: set[int] = set()
-        # The guard, the fork server, and what this process had before it became a launcher.
-        self._spared = _children()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._succeeded: set[int] = set()
+        # The guard, the fork server, and children that this process had before it became a launcher.
+        self._spared = _get_children()
+        adopt_orphans()
 
-    def update(self, workers: Iterable[SessionLeader]) -> set[int]:
-        """Reap orphans that have ended, and spare those that a process leaves which ends well.
-
-        Returns:
-            The sessions of those that are new.
-        """
+    def update(self, workers: Iterable[Worker]) -> set[int]:
+        """Reap orphans that have ended, spare those of workers that exited with 0, and return the sessions of new ones."""
         codes = {worker.pid: worker.poll() for worker in workers}
-        children = _children()
+        children = _get_children()
         orphans = {pid for pid in children - self._spared - codes.keys() if not _reap(pid)}
         new, self._known = orphans - self._known, orphans
-        ended_well = {pid for pid, code in codes.items() if code == 0}
+        succeeded = {pid for pid, code in codes.items() if code == 0}
         self._spared &= children
-        if ended_well - self._ended_well:
+        if succeeded - self._succeeded:
             self._spared |= new
-        self._ended_well = ended_well
-        return {session for pid in new if (session := _session_of(pid))}
+        self._succeeded = succeeded
+        sessions = set()
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                sessions.add(os.getsid(pid))
+        return sessions
 
-    def find(self, workers: Iterable[SessionLeader]) -> set[int]:
-        """Find the orphans and their descendants; those of processes that run are not among them."""
+    def find(self, workers: Iterable[Worker]) -> set[int]:
+        """Find orphans and their descendants."""
         codes = {worker.pid: worker.poll() for worker in workers}
-        kept = self._spared | codes.keys()
-        running = {process.pid: process for process in guard.list_processes()}
-        found = set()
-        for process in running.values():
+        excluded = self._spared | codes.keys()
+        processes = {process.pid: process for process in guard.list_processes()}
+        orphans = set()
+        for process in processes.values():
             root = process
-            while root.pid not in kept and root.parent != os.getpid() and root.parent in running:
-                root = running[root.parent]
-            is_orphan = root.parent == os.getpid() and root.pid not in kept
+            while root.pid not in excluded and root.parent != os.getpid() and root.parent in processes:
+                root = processes[root.parent]
+            is_orphan = root.parent == os.getpid() and root.pid not in excluded
             if is_orphan and codes.get(process.session) != 0:
-                found.add(process.pid)
-        return found
+                orphans.add(process.pid)
+        return orphans
 
 
-def _children() -> set[int]:
-    """Return the children of this process, also those that have ended and were not waited for."""
+def _get_children() -> set[int]:
+    """Return the children of this process, including zombies."""
     try:
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     except OSError:
@@ -188,20 +251,8 @@ def _reap(pid: int) -> bool:
         return True
 
 
-def _session_of(pid: int) -> int:
-    """Return the session of a process; 0 if it is gone."""
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
-
-
 class GuardProcess:
-    """The process that ends what is left of the run where this one is killed.
-
-    Args:
-        folder: Of the run; it is the argument that `ps` shows.
-    """
+    """The guard process, which ends the ranks of a run folder if this process is killed."""
 
     def __init__(self, folder: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -215,25 +266,24 @@ class GuardProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            self._lose(f"could not start: {error.strerror}")
+            self._warn(f"could not start: {error.strerror}")
 
     def watch(self, pids: Iterable[int]) -> None:
-        """Tell it of processes, each the first of a session."""
+        """Add the sessions that these processes lead."""
         if lines := "".join(f"{pid} {guard.get_start_time(pid)}\n" for pid in pids):
-            self._say(lines)
+            self._send(lines)
 
     def check(self) -> None:
-        """Say once that the guard has ended; the run does not need it."""
+        """Warn once if the guard has ended; the run continues."""
         if self._process and (code := self._process.poll()) is not None:
-            self._lose(f"was ended by signal {-code}" if code < 0 else f"ended with code {code}")
+            self._process = None
+            self._warn(f"was terminated by signal {-code}" if code < 0 else f"exited with code {code}")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._say("done\n")
+    def __exit__(self, *exc_info: object) -> None:
+        self._send("done\n")
         if self._process:
             try:
                 self._process.wait(_REAP_S)
@@ -241,131 +291,14 @@ class GuardProcess:
                 self._process.kill()
                 self._process.wait()
 
-    def _say(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         if self._process:
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # it has ended: `check` says so
+            with contextlib.suppress(OSError):  # it has ended, which `check` reports
                 os.write(self._process.stdin.fileno(), text.encode())
 
-    def _lose(self, why: str) -> None:
-        self._process = None
+    def _warn(self, problem: str) -> None:
         console.note(
-            f"the guard process of this run {why}: the run continues, but its processes stay if accel launch is killed "
-            "(SIGKILL). In that case end them by hand."
+            f"the guard process of this run {problem}: the run continues, but if accel launch is killed (SIGKILL), its "
+            "processes stay. In that case end them by hand."
         )
-
-
-TERMINATING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""They end the run: every process gets the same signal, and time to save."""
-FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Every process gets them, and the run goes on."""
-_URGENT = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
-"""A second of these ends the run at once; SIGHUP and SIGTERM come together where a session is closed."""
-_ECHO_S = 0.1
-"""Within this time a second signal is the same one: `timeout`, and wrappers on a terminal, send it twice."""
-
-
-class SignalHandlers:
-    """The handlers of the launcher while a run is under way.
-
-    Args:
-        shutdown_timeout: Seconds the processes have after the first signal, to say it.
-    """
-
-    def __init__(self, *, shutdown_timeout: int) -> None:
-        self.workers: Sequence[SessionLeader] = ()
-        """The processes that run now."""
-        self.orphans: Orphans | None = None
-        """What they have started in sessions of their own."""
-        self._timeout = shutdown_timeout
-        self._first: signal.Signals | None = None
-        self._since = 0.0
-        self._held = False
-        self._waiting: list[int] = []
-        self._before = {
-            number: signal.getsignal(number) for number in (*TERMINATING_SIGNALS, *FORWARDED_SIGNALS)
-        }
-
-    @property
-    def first(self) -> signal.Signals | None:
-        """The first signal that ends the run, if one came."""
-        return self._first
-
-    def __enter__(self) -> Self:
-        self._install()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if _in_main_thread():
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, a signal waits: what is begun is not left half done.
-
-        Raises:
-            SignalException: One came.
-        """
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        while self._waiting:
-            self._pass_on(self._waiting.pop(0), None)
-        if self._first is not None:
-            self._raise()
-
-    def finish(self) -> None:
-        """From now on a first signal is only noted: nothing runs any more, and the report is under way."""
-        self._held = True
-
-    def _install(self) -> None:
-        if not _in_main_thread():
-            return
-        for numbers, handler in ((TERMINATING_SIGNALS, self._end), (FORWARDED_SIGNALS, self._pass_on)):
-            for number in numbers:
-                # `nohup` and `&` ask for signals to be ignored, and mean the whole run.
-                ignored = self._before[number] is signal.SIG_IGN
-                signal.signal(number, signal.SIG_IGN if ignored else handler)
-
-    def announce(self) -> None:
-        """Say what happens now that a signal came; no handler prints, it may have interrupted a print."""
-        if self._first is not None and any(worker.poll() is None for worker in self.workers):
-            name = "Ctrl-C (SIGINT)" if self._first is signal.SIGINT else self._first.name
-            console.note(
-                f"{name}: the processes have {self._timeout} s to end; a second signal ends them at once"
-            )
-
-    def _end(self, number: int, _frame: FrameType | None) -> None:
-        now, came = time.monotonic(), signal.Signals(number)
-        if self._first is not None:
-            if {came, self._first} <= _URGENT and now - self._since > _ECHO_S:
-                kill_sessions(self.workers, self.orphans)
-            return
-        self._first, self._since = came, now
-        if self._failed():
-            # The others are being ended already, and what failed is still to be reported.
-            kill_sessions(self.workers, self.orphans)
-        elif not self._held:
-            self._raise()
-
-    def _failed(self) -> bool:
-        return any(worker.poll() not in {None, 0} for worker in self.workers)
-
-    def _raise(self) -> None:
-        assert self._first is not None
-        raise SignalException(f"signal {self._first.name}", self._first)
-
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if self._held:
-            self._waiting.append(number)
-            return
-        guard.send_signal((worker.pid for worker in self.workers if worker.poll() is None), number)
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -1,47 +1,45 @@
-"""Whether a run gets on: the heartbeats of its processes as a table, and what is said when none of them moves."""
+"""Stall detection: heartbeats of the ranks, the table of their progress, and their stacks."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_cli import console
-from accel_cli.runner import forkserver, worker
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runner import worker
+from accel_cli.runner.guard import send_signal
+from accel_cli.runner.run_dir import RankFolder, format_ranks, read_text
 from accel_runtime import env
 
 __all__ = ["Beat", "Stacks", "StallWatch", "format_stall", "request_stacks"]
 
 
 _NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
-_FRAMES = 8
-"""Frames of a stack that are shown, unless all are asked for."""
+_SHOWN_FRAMES = 8
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parent}/")
-"""What a frame has that is nobody's own code; where it is inside of that, the ranks still differ in theirs."""
+"""Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """How far a process is, as it wrote it down itself."""
+    """Heartbeat of a rank: its progress, as it writes it to its folder."""
 
     steps: int
     batches: int
-    inside: bool
-    """Whether it is in a collective now."""
-    news: float
-    """When it last got on, on the monotonic clock."""
-    place: str
-    """Its newest collective and the line; empty before the first."""
+    is_inside: bool
+    """True if the rank is in a collective now."""
+    time: float
+    """The time of the last progress, on the monotonic clock."""
+    collective: str
+    """The newest collective with the line of its call; empty before the first."""
 
     @classmethod
     def read(cls, folder: RankFolder) -> Beat | None:
-        """The beat of a process; None where it has made no Accelerator yet."""
+        """Read the heartbeat of a rank; return None before it creates an Accelerator."""
         try:
             data = folder.beat.read_bytes()
             numbers = dict(zip(env.BEAT_NUMBERS, _NUMBERS.unpack_from(data), strict=True))
@@ -50,94 +48,90 @@ class Beat:
         return cls(
             steps=numbers["steps"],
             batches=numbers["batches"],
-            inside=bool(numbers["inside"]),
-            news=numbers["news_ns"] / 1e9,
-            place=data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace"),
+            is_inside=bool(numbers["inside"]),
+            time=numbers["news_ns"] / 1e9,
+            collective=data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace"),
         )
 
     @property
-    def where(self) -> str:
-        """Where it is, as far as its collectives say."""
-        if not self.place:
+    def location(self) -> str:
+        """The location of the rank, relative to its newest collective."""
+        if not self.collective:
             return "no collective yet"
-        return f"in {self.place}" if self.inside else f"after {self.place}"
+        return f"in {self.collective}" if self.is_inside else f"after {self.collective}"
 
 
 class StallWatch:
-    """Looks whether any of some processes gets on, and says so once when none does for too long.
-
-    Args:
-        folders: Of the processes on this machine, by rank.
-        timeout: Seconds without progress on all of them.
-    """
+    """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds."""
 
     def __init__(self, folders: Mapping[int, RankFolder], timeout: float) -> None:
         self._folders, self._timeout = folders, timeout
-        self._started = self._next = time.monotonic()
-        self._told: float | None = None
+        self._started = self._next_check = time.monotonic()
+        self._stalled_since: float | None = None
 
-    def look(self) -> None:
-        """Look, if it is time to."""
+    def check(self) -> None:
+        """Check for progress, at most four times per timeout."""
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_check:
             return
-        self._next = now + min(1.0, self._timeout / 4)
+        self._next_check = now + min(1.0, self._timeout / 4)
         beats = {rank: Beat.read(folder) for rank, folder in self._folders.items()}
-        newest = max([self._started, *(beat.news for beat in beats.values() if beat)])
-        if self._told is not None and newest > self._told:
-            console.note(f"there is progress again, after {newest - self._told:.0f} s")
-            self._told = None
-        elif self._told is None and now - newest >= self._timeout:
-            self._told = newest
-            console.note(_stalled(self._folders, beats, now - newest))
+        newest = max([self._started, *(beat.time for beat in beats.values() if beat)])
+        if self._stalled_since is not None and newest > self._stalled_since:
+            console.note(f"progress resumed after {newest - self._stalled_since:.0f} s")
+            self._stalled_since = None
+        elif self._stalled_since is None and now - newest >= self._timeout:
+            self._stalled_since = newest
+            console.note(_format_report(self._folders, beats, now - newest))
 
 
 def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:
-    """Where processes are: a table of their heartbeats, and the stacks of all of them.
-
-    Args:
-        folders: Of the processes, by rank.
-        full: Show all threads, and frames of libraries too.
-    """
-    answers = request_stacks(folders)
+    """Format the heartbeats of ranks as a table, followed by their stacks; `full` includes all threads and libraries."""
+    stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
-    groups = _alike(answers, beats)
-    return "\n".join([*_table(beats), *(_shown(ranks, answers[ranks[0]], full=full) for ranks in groups)])
+    groups = _group_ranks(stacks, beats)
+    return "\n".join(
+        [*_format_table(beats), *(_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in groups)]
+    )
 
 
-def _stalled(folders: Mapping[int, RankFolder], beats: Mapping[int, Beat | None], seconds: float) -> str:
-    answers = request_stacks(folders)
-    groups = _alike(answers, beats)
-    most = max(groups, key=len)
-    odd = [ranks for ranks in groups if ranks is not most] if 2 * len(most) > len(beats) else groups
-    lines = [f"no process on this machine has made progress for {seconds:.0f} s"]
-    if not any(beats.values()):
-        lines[0] += " that can be seen: none has made an Accelerator"
-    lines += _table(beats)
-    lines += [_shown(ranks, answers[ranks[0]], full=False) for ranks in odd or groups]
-    if odd and odd != groups:
-        lines.append(f"  the others ({_named(most)}) wait alike; `accel stacks` shows them too")
+def _format_report(
+    folders: Mapping[int, RankFolder], beats: Mapping[int, Beat | None], seconds: float
+) -> str:
+    """Format a stall: if most ranks are at one location, with the stacks of the other ranks only."""
+    stacks = request_stacks(folders)
+    groups = _group_ranks(stacks, beats)
+    largest = max(groups, key=len)
+    has_majority = len(groups) > 1 and 2 * len(largest) > len(beats)
+    shown = [ranks for ranks in groups if ranks is not largest] if has_majority else groups
+    unseen = "" if any(beats.values()) else " (no rank has created an Accelerator, which records progress)"
+    lines = [f"no process on this machine has made progress for {seconds:.0f} s{unseen}"]
+    lines += _format_table(beats)
+    lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
+    if has_majority:
+        lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
     return "\n".join(lines)
 
 
-def _alike(answers: Mapping[int, Stacks], beats: Mapping[int, Beat | None]) -> list[list[int]]:
-    """The ranks in groups of those that are at the same place."""
+def _group_ranks(stacks: Mapping[int, Stacks], beats: Mapping[int, Beat | None]) -> list[list[int]]:
+    """Group the ranks that are at the same location."""
     groups: defaultdict[object, list[int]] = defaultdict(list)
-    for rank, answer in answers.items():
+    for rank, entry in stacks.items():
         beat = beats[rank]
-        groups[_own(answer.main), answer.problem, beat and (beat.steps, beat.where)].append(rank)
+        progress = beat and (beat.steps, beat.location)
+        groups[_get_user_frames(entry.main), entry.problem, progress].append(rank)
     return list(groups.values())
 
 
-def _table(beats: Mapping[int, Beat | None]) -> list[str]:
+def _format_table(beats: Mapping[int, Beat | None]) -> list[str]:
     now = time.monotonic()
-    rows = [("rank", "steps", "batches", "last news", "where")]
+    rows = [("rank", "steps", "batches", "last progress", "location")]
     for rank, beat in beats.items():
         if beat is None:
             rows.append((str(rank), "-", "-", "-", "no Accelerator yet"))
         else:
-            news = f"{now - beat.news:.0f} s ago"
-            rows.append((str(rank), str(beat.steps), str(beat.batches), news, beat.where))
+            age = f"{now - beat.time:.0f} s ago"
+            rows.append((str(rank), str(beat.steps), str(beat.batches), age, beat.location))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -145,38 +139,32 @@ def _table(beats: Mapping[int, Beat | None]) -> list[str]:
     ]
 
 
-def _shown(ranks: list[int], answer: Stacks, *, full: bool) -> str:
-    if answer.problem:
-        return f"  {_named(ranks)}: {answer.problem}"
-    title = f"{_named(ranks)}, innermost call first:"
-    if not full:
-        return _block(title, _own(answer.main)[:_FRAMES])
-    others = (_block("another thread:", frames) for frames in answer.others)
-    return "\n".join([_block(title, answer.main), *others])
+def _format_stacks(ranks: list[int], stacks: Stacks, *, full: bool) -> str:
+    if stacks.problem:
+        return f"  {format_ranks(ranks)}: {stacks.problem}"
+    frames = stacks.main if full else _get_user_frames(stacks.main)[:_SHOWN_FRAMES]
+    lines = [f"  {format_ranks(ranks)}, innermost call first:", *(f"    {frame}" for frame in frames)]
+    for thread in stacks.others if full else ():
+        lines += ["  another thread:", *(f"    {frame}" for frame in thread)]
+    return "\n".join(lines)
 
 
-def _own(frames: tuple[str, ...]) -> tuple[str, ...]:
-    """The frames of nobody's library; all of them where there is no other."""
-    own = tuple(frame for frame in frames if not any(mark in frame for mark in _LIBRARIES))
-    return own or frames
+def _get_user_frames(frames: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the frames of the user's code, or all frames of a stack without user code."""
+    user_frames = tuple(frame for frame in frames if not any(mark in frame for mark in _LIBRARIES))
+    return user_frames or frames
 
 
-def _block(title: str, frames: Iterable[str]) -> str:
-    return "\n".join([f"  {title}", *(f"    {frame}" for frame in frames)])
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-_PATIENCE_S = 3.0
-_QUIET_S = 0.2
-_START = Path(forkserver.__file__).with_name("forkserver_main.py")
-_REPLICAS = f'File "{Path(worker.__file__).with_name("xla_replicas.py")}"'
-_OURS = (f'File "{worker.__file__}"', f'File "{_START}"', 'File "<frozen runpy>"', _REPLICAS)
-_STATES = {
+_TIMEOUT_S = 3.0
+_IDLE_S, _LONG_IDLE_S = 0.2, 1.0
+"""Stop waiting if no file grows for this time: once all ranks have answered, and before."""
+_REPLICAS, *_ENTRY_POINTS = (
+    f'File "{Path(worker.__file__).with_name(name)}"'
+    for name in ("xla_replicas.py", "worker.py", "forkserver_main.py")
+)
+_PROCESS_STATES = {
     "T": "it is stopped",
-    "t": "a debugger holds it",
+    "t": "it is stopped by a debugger",
     "D": "it waits for a device",
     "Z": "it has ended",
 }
@@ -184,112 +172,95 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a process answered; each stack begins with the innermost call."""
+    """Stacks of a process; each begins with the innermost call."""
 
     main: tuple[str, ...] = ()
-    """The frames of the main thread."""
     others: tuple[tuple[str, ...], ...] = ()
-    """Those of the other threads of Python."""
     problem: str = ""
-    """Why there is no answer."""
+    """The reason, if there are no stacks."""
 
 
 def request_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
-    """Ask processes where they are, all at the same time; it takes the slowest of them some tenths of a second.
+    """Request the stacks of all ranks at the same time, and wait for them, up to three seconds.
 
-    Only a process that has said it would answer is asked: any other the signal would end.
+    Processes that do not handle the signal are left out, since it would end them.
     """
-    asked: dict[int, tuple[RankFolder, int]] = {}
-    answers: dict[int, Stacks] = {}
-    for rank, folder in folders.items():
-        begin = _size(folder.stacks)
-        if problem := _asked(folder):
-            answers[rank] = Stacks(problem=problem)
-        else:
-            asked[rank] = (folder, begin)
-    _settle([folder.stacks for folder, _ in asked.values()])
-    for rank, (folder, begin) in asked.items():
-        answers[rank] = _read(folder, begin) or Stacks(problem=f"it does not answer; {_state(folder)}")
-    return dict(sorted(answers.items()))
-
-
-def _asked(folder: RankFolder) -> str:
-    """Send the signal, or say why not."""
-    try:
-        pid = int(folder.pid.read_text())
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (OSError, ValueError):
-        return (
-            "it is not running"
-            if Path("/proc/self/status").exists()
-            else "it cannot be asked: there is no /proc"
+    offsets = {rank: _get_size(folder.stacks) for rank, folder in folders.items()}
+    problems = {rank: _send_request(folder) for rank, folder in folders.items()}
+    _wait_for_stacks([folder.stacks for rank, folder in folders.items() if not problems[rank]])
+    stacks = {}
+    for rank, folder in sorted(folders.items()):
+        answer = None if problems[rank] else _read_stacks(folder, offsets[rank])
+        state = _PROCESS_STATES.get(
+            _read_status(folder).get("State", "Z")[0], "it is ending, or busy in C code"
         )
-    # A handler is lost where the process becomes another program: the kernel knows, a file would not.
-    caught = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), 16)
-    if not caught >> (worker.ASKED - 1) & 1:
-        return "it cannot be asked: it is starting or ending, or it is no Python of accel's"
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, worker.ASKED)
+        stacks[rank] = answer or Stacks(problem=problems[rank] or f"no answer: {state}")
+    return stacks
+
+
+def _send_request(folder: RankFolder) -> str:
+    """Send the signal, or return the reason why it cannot be sent."""
+    status = _read_status(folder)
+    if not status:
+        has_proc = Path("/proc/self/status").exists()
+        return "not running" if has_proc else "stacks are not available: there is no /proc"
+    # Ask the kernel: the handler is lost if the process executes another program.
+    if not int(status["SigCgt"], 16) >> (worker.STACK_SIGNAL - 1) & 1:
+        return (
+            "stacks are not available: the process is starting or ending, or is not a Python process of accel"
+        )
+    send_signal([int(status["Pid"])], worker.STACK_SIGNAL)
     return ""
 
 
-def _settle(files: list[Path]) -> None:
-    """Wait until all files have grown and stay as they are, or for as long as one waits."""
-    begin = sizes = [_size(file) for file in files]
-    now = quiet = time.monotonic()
-    deadline = now + _PATIENCE_S
+def _read_status(folder: RankFolder) -> dict[str, str]:
+    """Read `/proc/PID/status` of a rank; return an empty dictionary if it has ended."""
+    lines = read_text(Path("/proc", read_text(folder.pid) or "0", "status")).splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _wait_for_stacks(files: list[Path]) -> None:
+    """Wait until all files have grown and do not change any more, or until the timeout."""
+    initial = sizes = [_get_size(file) for file in files]
+    now = last_change = time.monotonic()
+    deadline = now + _TIMEOUT_S
     while files and now < deadline:
         time.sleep(0.05)
-        now, before, sizes = time.monotonic(), sizes, [_size(file) for file in files]
-        if sizes != before:
-            quiet = now
-        grown = all(size > old for size, old in zip(sizes, begin, strict=True))
-        if now - quiet > (_QUIET_S if grown else 1.0):
+        now, previous, sizes = time.monotonic(), sizes, [_get_size(file) for file in files]
+        if sizes != previous:
+            last_change = now
+        is_complete = all(size > start for size, start in zip(sizes, initial, strict=True))
+        if now - last_change > (_IDLE_S if is_complete else _LONG_IDLE_S):
             return
 
 
-def _size(file: Path) -> int:
+def _get_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
         return 0
 
 
-def _read(folder: RankFolder, begin: int) -> Stacks | None:
-    """What faulthandler added to a file: a block for each thread, the main one last."""
-    with folder.stacks.open("rb") as opened:
-        opened.seek(begin)
-        text = opened.read().decode(errors="replace")
+def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
+    """Read the stacks that faulthandler wrote: a block for each thread, the main one last; None without any."""
+    with folder.stacks.open("rb") as file:
+        file.seek(offset)
+        text = file.read().decode(errors="replace")
     blocks = [block for block in text.split("\n\n") if block.strip()]
     if not blocks:
         return None
-    main = _main(blocks, folder)
-    return Stacks(_frames(main), tuple(_frames(block) for block in blocks if block is not main))
+    main = blocks[-1]
+    if folder.thread.exists():  # the thread of a replica runs its script
+        thread = folder.thread.read_text()
+        main = next((block for block in blocks[::-1] if thread in block.lstrip().partition("\n")[0]), main)
+    return Stacks(_parse_frames(main), tuple(_parse_frames(block) for block in blocks if block is not main))
 
 
-def _main(blocks: list[str], folder: RankFolder) -> str:
-    """The thread that runs the script: not the main one, where a replica is a thread."""
-    if not folder.thread.exists():
-        return blocks[-1]
-    name = folder.thread.read_text()
-    return next(
-        (block for block in reversed(blocks) if name in block.lstrip().partition("\n")[0]), blocks[-1]
-    )
-
-
-def _frames(block: str) -> tuple[str, ...]:
-    """The frames of a thread, without those that lead to the script: of accel, and of what started a replica."""
+def _parse_frames(block: str) -> tuple[str, ...]:
+    """Parse the frames of a thread, without those of accel that lead to the script."""
     frames = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
-    started = [index for index, frame in enumerate(frames) if frame.startswith(_REPLICAS)]
-    frames = frames[: started[-1]] if started else frames
-    while frames and frames[-1].startswith(_OURS):
+    replica_frames = [index for index, frame in enumerate(frames) if frame.startswith(_REPLICAS)]
+    frames = frames[: replica_frames[-1]] if replica_frames else frames
+    while frames and frames[-1].startswith((*_ENTRY_POINTS, _REPLICAS, 'File "<frozen runpy>"')):
         frames.pop()
     return tuple(frames)
-
-
-def _state(folder: RankFolder) -> str:
-    try:
-        stat = Path(f"/proc/{folder.pid.read_text()}/stat").read_text()
-    except OSError:
-        return "it has ended"
-    return _STATES.get(stat[stat.rindex(")") + 2], "it is ending, or busy outside of Python")

@@ -1,16 +1,16 @@
-"""What a started process runs: the user's script as `python` itself would, with its failure recorded.
+"""Entry point of a rank: run the user's script as `python` itself would, and record its failure.
 
-Run by path, so that only the standard library is imported from here and the script's own folder can take
-the first place of `sys.path` at once. Usage: `worker.py script|module|program TARGET [ARGS]...`
+Run by path, so that it imports the standard library only and the script's own folder can be the first entry of
+`sys.path` at once. Usage: `worker.py script|module|program TARGET [ARGS]...`
 """
 
-# ruff: noqa: E402 - what Python itself has loaded is to be known first
+# ruff: noqa: E402 - the modules that Python itself has imported must be known first
 from __future__ import annotations
 
 import sys
 
-AT_START = frozenset(sys.modules)
-"""The modules that Python has loaded before a script begins."""
+PYTHON_MODULES = frozenset(sys.modules)
+"""The modules that Python itself has imported before a script begins."""
 # isort: split
 import builtins
 import contextlib
@@ -24,96 +24,80 @@ import stat
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from importlib.machinery import ModuleSpec, SourceFileLoader, SourcelessFileLoader, all_suffixes
-from importlib.util import find_spec
-from io import BytesIO, TextIOWrapper
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader, all_suffixes
+from io import TextIOWrapper
 from pathlib import Path
-from pkgutil import get_importer, read_code
+from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 __all__ = [
-    "ASKED",
-    "AT_START",
-    "STACKS",
-    "Hook",
-    "answer_for_stacks",
-    "code_of",
-    "connect",
+    "PYTHON_MODULES",
+    "REPLICA_COUNT_FILE",
+    "STACKS_FILE",
+    "STACK_SIGNAL",
+    "THREAD_FILE",
+    "ExceptHook",
+    "connect_output",
     "execute",
     "find_shadowed",
+    "get_import_folder",
     "ignore_full_disk",
     "is_application",
     "main",
-    "opened",
-    "prepare",
-    "quiet",
-    "record",
-    "run",
-    "said",
+    "open_output",
+    "prepare_script",
+    "print_exception",
+    "record_failure",
+    "register_stack_signal",
+    "run_script",
+    "set_main",
+    "write_record",
 ]
 
-ASKED = getattr(signal, "SIGRTMIN", 0) + 8
-"""The signal at which a process writes down its stacks: none that scripts, torch or a scheduler use."""
-STACKS = "stacks"
-"""The file in the rank's folder to which it does."""
+STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 8
+"""The signal at which a process writes its stacks; scripts, torch and schedulers do not use it."""
+STACKS_FILE = "stacks"
+"""The file in the rank's folder to which the stacks are written."""
+THREAD_FILE = "thread"
+"""The file with the id of the thread that runs a replica, as faulthandler prints it."""
+REPLICA_COUNT_FILE = "replicas"
+"""The file with which a replica reports that it has started; it contains the number of replicas."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
-"""The errors of a disk that takes no more of a log."""
-_LAUNCHERS_SCREEN = "/proc/{}/fd/2"
+_LAUNCHER_STDERR = "/proc/{}/fd/2"
 _REPLICAS = str(Path(__file__).with_name("xla_replicas.py"))
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
-"""Whether Python was told (`PYTHONSAFEPATH`, from 3.11) to put no script's folder in `sys.path`."""
+"""Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, a module or a program; all that a started process does, however it was started.
-
-    Args:
-        arguments: `script`, `module` or `program`, its path or name, and its own arguments.
-    """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    folder = os.path.dirname(file) if file else None  # noqa: PTH120 - a text, as `connect` takes it
+    """Run `script`, `module` or `program` TARGET with its arguments, after exec or after a fork."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    folder = os.path.dirname(error_file) if error_file else None  # noqa: PTH120 - `connect_output` takes text
     if folder:
-        connect(folder)
+        connect_output(folder)
     kind, *sys.argv = arguments
     if kind == "program":
-        _become(sys.argv)
+        _exec_program(sys.argv)
     if folder:
-        answer_for_stacks(folder)
-    prepare(kind)
-    run(lambda: execute(kind, sys.argv[0]), Path(file) if file else None)
+        register_stack_signal(folder)
+    prepare_script(kind)
+    run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
 
 
-def prepare(kind: str, *, here: bool = False) -> None:
-    """Have this process look as `python` itself would have left it to the script in `sys.argv`.
+def connect_output(folder: str) -> None:
+    """Redirect stdout and stderr to the files in the rank's folder, and write the stack of a crash to another one.
 
-    Args:
-        kind: `script` or `module`.
-        here: Whether the folder of the script is in `sys.path` already.
-    """
-    # For a script that starts itself again.
-    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
-    if not here:
-        folder = _folder_of(kind, sys.argv[0])
-        _first_in_path(folder)
-        _forget(find_shadowed(folder, AT_START))
-    _buffer(sys.stdout, lines=True)
-    _buffer(sys.stderr, lines=True)
-
-
-def connect(folder: str) -> None:
-    """Send what this process writes where its rank's folder says, and the stack of a crash into a file there.
-
-    The launcher leaves `stdout` and `stderr` in the folder: its own pseudo-terminal or pipe where the rank is
-    shown, the log where it is not. Where one cannot be opened, the launcher's own screen stays.
+    The launcher creates `stdout` and `stderr` there: its pseudo-terminal or pipe if the rank is shown, else the log. If
+    one cannot be opened, the launcher's own stream stays.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
-            found = opened(folder, name)
+            fd = open_output(folder, name)
         except OSError:
             continue
-        os.dup2(found, number)
-        os.close(found)
+        os.dup2(fd, number)
+        os.close(fd)
         if stat.S_ISREG(os.fstat(number).st_mode):
             ignore_full_disk(getattr(sys, name), f"{folder}/{name}")
     if not faulthandler.is_enabled():
@@ -121,26 +105,16 @@ def connect(folder: str) -> None:
             faulthandler.enable(open(f"{folder}/fault.log", "wb"))  # noqa: SIM115, PTH123 - open until the end
 
 
-def opened(folder: str, name: str) -> int:
-    """A file descriptor for what the launcher left under that name.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
-    # A terminal opened here must not become the one that controls this process, and a pipe whose
-    # reader has died must not keep it waiting.
-    found = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
-    os.set_blocking(found, True)
-    return found
+def open_output(folder: str, name: str) -> int:
+    """Open a file that the launcher created for output, and return its descriptor."""
+    # O_NOCTTY: the terminal must not become the controlling one. O_NONBLOCK: a pipe without a reader must not block.
+    fd = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    return fd
 
 
 def ignore_full_disk(stream: Any, link: str) -> None:
-    """Have a stream that writes to a log drop what its disk does not take: a print must not end a training.
-
-    Args:
-        stream: Such as `sys.stdout`.
-        link: The name under which the log was opened; it is removed as a sign for the launcher.
-    """
+    """Drop output to a log on a full disk, since a print must not end a training, and unlink the log for the launcher."""
     raw = getattr(stream.buffer, "raw", stream.buffer)
     write = raw.write
 
@@ -151,25 +125,25 @@ def ignore_full_disk(stream: Any, link: str) -> None:
             if error.errno not in _DISK_ERRORS:
                 raise
             with contextlib.suppress(OSError):
-                os.unlink(link)  # noqa: PTH108 - a text, as `connect` takes it
+                os.unlink(link)  # noqa: PTH108 - a text, as `connect_output` takes it
             return memoryview(data).nbytes
 
     raw.write = write_or_drop
 
 
-def answer_for_stacks(folder: str) -> None:
-    """Let `accel stacks` see where this process is, also while it is blocked outside of Python."""
+def register_stack_signal(folder: str) -> None:
+    """Write the stacks of all threads at `STACK_SIGNAL`, also while this process is blocked in C code."""
     if hasattr(signal, "SIGRTMIN"):
         with contextlib.suppress(OSError):
-            # faulthandler keeps the file for as long as the process lives.
-            file = open(f"{folder}/{STACKS}", "ab", buffering=0)  # noqa: SIM115, PTH123
-            faulthandler.register(ASKED, file=file, all_threads=True)
+            # faulthandler keeps the file open as long as the process lives.
+            file = open(f"{folder}/{STACKS_FILE}", "ab", buffering=0)  # noqa: SIM115, PTH123
+            faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
-def _become(argv: list[str]) -> None:
-    """Run a program in the place of this process."""
+def _exec_program(argv: list[str]) -> None:
+    """Replace this process by a program."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        # Python ignores them, and what is ignored stays so in the program.
+        # Python ignores them, and the program would inherit that.
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(argv[0], argv)
@@ -177,223 +151,190 @@ def _become(argv: list[str]) -> None:
         sys.exit(f"{argv[0]} cannot be executed: {error.strerror}")
 
 
-def run(body: Callable[[], None], file: Path | None, **more: Any) -> None:
-    """Run the script; with a `file`, a failure is left there and said by the launcher alone.
-
-    Args:
-        body: What runs it.
-        file: Where a failure goes.
-        more: What is said of this process beside the failure.
-    """
-    hook = quiet() if file else Hook(quiet=False)
-    try:
-        body()
-    except SystemExit as error:
-        if file and error.code not in {None, 0}:
-            record(error, file, **more)
-            sys.exit(error.code if isinstance(error.code, int) else 1)
-        raise
-    except KeyboardInterrupt:
-        hook.ending = True
-        raise
-    except BaseException as error:  # noqa: BLE001 - whatever the script raises is its failure
-        error.__traceback__ = _own_frames(error)
-        if file:
-            record(error, file, **more)
-        hook.ending = True
-        said(error)
-        sys.exit(1)
+def prepare_script(kind: str, *, in_path: bool = False) -> None:
+    """Set up `sys.path`, `sys.modules` and the streams as `python` does for the script in `sys.argv`."""
+    # For a script that restarts itself.
+    sys.orig_argv = [sys.executable, *(["-m"] if kind == "module" else []), *sys.argv]
+    if not in_path:
+        folder = get_import_folder(kind, sys.argv[0])
+        if not _SAFE_PATH:
+            sys.path.insert(0, str(folder))
+        # The script imports its own modules of these names; modules that imported the others keep them.
+        shadowed = find_shadowed(folder, PYTHON_MODULES)
+        for name in [name for name in sys.modules if name.partition(".")[0] in shadowed]:
+            del sys.modules[name]
+    _set_line_buffering(sys.stdout, enabled=True)
+    _set_line_buffering(sys.stderr, enabled=True)
 
 
-def quiet() -> Hook:
-    """A hook in place that leaves what ends the script to the launcher to say."""
-    sys.excepthook = hook = Hook(quiet=True)
-    return hook
-
-
-class Hook:
-    """Python's own `sys.excepthook`, but silent about the exception that ends the script if that is told elsewhere.
-
-    A hook of the user's takes its place, and may call it.
-    """
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self.ending = False
-
-    def __call__(  # noqa: D102 - as `sys.excepthook`
-        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
-    ) -> None:
-        if not (self.ending and self._quiet):
-            sys.__excepthook__(kind, error, frames)
-
-
-def said(error: BaseException) -> None:
-    """Have the hook say it, in one write."""
-    _buffer(sys.stderr, lines=False)
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # noqa: BLE001 - a hook of the user's that fails does not hide what it was called for
-        traceback.print_exc()
-    if sys.stderr:
-        sys.stderr.flush()
-    _buffer(sys.stderr, lines=True)
-
-
-def _buffer(stream: object, *, lines: bool) -> None:
-    """Write whole lines, or only when flushed: what ranks print together, a traceback too, is not torn."""
-    if isinstance(stream, TextIOWrapper):
-        stream.reconfigure(line_buffering=lines, write_through=False)
-
-
-def execute(kind: str, target: str) -> None:
-    """`python path` or `python -m name`, in a fresh `__main__` that stays until the process ends."""
-    code, module = code_of(kind, target)
-    if kind == "module":
-        sys.argv[0] = str(module.__file__)
-    sys.modules["__main__"] = module
-    exec(code, vars(module))  # noqa: S102 - it is the user's script
-
-
-def code_of(kind: str, target: str) -> tuple[CodeType, ModuleType]:
-    """The code of a script or module, and a fresh `__main__` in which to execute it.
-
-    Raises:
-        ImportError: The module is not there, or cannot be executed.
-        RuntimeError: The code is of another version of Python.
-    """
-    module = ModuleType("__main__")
-    vars(module).update(__builtins__=builtins)
-    if sys.version_info < (3, 14):
-        vars(module).update(__annotations__={})
-    if kind == "module" or is_application(target):
-        spec = _spec(target) if kind == "module" else _main_of(target)
-        code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
-        vars(module).update(
-            __file__=spec.origin,
-            __spec__=spec,
-            __package__=spec.parent,
-            __cached__=spec.cached,
-            __loader__=spec.loader,
-        )
-        return code, module
-    file = str(Path(target).absolute())
-    compiled = file.endswith(".pyc")
-    loader = SourcelessFileLoader("__main__", file) if compiled else SourceFileLoader("__main__", file)
-    vars(module).update(__file__=file, __loader__=loader, __cached__=None)
-    data = loader.get_data(file)
-    code = read_code(BytesIO(data))
-    if compiled and code is None:
-        raise RuntimeError(f"Bad magic number in {file}: it is compiled by another version of Python")
-    return code or compile(data, file, "exec"), module
-
-
-def _main_of(target: str) -> ModuleSpec:
-    """What `python` runs of a zip file or folder."""
-    importer: Any = get_importer(os.path.abspath(target))  # noqa: PTH100 - as above
-    spec: ModuleSpec | None = importer.find_spec("__main__")
-    if spec is None:
-        raise ImportError(f"can't find '__main__' module in {target!r}", name="__main__")
-    return spec
-
-
-def _spec(name: str) -> ModuleSpec:
-    """What `python -m name` runs: of a package its `__main__`."""
-    spec = find_spec(name)
-    if spec and spec.submodule_search_locations is not None:
-        spec = find_spec(f"{name}.__main__")
-    if spec is None or not hasattr(spec.loader, "get_code"):
-        raise ImportError(f"no code for module {name!r}", name=name)
-    return spec
-
-
-def is_application(target: str) -> bool:
-    """Return True for a zip file or a folder that Python runs by its `__main__`."""
-    return get_importer(os.path.abspath(target)) is not None  # noqa: PTH100 - as Python itself, without links resolved
-
-
-def _folder_of(kind: str, target: str) -> Path:
-    """Return what comes first in `sys.path`."""
+def get_import_folder(kind: str, target: str) -> Path:
+    """Return the first entry of `sys.path`, as `python` sets it: the folder of the script, or a zip file itself."""
     if kind == "module":
         return Path.cwd()
     return Path(target).absolute() if is_application(target) else Path(target).resolve().parent
 
 
-def _first_in_path(folder: Path) -> None:
-    if not _SAFE_PATH:
-        sys.path.insert(0, str(folder))
-
-
-def find_shadowed(folder: Path, at_start: Collection[str]) -> list[str]:
-    """Find the modules of a script's folder whose names are loaded already, though not by Python itself.
-
-    Args:
-        folder: What comes first in `sys.path`.
-        at_start: The modules that Python itself has loaded.
-    """
+def find_shadowed(folder: Path, python_modules: Collection[str]) -> list[str]:
+    """Find modules of a script's folder whose names are imported already, but not by Python itself."""
     if _SAFE_PATH or not folder.is_dir():
         return []
-    loaded = {name.partition(".")[0] for name in sys.modules.keys() - at_start} - {"__main__", "accel_cli"}
+    loaded = {name.partition(".")[0] for name in sys.modules.keys() - python_modules}
     suffixes = tuple(all_suffixes())
     with os.scandir(folder) as entries:
-        own = {
+        names = {
             entry.name.partition(".")[0]
             for entry in entries
             if entry.name.endswith(suffixes) or os.path.exists(f"{entry.path}/__init__.py")  # noqa: PTH110
         }
-    return sorted(name for name in own & loaded if name in sys.modules and _has_file(name))
+    specs = {
+        name: getattr(sys.modules.get(name), "__spec__", None)
+        for name in names & loaded - {"__main__", "accel_cli"}
+    }
+    builtin = {None, "built-in", "frozen"}
+    return sorted(name for name, spec in specs.items() if spec and spec.origin not in builtin)
 
 
-def _has_file(name: str) -> bool:
-    spec = getattr(sys.modules[name], "__spec__", None)
-    return spec is not None and spec.origin not in {None, "built-in", "frozen"}
+def run_script(body: Callable[[], None], error_file: Path | None, **details: Any) -> None:
+    """Run the script; with an error file, its failure and `details` are recorded there and printed by the launcher only."""
+    hook = ExceptHook()
+    if error_file:
+        sys.excepthook = hook
+    try:
+        body()
+    except SystemExit as error:
+        if error_file and error.code not in {None, 0}:
+            record_failure(error, error_file, **details)
+            sys.exit(error.code if isinstance(error.code, int) else 1)
+        raise
+    except KeyboardInterrupt:
+        hook.is_ending = True
+        raise
+    except BaseException as error:  # noqa: BLE001 - any exception is a failure of the script
+        error.__traceback__ = _strip_frames(error)
+        if error_file:
+            record_failure(error, error_file, **details)
+        hook.is_ending = True
+        print_exception(error)
+        sys.exit(1)
 
 
-def _forget(names: list[str]) -> None:
-    """Have the script import its own modules of these names; what has loaded the others keeps them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        del sys.modules[name]
+class ExceptHook:
+    """`sys.excepthook` that does not print the exception that ends the script, since the launcher prints it."""
+
+    is_ending = False
+
+    def __call__(  # noqa: D102 - as `sys.excepthook`
+        self, kind: type[BaseException], error: BaseException, frames: TracebackType | None
+    ) -> None:
+        if not self.is_ending:
+            sys.__excepthook__(kind, error, frames)
 
 
-def _own_frames(error: BaseException) -> TracebackType | None:
-    """The traceback without the frames of accel and of Python itself that lead to the script."""
+def print_exception(error: BaseException) -> None:
+    """Print an exception through `sys.excepthook`, in one write."""
+    _set_line_buffering(sys.stderr, enabled=False)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:  # noqa: BLE001 - a hook of the script that fails must not hide the exception
+        traceback.print_exc()
+    if sys.stderr:
+        sys.stderr.flush()
+    _set_line_buffering(sys.stderr, enabled=True)
+
+
+def _set_line_buffering(stream: object, *, enabled: bool) -> None:
+    """Write at the end of each line, or only at a flush, so that the output of several ranks is not mixed."""
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(line_buffering=enabled, write_through=False)
+
+
+def set_main(module: ModuleType) -> None:
+    """Set the `__main__` module of this process."""
+    sys.modules["__main__"] = module
+
+
+def execute(kind: str, target: str, set_main: Callable[[ModuleType], None] = set_main) -> None:
+    """Run `python path` or `python -m name` in a new `__main__` that stays until the process ends."""
+    code, module = _load_main(kind, target)
+    if kind == "module":
+        sys.argv[0] = str(module.__file__)
+    set_main(module)
+    exec(code, vars(module))  # noqa: S102 - the user's script
+
+
+def _load_main(kind: str, target: str) -> tuple[CodeType, ModuleType]:
+    """Load the code of a script or module, and create the `__main__` in which to execute it."""
+    module = ModuleType("__main__")
+    vars(module).update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        vars(module).update(__annotations__={})
+    if kind == "module":
+        _, spec, code = runpy._get_module_details(target)  # type: ignore[attr-defined]  # noqa: SLF001 - as `python -m`
+    elif is_application(target):
+        importer: Any = get_importer(os.path.abspath(target))  # noqa: PTH100 - as in `is_application`
+        spec = importer.find_spec("__main__")
+        code = spec.loader.get_code("__main__")
+    else:
+        file = str(Path(target).absolute())
+        loader: Any = (SourcelessFileLoader if file.endswith(".pyc") else SourceFileLoader)("__main__", file)
+        vars(module).update(__file__=file, __loader__=loader, __cached__=None)
+        if file.endswith(".pyc"):
+            return loader.get_code("__main__"), module
+        return compile(loader.get_data(file), file, "exec"), module
+    vars(module).update(
+        __file__=spec.origin,
+        __spec__=spec,
+        __package__=spec.parent,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+    )
+    return code, module
+
+
+def is_application(target: str) -> bool:
+    """Return True for a zip file that Python runs by its `__main__`."""
+    return get_importer(os.path.abspath(target)) is not None  # noqa: PTH100 - as Python itself, links not resolved
+
+
+def record_failure(error: BaseException, error_file: Path, **details: Any) -> None:
+    """Write a failure in the format of torch's elastic agent, with more fields under `accel`."""
+    error.__traceback__ = _strip_frames(error)
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    details["chain"] = [_describe_exception(link) for link in _get_chain(error)]
+    if isinstance(error, SystemExit):
+        details["exit"] = error.code if isinstance(error.code, int) else str(error.code)
+    try:
+        write_record(error_file, "".join(lines), details)
+    except OSError:
+        # A full disk must not hide the exception, and the log may be on it.
+        try:
+            with open(_LAUNCHER_STDERR.format(os.getppid()), "a", encoding="utf-8") as screen:  # noqa: PTH123
+                screen.writelines(lines)
+        except OSError:
+            sys.stderr.writelines(lines)
+
+
+def write_record(error_file: Path, text: str, fields: dict[str, Any]) -> None:
+    """Write a record atomically, since torch's agent fails on a partial file."""
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    message = {"message": text.strip().rpartition("\n")[2], "extraInfo": extra}
+    new = error_file.with_suffix(".new")
+    new.write_text(json.dumps({"message": message, "accel": {"time": now, **fields}}), encoding="utf-8")
+    new.replace(error_file)
+
+
+def _strip_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback without the frames of accel and Python that lead to the script."""
     frames = error.__traceback__
-    ours = {__file__, _REPLICAS, "<frozen runpy>", runpy.__file__}
-    while frames and frames.tb_frame.f_code.co_filename in ours:
+    files = {__file__, _REPLICAS, "<frozen runpy>", runpy.__file__}
+    while frames and frames.tb_frame.f_code.co_filename in files:
         frames = frames.tb_next
     return frames
 
 
-def record(error: BaseException, file: Path, **more: Any) -> None:
-    """Leave the failure where torch's elastic agent looks for it, in its own format, with more beside it."""
-    now = time.time()
-    error.__traceback__ = _own_frames(error)
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
-    extra = {"py_callstack": "".join(lines), "timestamp": str(int(now))}
-    ours: dict[str, Any] = {"time": now, "raised": [_told(link) for link in _chain(error)], **more}
-    if isinstance(error, SystemExit):
-        ours["exit"] = error.code if isinstance(error.code, int) else f"{error.code}"
-    told = {"message": {"message": lines[-1].strip(), "extraInfo": extra}, "accel": ours}
-    try:
-        # Whole or not at all: torch's agent fails on half a file.
-        fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps(told), encoding="utf-8")
-        fresh.replace(file)
-    except OSError:  # a full disk must not hide what was raised
-        _print_on_launcher("".join(lines))
-
-
-def _print_on_launcher(text: str) -> None:
-    """Write to the launcher's own screen, past a log that takes no more; where that cannot be opened, to stderr."""
-    try:
-        with open(_LAUNCHERS_SCREEN.format(os.getppid()), "a", encoding="utf-8") as screen:  # noqa: PTH123
-            screen.write(text)
-    except OSError:
-        sys.stderr.write(text)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and what it came from, as far as a traceback would show it."""
+def _get_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and its causes, as far as a traceback would show them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -402,17 +343,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _describe_exception(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "kind": f"{type(error).__module__}.{type(error).__qualname__}",
-        "said": "".join(traceback.format_exception_only(type(error), error)),
+        "text": "".join(traceback.format_exception_only(type(error), error)),
         "frames": [(frame.filename, frame.lineno, frame.name, frame.line) for frame in frames],
     }
 
 
 if __name__ == "__main__":
     if not _SAFE_PATH:
-        # This file's own folder.
+        # Remove this file's own folder.
         del sys.path[0]
     main(sys.argv[1:])

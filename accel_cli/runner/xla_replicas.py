@@ -1,8 +1,8 @@
-"""What the elastic agent starts on each machine with `launcher.kind: xla`: the user's script on every replica.
+"""Run the user's script on every replica of torch_xla on this node, with `launcher.kind: xla`.
 
-Run by path: `xla_replicas.py all|1|spmd FUNCTION script|module TARGET [ARGS]...`; FUNCTION is empty, or the function of the
-script that is called. The one file of the command line that loads torch_xla, which starts the replicas: as processes, as
-threads of one process (its CPU device, TPU v2 and v3), or both.
+Run by path, once on each node: `xla_replicas.py all|1|spmd FUNCTION script|module TARGET [ARGS]...`; FUNCTION is empty, or
+the function of the script to call. torch_xla starts the replicas as processes, as threads of one process (its CPU device,
+TPU v2 and v3), or both. No other file of the command line imports torch_xla.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # This file's own folder.
+    # Remove this file's own folder.
     del sys.path[0]
 
 import json
@@ -33,454 +34,450 @@ from types import FrameType, ModuleType
 from typing import Any, TextIO
 
 from accel_cli.runner import worker
-from accel_cli.runner.forkserver_process import SIGNALS
-from accel_cli.runner.replica_folder import ReplicaFolder, died
+from accel_cli.runner.guard import HANDLED_SIGNALS, send_signal
+from accel_cli.runner.run_dir import RankFolder
 from accel_runtime.env import RANK_FOLDER
 
-__all__ = ["ReplicaProcesses", "ReplicaSignalHandlers", "ReplicaThreads", "main"]
+__all__ = ["ReplicaFolder", "ReplicaProcesses", "ReplicaSignalHandlers", "ReplicaThreads", "main"]
 
 
-_OF_THE_HOST = (
+_AGENT_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
-"""What the agent says of its processes, which are machines here: torch_xla and scripts would take it for replicas."""
+"""Variables that the agent sets for this node; torch_xla and scripts would take them for those of a replica."""
+_ROUTE_TIMEOUT_S = 30.0
+_ROUTE_POLL_S = 0.02
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script or a module on the devices of this machine.
-
-    Args:
-        arguments: Which devices, the function to call, `script` or `module`, its path or name, its own arguments.
-    """
+    """Run a script or a module on the devices of this node."""
     devices, function, kind, *sys.argv = arguments
-    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    machine, machines = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for name in _OF_THE_HOST:
+    error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    node_rank, num_nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for name in _AGENT_VARIABLES:
         os.environ.pop(name, None)
-    worker.connect(str(file.parent))
-    worker.prepare(kind)
-    work = _Work(kind, sys.argv[0], function, file)
+    worker.connect_output(str(error_file.parent))
+    worker.prepare_script(kind)
+    task = _Task(kind, sys.argv[0], function, error_file)
     if devices == "spmd":
-        # Nothing may touch a device before the runtime has said that they are one.
-        work.alone(machine, machines)
+        # No device may be used before the runtime has configured SPMD.
+        task.run_alone(node_rank, num_nodes)
         return
     try:
-        _launch(work, one=devices == "1")
-    except Exception as error:  # noqa: BLE001 - before any replica ran: no device, or one that another process has
-        worker.record(error, file)
+        _launch(task, single=devices == "1")
+    except Exception as error:  # noqa: BLE001 - no replica ran: no device, or one in use by another process
+        worker.record_failure(error, error_file)
         sys.exit(1)
 
 
-def _launch(work: _Work, *, one: bool) -> None:
-    import torch_xla  # noqa: PLC0415 - it costs seconds, and is not there for everybody
+def _launch(task: _Task, *, single: bool) -> None:
+    import torch_xla  # noqa: PLC0415 - takes seconds, and is optional
 
-    if one:
-        torch_xla.launch(lambda _: work.alone(0, 1), debug_single_process=True)
+    if single:
+        torch_xla.launch(lambda _: task.run_alone(0, 1), debug_single_process=True)
         return
-    pool = ReplicaProcesses(work.file)
-    pool.watch()
+    processes = ReplicaProcesses(task.error_file)
+    processes.watch()
     try:
-        torch_xla.launch(_Sent(work), start_method="spawn")
+        torch_xla.launch(_PickledTask(task), start_method="spawn")
     except BrokenProcessPool:
-        pool.settle()
+        processes.wait_for_failure()
         raise RuntimeError("a replica ended its process by itself, as with os._exit(0)") from None
 
 
+class ReplicaFolder(RankFolder):
+    """Folder of one replica, in which it registers with the launcher and records its failure.
+
+    Args:
+        node_error_file: The file in which the launcher looks for the failure of this node.
+        rank: The rank of the replica.
+        num_replicas: The number of replicas on all nodes.
+    """
+
+    def __init__(self, node_error_file: Path, rank: int, num_replicas: int) -> None:
+        super().__init__(node_error_file.parent.parent / f"rank_{rank}")
+        self._node_error_file = node_error_file
+        self.details = {"rank": rank, "replicas": num_replicas, "pid": os.getpid()}
+        """Fields of this replica, recorded with its failure."""
+
+    def register(self, thread: int | None) -> None:
+        """Register the replica, and wait until the launcher has created its output files."""
+        self.path.mkdir(exist_ok=True)
+        self.pid.write_text(str(os.getpid()))
+        if thread is not None:
+            self.thread.write_text(f"0x{thread:016x}")
+        new = self.path / f"{worker.REPLICA_COUNT_FILE}.new"
+        new.write_text(str(self.details["replicas"]))
+        new.replace(self.path / worker.REPLICA_COUNT_FILE)
+        deadline = time.monotonic() + _ROUTE_TIMEOUT_S
+        # The launcher creates stderr last.
+        while not os.path.lexists(self.path / "stderr") and time.monotonic() < deadline:
+            time.sleep(_ROUTE_POLL_S)
+
+    def use(self) -> None:
+        """Make this folder that of the process: for its output, its stacks and its heartbeat."""
+        worker.connect_output(str(self.path))
+        worker.register_stack_signal(str(self.path))
+        os.environ[RANK_FOLDER] = str(self.path)
+
+    def publish_failure(self) -> None:
+        """Make the failure of this replica that of the node, unless another replica failed before."""
+        with suppress(OSError):
+            os.link(self.error, self._node_error_file)
+
+    def record_failure(self, error: BaseException) -> int:
+        """Record an exception of the script, and return its exit code."""
+        worker.record_failure(error, self.error, **self.details)
+        self.publish_failure()
+        code = error.code if isinstance(error, SystemExit) else 1
+        return code if isinstance(code, int) else 1
+
+
 @dataclass(frozen=True)
-class _Work:
-    """What every replica does."""
+class _Task:
+    """The script that every replica runs."""
 
     kind: str
     target: str
     function: str
-    file: Path
-    """Where the launcher looks for the failure of this machine."""
+    error_file: Path
+    """The file in which the launcher looks for the failure of this node."""
 
-    def alone(self, rank: int, size: int) -> None:
-        """Be the one replica of this process, in its main thread."""
-        folder = ReplicaFolder(self.file, rank, size)
-        folder.announce(None)
-        _take(folder)
+    def run_alone(self, rank: int, num_replicas: int) -> None:
+        """Run as the only replica of this process, in its main thread."""
+        folder = ReplicaFolder(self.error_file, rank, num_replicas)
+        folder.register(None)
+        folder.use()
         try:
-            worker.run(self.executed, folder.error, **folder.about)
+            worker.run_script(self.execute, folder.error, **folder.details)
         finally:
-            folder.blame()
+            folder.publish_failure()
 
-    def executed(self) -> None:
-        """As `python` itself would, in a process of its own."""
+    def execute(self, set_main: Callable[[ModuleType], None] = worker.set_main) -> None:
+        """Run the script, or call its function, in the calling thread."""
         if self.function:
-            self._called()
+            self._call_function()
         else:
-            worker.execute(self.kind, self.target)
+            worker.execute(self.kind, self.target, set_main)
 
-    def beside(self, threads: ReplicaThreads) -> None:
-        """The same, in a thread that may have others beside it."""
-        if self.function:
-            self._called()
-            return
-        code, module = worker.code_of(self.kind, self.target)
-        if self.kind == "module":
-            sys.argv[0] = str(module.__file__)
-        threads.be_main(module)
-        exec(code, vars(module))  # noqa: S102 - it is the user's script
-
-    def _called(self) -> None:
+    def _call_function(self) -> None:
         name = self.target if self.kind == "module" else Path(self.target).stem
-        found = getattr(importlib.import_module(name), self.function, None)
-        if not callable(found):
+        function = getattr(importlib.import_module(name), self.function, None)
+        if not callable(function):
             raise SystemExit(
                 f"launcher.main_training_function: {self.target} has no function {self.function!r}"
             )
-        found()
+        function()
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What torch_xla sends to the processes it starts: unpickled, it is what each replica there is."""
+class _PickledTask:
+    """The task for processes that torch_xla starts; unpickled, it is their `_ReplicaRunner`."""
 
-    work: _Work
+    task: _Task
 
-    def __reduce__(self) -> tuple[Callable[[_Work], _Replicas], tuple[_Work]]:
-        return _arrived, (self.work,)
+    def __reduce__(self) -> tuple[type[_ReplicaRunner], tuple[_Task]]:
+        return _ReplicaRunner, (self.task,)
 
     def __call__(self, index: int) -> None:
-        raise NotImplementedError("it is called where it arrives")
+        raise NotImplementedError("only the unpickled object is called")
 
 
-def _arrived(work: _Work) -> _Replicas:
-    """Prepare a process for the replicas in it; this is its main thread, and the last time that it has a say."""
-    worker.prepare(work.kind, here=True)
-    return _Replicas(work)
+class _ReplicaRunner:
+    """Runs the replicas of this process: created in its main thread, and called by torch_xla in a thread for each."""
 
-
-class _Replicas:
-    """The replicas of this process: called once for each, in a thread of its own."""
-
-    def __init__(self, work: _Work) -> None:
-        self._work = work
+    def __init__(self, task: _Task) -> None:
+        worker.prepare_script(task.kind, in_path=True)
+        self._task = task
         self._threads = ReplicaThreads()
         self._folders: dict[int, ReplicaFolder] = {}
-        self._connected = threading.Event()
-        self._ending = threading.Lock()
-        self._hook = worker.quiet()
-        ReplicaSignalHandlers(self._threads, self._stop).install()
+        self._is_first_connected = threading.Event()
+        self._exit_lock = threading.Lock()
+        sys.excepthook = self._hook = worker.ExceptHook()
+        ReplicaSignalHandlers(self._threads, self._exit).install()
 
     def __call__(self, index: int) -> None:
         import torch_xla.runtime as xr  # noqa: PLC0415 - as above
 
-        several = xr.addressable_device_count()
-        number = xr.local_ordinal() % several
-        self._threads.enter(number, several=several > 1)
-        folder = self._folders[number] = ReplicaFolder(self._work.file, index, xr.world_size())
-        folder.announce(threading.get_ident())
+        count = xr.addressable_device_count()
+        number = xr.local_ordinal() % count
+        self._threads.enter(number, several=count > 1)
+        folder = self._folders[number] = ReplicaFolder(self._task.error_file, index, xr.world_size())
+        folder.register(threading.get_ident())
         self._connect(number, folder)
         try:
-            self._work.beside(self._threads)
-        except BaseException as error:  # noqa: BLE001 - whatever the script raises is its failure
-            if not _fine(error):
-                self._stop(number, error)
+            self._task.execute(self._threads.set_main)
+        except BaseException as error:  # noqa: BLE001 - any exception is a failure of the script
+            if not _is_success(error):
+                self._exit(number, error)
         self._threads.flush()
 
     def _connect(self, number: int, folder: ReplicaFolder) -> None:
-        """Print where the launcher said: the first replica with all of the process, others by themselves."""
+        """Connect the output: of the first replica that of the process, of others their own threads'."""
         if number == 0:
-            _take(folder)
-            self._connected.set()
+            folder.use()
+            self._is_first_connected.set()
         else:
-            self._connected.wait()
-            self._threads.print_to(str(folder.path))
-            # Stacks of all threads are written into one file.
-            (folder.path / worker.STACKS).symlink_to(self._folders[0].path / worker.STACKS)
+            self._is_first_connected.wait()
+            self._threads.redirect_output(str(folder.path))
+            # faulthandler writes the stacks of all threads to one file.
+            folder.stacks.symlink_to(self._folders[0].stacks)
 
-    def _stop(self, number: int, error: BaseException) -> NoReturn:
-        """End the process, and so the run; where replicas are threads, the first failure is the one that is told."""
-        with self._ending:
-            code = 0 if _fine(error) else self._folders[number].failed(error)
+    def _exit(self, number: int, error: BaseException) -> NoReturn:
+        """Record the failure of a replica and exit the process, which ends the run; the first failure counts."""
+        with self._exit_lock:
+            code = 0 if _is_success(error) else self._folders[number].record_failure(error)
             if not isinstance(error, SystemExit):
-                self._hook.ending = True
-                worker.said(error)
+                self._hook.is_ending = True
+                worker.print_exception(error)
             self._threads.flush()
             os._exit(code)
 
 
-def _fine(error: BaseException) -> bool:
+def _is_success(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in {None, 0}
 
 
-def _take(folder: ReplicaFolder) -> None:
-    """Make a replica's folder that of this process."""
-    worker.connect(str(folder.path))
-    worker.answer_for_stacks(str(folder.path))
-    os.environ[RANK_FOLDER] = str(folder.path)
-
-
 class ReplicaSignalHandlers:
-    """Takes the place of `signal.signal` and `signal.getsignal`, so that a script may call them on a replica.
+    """Replacement of `signal.signal` and `signal.getsignal` that works in the threads of replicas.
 
-    A handler of a replica is called in the main thread, as everywhere; where replicas are threads of one process, those
-    of all of them. Until a script sets one, a signal ends the process: an exception in the main thread, such as
+    A handler that a replica sets is called in the main thread, once for each replica of the process; if it raises,
+    `exit_failed` is called. Until a script sets one, a signal ends the process: an exception in the main thread, such as
     KeyboardInterrupt, would not reach the script.
-
-    Args:
-        threads: The replicas of this process.
-        failed: Called with the number of a replica whose handler raised, and what.
     """
 
-    def __init__(self, threads: ReplicaThreads, failed: Callable[[int, BaseException], None]) -> None:
+    def __init__(self, threads: ReplicaThreads, exit_failed: Callable[[int, BaseException], None]) -> None:
         self._threads = threads
-        self._failed = failed
+        self._exit_failed = exit_failed
         self._set = signal.signal
         self._get = signal.getsignal
-        self._own: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._handlers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
 
     def install(self) -> None:
-        """Take their place; in the main thread, before replicas start."""
-        for number in SIGNALS:
+        """Replace both functions; called in the main thread, before replicas start."""
+        for number in HANDLED_SIGNALS:
             if self._get(number) is not signal.SIG_IGN:
-                self._set(number, self._came)
+                self._set(number, self._handle)
         signal.signal = self._signal  # type: ignore[assignment]
         signal.getsignal = self._getsignal  # type: ignore[assignment]
 
     def _signal(self, number: int, handler: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             return self._set(number, handler)
-        if number not in SIGNALS:
+        if number not in HANDLED_SIGNALS:
+            names = ", ".join(known.name for known in HANDLED_SIGNALS)
             raise ValueError(
                 f"{signal.Signals(number).name}: on a replica of torch_xla, whose script does not run in the main thread, "
-                f"only {', '.join(known.name for known in SIGNALS)} can be handled"
+                f"only {names} can be handled"
             )
         if not callable(handler) and handler not in {signal.SIG_IGN, signal.SIG_DFL}:
             raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
         before = self._getsignal(number)
-        self._own[number][self._threads.mine()] = handler
+        self._handlers[number][self._threads.get_current()] = handler
         return before
 
     def _getsignal(self, number: int) -> Any:
-        if number not in SIGNALS or threading.current_thread() is threading.main_thread():
+        if number not in HANDLED_SIGNALS or threading.current_thread() is threading.main_thread():
             return self._get(number)
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        return self._own[number].get(self._threads.mine(), default)
+        return self._handlers[number].get(self._threads.get_current(), default)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        own = {
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        handlers = {
             replica: handler
-            for replica, handler in self._own[number].items()
+            for replica, handler in self._handlers[number].items()
             if handler is not signal.SIG_DFL
         }
-        if all(handler is signal.default_int_handler for handler in own.values()):
+        if all(handler is signal.default_int_handler for handler in handlers.values()):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        raised = [
-            found
-            for replica, handler in own.items()
-            if (found := self._called(replica, handler, number, frame))
-        ]
-        if raised:
-            self._failed(*min(raised, key=lambda found: isinstance(found[1], SystemExit)))
-
-    def _called(
-        self, replica: int, handler: Any, number: int, frame: FrameType | None
-    ) -> tuple[int, BaseException] | None:
-        """What a handler raised, and on which replica: it would end nothing in this thread."""
-        if callable(handler) and handler is not signal.default_int_handler:
-            try:
-                with self._threads.acting_for(replica):
-                    handler(number, frame)
-            except BaseException as error:  # noqa: BLE001 - SystemExit too
-                return replica, error
-        return None
+        errors = []
+        for replica, handler in handlers.items():
+            if callable(handler) and handler is not signal.default_int_handler:
+                try:
+                    with self._threads.act_as(replica):
+                        handler(number, frame)
+                except BaseException as error:  # noqa: BLE001 - it would not end a replica from this thread
+                    errors.append((replica, error))
+        if errors:
+            self._exit_failed(*min(errors, key=lambda entry: isinstance(entry[1], SystemExit)))
 
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _REAP_S = 5.0
 
 
 class ReplicaProcesses:
-    """The processes of replicas, from the outside.
+    """Watches the processes that torch_xla starts, and exits with the first failure.
 
-    torch_xla collects results in the order of ranks, and its pool waits for whoever is left: while one replica is stuck
-    in a collective, the failure of another would not be seen.
-
-    Args:
-        error: The file in which the launcher looks for a failure.
+    torch_xla collects results in the order of ranks, and its pool waits for all processes: without a watch, the failure of
+    one replica would not be seen while another one is blocked in a collective.
     """
 
-    def __init__(self, error: Path) -> None:
-        self._error = error
+    def __init__(self, error_file: Path) -> None:
+        self._error_file = error_file
         self._children: dict[int, BaseProcess] = {}
-        self._sent: set[int] = set()
-        self._watcher = threading.Thread(target=self._look, name="replicas", daemon=True)
+        self._forwarded: set[int] = set()
+        self._watcher = threading.Thread(target=self._watch, name="replicas", daemon=True)
 
     def watch(self) -> None:
-        """Begin, before any is started; in the main thread."""
-        for number in (*SIGNALS, signal.SIGWINCH):
+        """Start to watch and to forward signals; called in the main thread, before any process starts."""
+        for number in (*HANDLED_SIGNALS, signal.SIGWINCH):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
+                signal.signal(number, self._forward)
         self._watcher.start()
 
-    def settle(self) -> None:
-        """Once the pool is broken: wait for what is known of the process that ended, which ends this one."""
+    def wait_for_failure(self) -> None:
+        """Wait, once the pool is broken, until the watcher has seen the failed process and exits this one."""
         self._watcher.join(_REAP_S)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        running = [child for child in multiprocessing.active_children() if child.pid]
-        self._sent.add(number)
-        for child in running:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid or 0, number)
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        running = [child.pid for child in multiprocessing.active_children() if child.pid]
+        self._forwarded.add(number)
+        send_signal(running, number)
         if not running and number != signal.SIGWINCH:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while True:
             self._children |= {child.pid or 0: child for child in multiprocessing.active_children()}
-            wait([child.sentinel for child in self._children.values()] or [], _LOOK_S)
-            for child in self._ended():
-                if child.exitcode:
-                    self._end(child)
-                del self._children[child.pid or 0]
+            wait([child.sentinel for child in self._children.values()] or [], _POLL_S)
+            for pid, child in list(self._children.items()):
+                exitcode = child.exitcode  # read once: the process may end between two reads
+                if exitcode:
+                    self._exit(pid, exitcode)
+                elif exitcode is not None:
+                    del self._children[pid]
 
-    def _ended(self) -> Iterator[BaseProcess]:
-        yield from [child for child in self._children.values() if child.exitcode is not None]
-
-    def _end(self, child: BaseProcess) -> None:
-        """End with the code of the failure; the launcher then ends what still runs."""
-        assert child.pid is not None
-        assert child.exitcode is not None
-        if -child.exitcode not in self._sent:
-            died(self._error, child.pid, child.exitcode)
-        os._exit(self._code(child.exitcode))
-
-    def _code(self, exitcode: int) -> int:
-        """Of what was recorded first; the replica whose end is seen first may have failed after it."""
+    def _exit(self, pid: int, exitcode: int) -> NoReturn:
+        """Exit with the code of the first failure; the launcher then ends the other processes."""
+        if -exitcode not in self._forwarded and not self._error_file.exists():
+            self._record_exit(pid, exitcode)
         try:
-            said = json.loads(self._error.read_text(encoding="utf-8"))["accel"]
+            record = json.loads(self._error_file.read_text(encoding="utf-8"))["accel"]
         except (OSError, ValueError, KeyError):
-            return exitcode if exitcode > 0 else 128 - exitcode
-        if "exitcode" in said:
-            return int(said["exitcode"]) if said["exitcode"] > 0 else 128 - int(said["exitcode"])
-        code = said.get("exit")
-        return code & 0xFF if isinstance(code, int) else 1
+            os._exit(_to_exit_code(exitcode))
+        # Another replica may have failed before this one.
+        if "exitcode" in record:
+            os._exit(_to_exit_code(int(record["exitcode"])))
+        code = record.get("exit")
+        os._exit(code & 0xFF if isinstance(code, int) else 1)
+
+    def _record_exit(self, pid: int, exitcode: int) -> None:
+        """Record that a process ended and recorded no failure."""
+        attempt = self._error_file.parent.parent
+        folders = [file.parent for file in attempt.glob("rank_*/pid") if file.read_text() == str(pid)]
+        ranks = sorted(int(folder.name.partition("_")[2]) for folder in folders)
+        fields: dict[str, Any] = {"chain": [], "pid": pid, "exitcode": exitcode}
+        if exitcode > 0:
+            fields["exit"] = exitcode
+        if ranks:
+            count = (attempt / f"rank_{ranks[0]}" / worker.REPLICA_COUNT_FILE).read_text()
+            fields |= {"rank": ranks[0], "replicas": int(count)}
+        worker.write_record(self._error_file, "", fields)
 
 
-_MARK = "accel_replica"
+def _to_exit_code(exitcode: int) -> int:
+    return exitcode if exitcode > 0 else 128 - exitcode
+
+
+_REPLICA_ATTRIBUTE = "accel_replica"
 
 
 class ReplicaThreads:
-    """The replicas of this process, counted from 0; a thread counts as the replica that started it.
+    """The replicas of this process, numbered from 0; a thread belongs to the replica that started it.
 
-    Threads that are not Python's own, such as those of a device, count as the first replica.
+    Threads that Python did not start, such as those of a device, belong to the first replica.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._modules: dict[int, ModuleType] = {}
         self._streams: dict[str, dict[int, TextIO]] = {"stdout": {}, "stderr": {}}
-        self._several = False
+        self._are_several = False
 
-    def mine(self) -> int:
-        """The number of the replica that calls."""
-        return int(getattr(threading.current_thread(), _MARK, 0))
+    def get_current(self) -> int:
+        """Return the number of the replica to which the calling thread belongs."""
+        return int(getattr(threading.current_thread(), _REPLICA_ATTRIBUTE, 0))
 
     @contextmanager
-    def acting_for(self, number: int) -> Iterator[None]:
-        """Have the thread that calls count as another replica for a while."""
-        thread, before = threading.current_thread(), self.mine()
-        setattr(thread, _MARK, number)
+    def act_as(self, number: int) -> Iterator[None]:
+        """Let the calling thread belong to another replica."""
+        thread, before = threading.current_thread(), self.get_current()
+        setattr(thread, _REPLICA_ATTRIBUTE, number)
         try:
             yield
         finally:
-            setattr(thread, _MARK, before)
+            setattr(thread, _REPLICA_ATTRIBUTE, before)
 
     def enter(self, number: int, *, several: bool) -> None:
-        """Be this replica from now on, in the thread that calls and in those it starts."""
-        setattr(threading.current_thread(), _MARK, number)
+        """Let the calling thread, and the threads it starts, belong to a replica."""
+        setattr(threading.current_thread(), _REPLICA_ATTRIBUTE, number)
         with self._lock:
-            if several and not self._several:
-                self._several = True
-                self._share()
+            if several and not self._are_several:
+                self._are_several = True
+                self._isolate_replicas()
 
-    def _share(self) -> None:
-        _inherit(self.mine)
+    def _isolate_replicas(self) -> None:
+        """Give each replica its own `__main__`, stdout and stderr, and let new threads inherit their replica."""
+        start = threading.Thread.start
+
+        def start_in_replica(thread: threading.Thread) -> None:
+            setattr(thread, _REPLICA_ATTRIBUTE, self.get_current())
+            start(thread)
+
+        threading.Thread.start = start_in_replica  # type: ignore[method-assign,assignment]
         for name, streams in self._streams.items():
             streams[0] = getattr(sys, name)
-            setattr(sys, name, _ThreadStream(self._chosen(streams)))
-        sys.modules["__main__"] = _ThreadMain(self._chosen(self._modules))
+            setattr(sys, name, _ReplicaAttribute(self._select(streams)))
+        sys.modules["__main__"] = _ReplicaAttribute(self._select(self._modules))
 
-    def _chosen(self, each: dict[int, Any]) -> Callable[[], Any]:
-        return lambda: each.get(self.mine()) or next(iter(each.values()))
+    def _select(self, by_replica: dict[int, Any]) -> Callable[[], Any]:
+        """Return a function that returns the entry of the calling replica, by default the first."""
+        return lambda: by_replica.get(self.get_current()) or next(iter(by_replica.values()))
 
-    def print_to(self, folder: str) -> None:
-        """Have this replica print to what the launcher left in its folder; others keep the process's own output."""
+    def redirect_output(self, folder: str) -> None:
+        """Redirect the output of the calling replica to the files that the launcher created in its folder."""
         for name, streams in self._streams.items():
             like = streams[0]
-            own = open(  # noqa: SIM115, PTH123 - until the process ends
-                worker.opened(folder, name), "w", buffering=1, encoding=like.encoding, errors=like.errors
+            stream = open(  # noqa: SIM115, PTH123 - until the process ends
+                worker.open_output(folder, name), "w", buffering=1, encoding=like.encoding, errors=like.errors
             )
-            worker.ignore_full_disk(own, f"{folder}/{name}")
-            streams[self.mine()] = own
+            worker.ignore_full_disk(stream, f"{folder}/{name}")
+            streams[self.get_current()] = stream
 
-    def be_main(self, module: ModuleType) -> None:
-        """Make a module the `__main__` of this replica."""
+    def set_main(self, module: ModuleType) -> None:
+        """Set the `__main__` module of the calling replica."""
         with self._lock:
-            self._modules[self.mine()] = module
-            if not self._several:
+            self._modules[self.get_current()] = module
+            if not self._are_several:
                 sys.modules["__main__"] = module
 
     def flush(self) -> None:
-        """Write out what any replica has printed."""
-        for stream in (
-            sys.stdout,
-            sys.stderr,
-            *(s for each in self._streams.values() for s in each.values()),
-        ):
-            try:
+        """Flush the output of all replicas."""
+        redirected = [stream for streams in self._streams.values() for stream in streams.values()]
+        for stream in [sys.stdout, sys.stderr, *redirected]:
+            with suppress(OSError, ValueError):  # its reader has ended
                 stream.flush()
-            except (OSError, ValueError):  # its reader has gone
-                continue
 
 
-def _inherit(mine: Callable[[], int]) -> None:
-    """Have a new thread count as the replica that starts it."""
-    start = threading.Thread.start
+class _ReplicaAttribute(ModuleType):
+    """`__main__`, stdout or stderr that delegates to that of the calling replica."""
 
-    def started(thread: threading.Thread) -> None:
-        setattr(thread, _MARK, mine())
-        start(thread)
-
-    threading.Thread.start = started  # type: ignore[method-assign,assignment]
-
-
-class _ThreadStream:
-    """Whatever is asked of it, the caller's own stream answers."""
-
-    def __init__(self, chosen: Callable[[], TextIO]) -> None:
-        object.__setattr__(self, "_chosen", chosen)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_chosen")(), name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(object.__getattribute__(self, "_chosen")(), name, value)
-
-
-class _ThreadMain(ModuleType):
-    """`sys.modules["__main__"]`: whatever is asked of it, the caller's own module answers."""
-
-    def __init__(self, chosen: Callable[[], ModuleType]) -> None:
-        object.__setattr__(self, "_chosen", chosen)
+    def __init__(self, select: Callable[[], Any]) -> None:
+        object.__setattr__(self, "_select", select)
 
     def __getattribute__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_chosen")(), name)
+        return getattr(object.__getattribute__(self, "_select")(), name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        setattr(object.__getattribute__(self, "_chosen")(), name, value)
+        setattr(object.__getattribute__(self, "_select")(), name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(object.__getattribute__(self, "_chosen")(), name)
+        delattr(object.__getattribute__(self, "_select")(), name)
 
 
 if __name__ == "__main__":

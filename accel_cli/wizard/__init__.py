@@ -1,1 +1,1 @@
-"""The wizard: asks a model's own questions, and shows what it will write."""
+"""The wizard of `accel config`."""

@@ -1,4 +1,4 @@
-"""The questions that fill a profile, in order; without a terminal, what Enter on each of them gives."""
+"""The questions that fill a profile, in order, and the parsing of typed answers."""
 
 from __future__ import annotations
 
@@ -16,300 +16,213 @@ from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Launcher
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
-from accel_cli.profile.fields import Answers, Choice, Offers, Question, Section, question_of
-from accel_cli.profile.layers import nested
-from accel_cli.profile.schema import DIVIDING, Profile
+from accel_cli.profile.fields import Answers, Choice, Question, Section, question_of
+from accel_cli.profile.layers import nest
+from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
 from accel_cli.profile.validation_errors import explain
 
 __all__ = [
     "NONE",
     "Step",
+    "build_values",
     "format_answer",
     "is_optional",
     "next_step",
     "parse_answer",
-    "profile_from",
-    "suggested",
-    "suggested_values",
-    "told",
-    "values_from",
+    "strip_sections",
+    "suggest_values",
 ]
 
 
 _KIND = "launcher.kind"
 _MORE = "more"
-"""Where the answer to whether to ask on is kept; it is no key of a profile."""
+"""The key of the answer to the question for advanced options, which is not stored in the profile."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One question, with where its answer goes."""
+    """One question and the key that its answer sets."""
 
     key: str
-    """The dotted key that the answer fills."""
+    """The dotted key."""
     question: Question
     annotation: Any = str
     """The type of the field."""
 
-    def suggestion(self, machine: Machine, answers: Mapping[str, Any], before: Mapping[str, Any]) -> Any:
-        """What Enter answers: what the profile said before, else what suits the machine.
-
-        Args:
-            machine: What was found.
-            answers: The answers so far, by dotted key.
-            before: What the profile said, by dotted key.
-        """
-        picked = [choice.value for choice in self.choices(machine, answers)]
-        said = before.get(self.key)
-        if self.key in before and (not picked or said in picked) and not self._misfits(said, answers):
-            return said
-        return self.question.suggest(machine, _local(answers))
+    def suggest(self, machine: Machine, answers: Mapping[str, Any], previous: Mapping[str, Any]) -> Any:
+        """Return the answer for Enter: the previous value if it is still valid, else the default for the machine."""
+        value = previous.get(self.key)
+        values = [choice.value for choice in self.choices(machine, answers)]
+        if self.key in previous and (not values or value in values) and not self._validate(value, answers):
+            return value
+        return self.question.suggest(machine, strip_sections(answers))
 
     def choices(self, machine: Machine, answers: Mapping[str, Any]) -> list[Choice]:
-        """What can be picked on this machine after these answers."""
-        local = _local(answers)
-        return [choice for choice in self.question.choices if choice.offered(machine, local)]
+        """Return the choices on this machine after these answers."""
+        local = strip_sections(answers)
+        return [choice for choice in self.question.choices if choice.available(machine, local)]
 
-    def offers(self, machine: Machine, said: Answers) -> Offers:
-        """What others say can be picked; it may ask a service.
+    def find_problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
+        """Return the problem of an answer after the earlier ones; None if it is valid."""
+        return self.question.check(value) or self._validate(value, answers)
 
-        Args:
-            machine: What was found.
-            said: What `told` gives.
-        """
-        return self.question.offers(machine, said) if self.question.offers else Offers()
-
-    @property
-    def may_be_none(self) -> bool:
-        """Whether nothing is an answer."""
-        return is_optional(self.annotation)
-
-    def read(self, text: str) -> Any:
-        """The value of what was typed.
-
-        Raises:
-            ValueError: It cannot be read as a value.
-        """
+    def _validate(self, value: Any, answers: Mapping[str, Any]) -> str | None:
         try:
-            return parse_answer(text, self.annotation)
-        except ProfileError:
-            raise ValueError("this cannot be read as a value") from None
-
-    def problem(self, value: Any, answers: Mapping[str, Any]) -> str | None:
-        """What is wrong with an answer, given those before it; None if nothing is."""
-        doubt = self.question.doubt(value) if self.question.doubt else None
-        return doubt or self._misfits(value, answers)
-
-    def _misfits(self, value: Any, answers: Mapping[str, Any]) -> str | None:
-        try:
-            Profile.model_validate(_profile({**answers, self.key: value}))
+            Profile.model_validate(_nest({**answers, self.key: value}))
         except ValidationError as error:
-            # What does not fit together names the field first that came last.
-            own = f"{self.key.rpartition('.')[2]}: "
-            return next(
-                (
-                    found.expected.removeprefix(own)
-                    for found in explain(error, {})
-                    if found.key == self.key or found.expected.startswith(own)
-                ),
-                None,
-            )
+            problems = explain(error, {})
+            return next((problem.expected for problem in problems if problem.key == self.key), None)
         return None
 
 
 def next_step(answers: Mapping[str, Any]) -> Step | None:
-    """The first question that these answers leave open, or None when all is said."""
-    return next((step for step in _steps(answers) if step.key not in answers), None)
+    """Return the first question without an answer; None if all are answered."""
+    return next((step for step in _iter_steps(answers) if step.key not in answers), None)
 
 
-def told(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Answers:
-    """What is said of the launcher so far: the answers, and what the profile said of it that was not asked yet."""
-    same = before.get(_KIND) == answers.get(_KIND)
-    return _local({**(before if same else {}), **answers})
-
-
-def suggested(machine: Machine, before: Mapping[str, Any] | None = None) -> Profile:
-    """The profile that Enter on every question gives, where nobody else is asked what there is."""
-    return Profile.model_validate(_profile(suggested_values(machine, before)))
-
-
-def suggested_values(machine: Machine, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values that Enter on every question gives, by dotted key, where nobody else is asked what there is."""
+def suggest_values(machine: Machine, previous: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the values of Enter on every question by dotted key, without querying remote services."""
     answers: dict[str, Any] = {}
     while step := next_step(answers):
-        answers[step.key] = step.suggestion(machine, answers, before or {})
-    return values_from(answers, before or {})
+        answers[step.key] = step.suggest(machine, answers, previous or {})
+    return build_values(answers, previous or {})
 
 
-def profile_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> Profile:
-    """The profile of these answers, as `values_from` has it."""
-    return Profile.model_validate(_profile(values_from(answers, before)))
-
-
-def values_from(answers: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What a profile says with these answers, by dotted key; what was never asked stays as it was.
-
-    Args:
-        answers: The answers, by dotted key.
-        before: What the profile said, by dotted key.
+def build_values(answers: Mapping[str, Any], existing: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the profile by dotted key: the answers, and existing values without a question.
 
     Raises:
-        ProfileError: An answer does not fit what stays.
+        ProfileError: An answer conflicts with an existing value.
     """
-    kept = {
-        key: value
-        for key, value in before.items()
-        if (not key.startswith("launcher.") or before.get(_KIND) == answers[_KIND])
-        and (not key.startswith("parallel.") or LAUNCHERS[answers[_KIND]].several(_local(answers)))
+    launcher, local = LAUNCHERS[answers[_KIND]], strip_sections(answers)
+    steps = [*_iter_section(launcher, "launcher."), *_iter_section(Profile, "")]
+    # Existing values of advanced questions stay if those were declined, but not of questions that no longer apply.
+    dropped = {
+        step.key
+        for step in steps
+        if not (step.question.advanced and not answers.get(_MORE) and step.question.when(local))
     }
-    open_ = {step.key for step in _all(answers) if step.key not in answers and not _stays(step, answers)}
-    values = {**{key: value for key, value in kept.items() if key not in open_}, **answers}
+    if existing.get(_KIND) != answers[_KIND]:
+        dropped |= {key for key in existing if key.startswith("launcher.")}
+    if not launcher.may_start_several(local):
+        dropped |= {key for key in existing if key.startswith("parallel.")}
+    values = {**{key: value for key, value in existing.items() if key not in dropped}, **answers}
     try:
-        profile = Profile.model_validate(_profile(values))
+        profile = Profile.model_validate(_nest(values))
         for key in profile.fully_shard.settings.idle(profile.parallel.settings):
             del values[f"fully_shard.{key}"]
-        Profile.model_validate(_profile(values))
+        Profile.model_validate(_nest(values))
     except ValidationError as error:
         raise ProfileError(explain(error, {"": "these answers"})) from None
     return {key: value for key, value in values.items() if key != _MORE and value not in (None, {}, [])}
 
 
-def _profile(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested data of dotted keys, without what is no value of a profile."""
-    return nested({key: value for key, value in values.items() if value is not None and key != _MORE})
+def strip_sections(answers: Mapping[str, Any]) -> Answers:
+    """Return the answers by the name of their field."""
+    return {key.rpartition(".")[2]: value for key, value in answers.items()}
 
 
-def _stays(step: Step, answers: Mapping[str, Any]) -> bool:
-    """Whether what the profile says stays, since nobody wanted to be asked."""
-    return step.question.further and not answers.get(_MORE) and step.question.when(_local(answers))
+def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the nested data of dotted keys, without empty values and `_MORE`."""
+    return nest({key: value for key, value in values.items() if value is not None and key != _MORE})
 
 
-def _steps(answers: Mapping[str, Any]) -> Iterator[Step]:
-    """The questions in order: how to run, what every one is asked, what only those are who want to, and the profile's."""
-    yield Step(_KIND, _kind())
+def _iter_steps(answers: Mapping[str, Any]) -> Iterator[Step]:
+    """Yield the questions in order: the launcher, its options, its advanced options, and those of the profile."""
+    yield Step(_KIND, _build_kind_question())
     if _KIND not in answers:
         return
-    launcher = LAUNCHERS[answers[_KIND]]
-    own = [step for step in _of(launcher, "launcher.") if step.question.when(_local(answers))]
-    yield from (step for step in own if not step.question.further)
-    if launcher.further:
-        yield Step(_MORE, _more(launcher.further))
+    launcher, local = LAUNCHERS[answers[_KIND]], strip_sections(answers)
+    steps = [step for step in _iter_section(launcher, "launcher.") if step.question.when(local)]
+    yield from (step for step in steps if not step.question.advanced)
+    if launcher.advanced_title:
+        text = f"Configure advanced options ({launcher.advanced_title})?"
+        yield Step(_MORE, Question(text, lambda *_: False, (Choice(False, "no"), Choice(True, "yes"))))
     if answers.get(_MORE):
-        yield from (step for step in own if step.question.further)
-    yield from (step for step in _of(Profile, "") if step.question.when(_local(answers)))
+        yield from (step for step in steps if step.question.advanced)
+    yield from (step for step in _iter_section(Profile, "") if step.question.when(local))
 
 
-def _all(answers: Mapping[str, Any]) -> list[Step]:
-    """Every question of the chosen launcher and of the profile itself."""
-    return [*_of(LAUNCHERS[answers[_KIND]], "launcher."), *_of(Profile, "")]
-
-
-def _of(section: type[Section], prefix: str) -> Iterator[Step]:
+def _iter_section(section: type[Section], prefix: str) -> Iterator[Step]:
     for name, field in section.model_fields.items():
-        if name in DIVIDING and not prefix:
-            yield from _of(DIVIDING[name], f"{name}.")
+        if name in PARALLEL_SECTIONS and not prefix:
+            yield from _iter_section(PARALLEL_SECTIONS[name], f"{name}.")
         elif question := question_of(section, name):
             yield Step(f"{prefix}{name}", question, field.annotation)
 
 
-def _local(answers: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.rpartition(".")[2]: value for key, value in answers.items()}
+def _build_kind_question() -> Question:
+    def is_available(launcher: type[Launcher], machine: Machine, _: Answers) -> bool:
+        return launcher.is_available(machine)
 
-
-def _offered(launcher: type[Launcher], machine: Machine, _: Answers) -> bool:
-    return launcher.offered(machine)
-
-
-def _more(what: str) -> Question:
-    return Question(
-        f"More? {what}",
-        suggest=lambda *_: False,
-        choices=(Choice(False, "no, that is enough"), Choice(True, "yes, ask on")),
-    )
-
-
-def _kind() -> Question:
-    return Question(
-        "How should scripts run?",
-        suggest=lambda machine, _: suggest(machine),
-        choices=tuple(
-            Choice(kind, _title(launcher), partial(_offered, launcher))
-            for kind, launcher in LAUNCHERS.items()
-        ),
-    )
-
-
-def _title(launcher: type[Launcher]) -> str:
-    return f"{launcher.title} (needs {launcher.lacks()})" if launcher.lacks() else launcher.title
+    choices = []
+    for kind, launcher in LAUNCHERS.items():
+        missing = launcher.get_missing_requirement()
+        title = f"{launcher.title} (needs {missing})" if missing else launcher.title
+        choices.append(Choice(kind, title, partial(is_available, launcher)))
+    return Question("How should scripts run?", lambda machine, _: suggest(machine), choices)
 
 
 NONE = "-"
-"""What is typed to have nothing where something is suggested."""
+"""The text that clears an optional value."""
 _NEXT = re.compile(r",\s*(?=[^\s,=]+\s*=)")
-"""A comma before another `name=`: a value may have commas of its own."""
+"""A comma before another `name=`, since values may contain commas."""
 
 
 def parse_answer(text: str, annotation: Any) -> Any:
-    """The value of what was typed, for a field of this type.
-
-    Args:
-        text: What was typed, and is not empty.
-        annotation: The field's type; only one that takes no text is read as YAML would read it.
+    """Parse a typed answer for a field of this type: as text if the field takes only strings, else as YAML.
 
     Raises:
-        ValueError: Names and their values were expected, and came otherwise.
-        ProfileError: It is no YAML.
+        ValueError: The text is not `name=value, ...` for a mapping.
     """
     text = text.strip()
     if text == NONE and is_optional(annotation):
         return None
     if get_origin(annotation) is dict:
-        return _mapping(text)
+        return _parse_mapping(text)
     if get_origin(annotation) is list:
         return [part for part in re.split(r"[,\s]+", text) if part]
-    return text if _is_text(annotation) else yaml_io.scalar(text, "answer")
+    if all(each in (str, types.NoneType) for each in _list_types(annotation)):
+        return text
+    try:
+        return yaml_io.scalar(text, "answer")
+    except ProfileError:
+        return text  # the field rejects it
 
 
 def format_answer(value: Any) -> str:
-    """A value as it would be typed."""
+    """Return a value in the form in which it is typed."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}={_inner(each)}" for name, each in value.items())
+        return ", ".join(f"{name}={_format_value(each)}" for name, each in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether a field of this type may have nothing."""
-    return get_origin(annotation) in {dict, list} or types.NoneType in _members(annotation)
+    """Return whether a field of this type may be empty."""
+    return get_origin(annotation) in {dict, list} or types.NoneType in _list_types(annotation)
 
 
-def _is_text(annotation: Any) -> bool:
-    """Whether a field takes text, and nothing that YAML has another word for."""
-    return set(_members(annotation)) <= {str, types.NoneType}
+def _list_types(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    is_union = get_origin(annotation) in {Union, types.UnionType}
+    return get_args(annotation) if is_union else (annotation,)
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in {Union, types.UnionType}:
-        yield from get_args(annotation)
-    else:
-        yield annotation
-
-
-def _mapping(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _parse_mapping(text: str) -> dict[str, str]:
+    mapping: dict[str, str] = {}
     for part in _NEXT.split(text.rstrip(", ")):
-        name, equals, value = part.partition("=")
-        name = name.strip()
-        if not (name and equals and value.strip()):
-            raise ValueError(f"expected name=value, with a comma before the next name; {part!r} is none")
-        if name in found:
-            raise ValueError(f"{name} comes twice")
-        found[name] = value.strip()
-    return found
+        name, _, value = (each.strip() for each in part.partition("="))
+        if not (name and value):
+            raise ValueError(f"invalid entry {part!r}: expected name=value, separated by commas")
+        if name in mapping:
+            raise ValueError(f"{name} is given twice")
+        mapping[name] = value
+    return mapping
 
 
-def _inner(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if not isinstance(value, Mapping):
         return str(value)
     return "{" + ", ".join(f"{name}: {each}" for name, each in value.items()) + "}"

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
-from accel_runtime.big_modeling import compute_buffers
+from accel_runtime.big_modeling import MetaModels, compute_buffers
 from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
 from accel_runtime.checkpoint.directory import is_accelerate_checkpoint
 from accel_runtime.checkpoint.errors import AllGatherObjects, CheckpointError, errors_on_all_ranks
@@ -29,14 +29,10 @@ from accel_runtime.checkpoint.manager import (
 )
 from accel_runtime.checkpoint.manifest import Checkpoint
 from accel_runtime.checkpoint.training_state import TrainingState
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.data.loader import NextBatch
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import ProjectConfiguration
-from accel_runtime.parallel.dtensor import reshard_models
-
-if TYPE_CHECKING:
-    from accel_runtime.checkpoint.save import SaveOperation
 
 __all__ = ["CheckpointMethods"]
 
@@ -56,8 +52,8 @@ class CheckpointMethods(AcceleratorProperties):
         self._registered: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
-        self._background_writer = BackgroundWriter(prints_progress=self.process_index == 0)
-        self._staging = StagingBuffers(pinned=self.device.type == "cuda")
+        self._background_writer = BackgroundWriter(prints_progress=self._backend.topology.rank == 0)
+        self._staging = StagingBuffers(pinned=self._backend.device.type == "cuda")
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -101,7 +97,12 @@ class CheckpointMethods(AcceleratorProperties):
                 "safe_serialization, or write single objects with accelerator.save(obj, file)."
             )
         retention = RetentionPolicy(self.project_configuration, output_dir)
-        self._warn_if_not_resumed()
+        if self._resume_policy.asked and not self._load_attempted and self._backend.topology.rank == 0:
+            _LOG.warning(
+                "--resume had no effect: the script calls neither resume() nor load_state(), and started from the "
+                "beginning. Call accelerator.resume() after prepare()."
+            )
+        self._load_attempted = True
         self._background_writer.wait()
         in_background = self.project_configuration.async_save if async_save is None else async_save
         absence = self._backend.wait_for_ranks("save_state")
@@ -125,7 +126,8 @@ class CheckpointMethods(AcceleratorProperties):
     ) -> str:
         """Write a checkpoint with all other processes or without them, and return its directory."""
         self._backend.synchronize()
-        rank, world_size = (0, 1) if alone else (self.process_index, self.num_processes)
+        topology = self._backend.topology
+        rank, world_size = (0, 1) if alone else (topology.rank, topology.world_size)
         all_gather = (lambda item: [item]) if alone else self._build_all_gather("save_state")
         origin, shared = self._resume_policy.origin, self.settings.shared_files
         from accel_runtime.checkpoint.save import SaveOperation  # noqa: PLC0415 - slow to import
@@ -149,13 +151,18 @@ class CheckpointMethods(AcceleratorProperties):
         )
         saving.collect(state.items(remaining), state.step, self._backend.state_to_host)
         retention.saved(place.target)
+
+        def finish() -> None:
+            if saving.finish(all_gather) is not None:
+                retention.prune(self._file_system)
+
         if not in_background:
-            self._finish(saving, retention, all_gather)
+            finish()
             return os.fspath(place.target)
         all_gather = all_gather if alone else self._backend.open_object_channel()
         saving.stage(self._staging)
         self._background_writer.start(
-            lambda: self._finish(saving, retention, all_gather),
+            finish,
             place.target,
             lambda: saving.progress,
             [prepared.optimizer for prepared in self._optimizers],
@@ -205,17 +212,17 @@ class CheckpointMethods(AcceleratorProperties):
         all_gather = self._build_all_gather("load_state")
         if (
             input_dir is not None
-            and all_gather(self.process_index == 0 and is_accelerate_checkpoint(Path(input_dir)))[0]
+            and all_gather(self._backend.topology.rank == 0 and is_accelerate_checkpoint(Path(input_dir)))[0]
         ):
-            path, state = Path(input_dir).absolute(), self._training_state()
+            path, state = Path(input_dir).absolute(), self._training_state(self._meta_models)
             items = state.items(without=self._run_load_hooks(path), strict=strict)
             return restore_accelerate_checkpoint(path, state, items, all_gather, strict=strict)
         from accel_runtime.checkpoint.load import LoadOperation  # noqa: PLC0415 - slow to import
 
         loading = LoadOperation(
             all_gather,
-            self.process_index,
-            self.num_processes,
+            self._backend.topology.rank,
+            self._backend.topology.world_size,
             strict=strict,
             copies=self._backend.data_rank.model_parallel_size,
         )
@@ -233,12 +240,14 @@ class CheckpointMethods(AcceleratorProperties):
             with errors_on_all_ranks(all_gather):
                 for model in self._original_models():
                     try:
-                        stack.enter_context(compute_buffers(model, self.device))
+                        stack.enter_context(compute_buffers(model, self._backend.device))
                     except ValueError as error:
                         raise CheckpointError(str(error)) from error
             loading.load(
                 checkpoint,
-                self._training_state().items(without=loaded_by_hooks, strict=strict, position=position),
+                self._training_state(self._meta_models).items(
+                    without=loaded_by_hooks, strict=strict, position=position
+                ),
             )
             self._backend.synchronize()
         if checkpoint.number is not None and input_dir is None:
@@ -276,7 +285,8 @@ class CheckpointMethods(AcceleratorProperties):
         if not self._resume_policy.possible:
             return None
         with errors_on_all_ranks(self._build_all_gather("resume")) as step:
-            chosen = self._resume_policy.choose(self.checkpoints) if self.process_index == 0 else None
+            is_first = self._backend.topology.rank == 0
+            chosen = self._resume_policy.choose(self.checkpoints) if is_first else None
             step.value = chosen.path if chosen else None
         path = step.values[0]
         if path is None:
@@ -341,12 +351,6 @@ class CheckpointMethods(AcceleratorProperties):
 
             handles.append(prepared.optimizer.register_step_post_hook(reserve))
 
-    def _finish(
-        self, saving: SaveOperation, retention: RetentionPolicy, all_gather: AllGatherObjects
-    ) -> None:
-        if saving.finish(all_gather) is not None:
-            retention.prune(self._file_system)
-
     def _run_load_hooks(self, path: Path) -> list[int]:
         """Run the hooks of the script, and return the indices of the models that they removed from the list."""
         models = self._original_models()
@@ -354,8 +358,7 @@ class CheckpointMethods(AcceleratorProperties):
         _run_hooks(self._load_hooks, remaining, os.fspath(path))
         return [index for index, model in enumerate(models) if not any(model is other for other in remaining)]
 
-    def _training_state(self, *, alone: bool = False) -> TrainingState:
-        reshard_models(self._original_models())
+    def _training_state(self, memory: MetaModels | None = None, *, alone: bool = False) -> TrainingState:
         return TrainingState(
             self._backend,
             self._models,
@@ -366,7 +369,7 @@ class CheckpointMethods(AcceleratorProperties):
             self._accumulation,
             self._gradients,
             self._registered,
-            self._meta_models,
+            memory,
             alone=alone,
         )
 
@@ -375,18 +378,9 @@ class CheckpointMethods(AcceleratorProperties):
 
     def _build_all_gather(self, operation: str) -> AllGatherObjects:
         """Return the function that gathers an object from all processes for an operation."""
-        if self.num_processes == 1:
+        if self._backend.topology.world_size == 1:
             return lambda item: [item]
         return lambda item: all_gather_objects(operation, item, self._backend.handshake)
-
-    def _warn_if_not_resumed(self) -> None:
-        """Warn once if the script was started with `--resume` and saves without having loaded a checkpoint."""
-        if self._resume_policy.asked and not self._load_attempted and self.process_index == 0:
-            _LOG.warning(
-                "--resume had no effect: the script calls neither resume() nor load_state(), and started from the "
-                "beginning. Call accelerator.resume() after prepare()."
-            )
-        self._load_attempted = True
 
 
 def _find_checkpoint(project: ProjectConfiguration, input_dir: _Path | None) -> Path:

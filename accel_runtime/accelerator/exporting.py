@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.checkpoint.errors import errors_on_all_ranks
 from accel_runtime.checkpoint.filesystem import parse_size
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.export import objects
 from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
 from accel_runtime.export.objects import refuse_sharded, write_object
@@ -31,7 +31,7 @@ from accel_runtime.parallel.dtensor import (
     is_sharded_model,
     reshard_models,
 )
-from accel_runtime.training.compilation import unwrap
+from accel_runtime.training.forward import unwrap
 
 __all__ = ["ExportMethods"]
 
@@ -143,7 +143,7 @@ class ExportMethods(AcceleratorProperties):
 
         def write() -> None:
             plan = ExportPlan.from_state(self._backend.state_to_host(module.state_dict()), limit, tied)
-            export_model(plan, directory, writer=self.process_index)
+            export_model(plan, directory)
 
         if absence is not None:
             from accel_runtime.checkpoint.save import write_without_missing_ranks  # noqa: PLC0415 - slow to import

@@ -24,9 +24,8 @@ from accel_runtime import nested
 from accel_runtime.accelerator.checkpointing import CheckpointMethods
 from accel_runtime.backends.base import Backend
 from accel_runtime.big_modeling import refuse_forward_on_meta, refuse_meta_model
-from accel_runtime.collectives.handshake import MismatchError
-from accel_runtime.collectives.objects import all_gather_objects
-from accel_runtime.data.active_loops import ModelInputHook
+from accel_runtime.collectives.handshake import MismatchError, all_gather_objects
+from accel_runtime.data.iteration import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader, skip_first_batches
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
 from accel_runtime.data.source import batch_size_of, len_or_none, sampler_of_loader
@@ -35,8 +34,8 @@ from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.scheduler import PreparedScheduler
-from accel_runtime.training.checks import FirstInput
-from accel_runtime.training.compilation import compile_in_place
+from accel_runtime.training.accumulation import FirstInput
+from accel_runtime.training.forward import compile_in_place
 
 __all__ = ["ParameterMap", "PrepareMethods", "check_consistent", "collect_option_facts", "named_parameters"]
 

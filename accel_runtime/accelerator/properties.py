@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_runtime.big_modeling import MetaModels
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import loader_options
 from accel_runtime.description import (
@@ -42,11 +42,9 @@ from accel_runtime.profiling import ProfileKwargs
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.tracking import Trackers
-from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.checks import AveragingCheck
-from accel_runtime.training.compilation import TorchDynamoPlugin
+from accel_runtime.training.accumulation import Accumulation, AveragingCheck
+from accel_runtime.training.forward import Precision, TorchDynamoPlugin
 from accel_runtime.training.gradients import Gradients
-from accel_runtime.training.precision import Precision
 
 if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -84,7 +82,9 @@ class AcceleratorProperties(ProcessMethods):
     _dynamo: TorchDynamoPlugin
     _gradients: Gradients
     _handlers: dict[type[KwargsHandler], Any]
+    _find_origins: Callable[..., Mapping[str, OptionFacts]]
     _initial_settings: Settings
+    _is_argument: dict[str, bool]
     _loader_config: DataLoaderConfiguration
     _loaders: WeakValueDictionary[int, PreparedLoader]
     _loaders_prepared: int
@@ -92,7 +92,6 @@ class AcceleratorProperties(ProcessMethods):
     _models: list[nn.Module]
     _number: int
     _optimizers: list[PreparedOptimizer]
-    _origins: Mapping[str, OptionFacts]
     _precision: Precision
     _rng_types: tuple[str, ...]
     _schedulers: list[PreparedScheduler]
@@ -280,11 +279,7 @@ class AcceleratorProperties(ProcessMethods):
         check_layout(settings.parallel, settings.fully_shard, self.num_processes)
         self._backend.set_sharding(settings)
         before = dict(flatten_settings(self.settings))
-        changed = {key: value for key, value in flatten_settings(settings) if value != before[key]}
-        self._origins = {
-            **self._origins,
-            **{key: OptionFacts(value, "argument") for key, value in changed.items()},
-        }
+        self._is_argument |= {key: True for key, value in flatten_settings(settings) if value != before[key]}
         self.settings = settings
         self._warn_if_prepared(configuration, name, self._models, "model(s)")
 
@@ -494,7 +489,7 @@ class AcceleratorProperties(ProcessMethods):
                 loader_facts(loader, self._backend.data_rank, self._accumulation.steps)
                 for loader in list(self._loaders.values())
             ),
-            options=self._origins,
+            options=self._find_origins(self.settings, is_argument=self._is_argument),
             device=self._backend.describe_device(),
         )
 

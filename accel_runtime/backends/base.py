@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from accel_runtime.collectives.handshake import Handshake, call_at_site
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import Handshake, all_gather_objects, call_at_site
 from accel_runtime.collectives.transport import Transport
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
@@ -24,8 +23,8 @@ from accel_runtime.options import DistributedType
 from accel_runtime.topology import DataRank, Topology
 
 if TYPE_CHECKING:
-    from accel_runtime.collectives.stalls import MissingRanks
-    from accel_runtime.data.active_loops import ActiveLoops
+    from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
+    from accel_runtime.data.iteration import ActiveLoops
     from accel_runtime.parallel.dtensor import GroupFacts, ProcessMesh
 
 __all__ = ["Backend", "Reduction"]
@@ -57,6 +56,9 @@ class Backend(ABC):
 
     active_loops: ActiveLoops | None = None
     """The active loops of the Accelerator that uses this backend, for loaders that are prepared without it."""
+
+    rank_monitor: RankMonitor | None = None
+    """Finds the ranks that will not join a call; None on one process."""
 
     mesh: ProcessMesh | None = None
     """The device mesh of the processes, if models are sharded."""
@@ -125,20 +127,13 @@ class Backend(ABC):
         """Wait for all ranks, whatever line they call from."""
         self.handshake.exchange(call_at_site("wait_for_everyone", anywhere=True))
 
-    def wait_for_ranks(self, operation: str) -> MissingRanks | None:  # noqa: ARG002 - for one process there is nothing to wait for
+    def wait_for_ranks(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks call `operation`; return the ranks that are known never to call it, if any."""
-        return None
+        return None if self.rank_monitor is None else self.rank_monitor.wait(operation)
 
-    def publish_outcome(self, missing: MissingRanks, outcome: str) -> None:  # noqa: B027 - no ranks can be missing
-        """Send the outcome of a call that some ranks do not make to the ranks that make it."""
-
-    def read_outcome(self, missing: MissingRanks) -> str:
-        """Return the outcome that the leading rank published."""
-        raise NotImplementedError
-
-    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:  # noqa: ARG002 - nothing to add
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
         """Return an error that names the state of the other ranks if `error` comes from a collective, else `error`."""
-        return error
+        return error if self.rank_monitor is None else self.rank_monitor.explain_error(error, operation)
 
     @abstractmethod
     def set_store_key(self, key: str, text: str) -> None:

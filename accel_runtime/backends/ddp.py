@@ -59,38 +59,25 @@ class GradientAveraging:
         self._parameters = [parameter for _, parameter in trainable]
         self._average, self._handshake = average, handshake
         self._compared: Sequence[bool] = ()
-        self._num_no_sync = 0
+        self.is_active = True
+        """True if the current backward passes average gradients."""
         self._last_pass = -1
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Return a context in which gradients are not averaged."""
-        self._num_no_sync += 1
+    def set_sync(self, *, wanted: bool) -> Iterator[None]:
+        """Return a context in which gradients are averaged, or not."""
+        before, self.is_active = self.is_active, wanted
         try:
             yield
         finally:
-            self._num_no_sync -= 1
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        """Return a context in which gradients are averaged, even inside of `no_sync`."""
-        count, self._num_no_sync = self._num_no_sync, 0
-        try:
-            yield
-        finally:
-            self._num_no_sync = count
-
-    @property
-    def averages(self) -> bool:
-        """Return whether the current backward passes average gradients."""
-        return not self._num_no_sync
+            self.is_active = before
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         # The id of the pass and no flag, since a pass that fails never ends.
         number = graph_task_id()
-        if self._num_no_sync or self._last_pass == number:
+        if not self.is_active or self._last_pass == number:
             return
         self._last_pass = number
         on_backward_end(self._average_all)

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,9 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import sync_in_backward, wrap_in_ddp
-from accel_runtime.collectives.handshake import Handshake
-from accel_runtime.collectives.objects import all_gather_objects
-from accel_runtime.collectives.stalls import MissingRanks, explain_collective_error, rank_monitor_of
-from accel_runtime.collectives.transport import (
-    connect_group,
-)
+from accel_runtime.collectives.handshake import Handshake, all_gather_objects
+from accel_runtime.collectives.stalls import rank_monitor_of
+from accel_runtime.collectives.transport import connect_group
 from accel_runtime.env import Settings
 from accel_runtime.heartbeat import heartbeat
 from accel_runtime.options import DistributedType
@@ -174,7 +171,7 @@ class DistributedBackend(StoreBackend):
         super().__init__(topology, device, transport)
         self._device_ids = [device.index] if device.index is not None else None
         self._progress = heartbeat()
-        self._rank_monitor = rank_monitor_of(
+        self.rank_monitor = rank_monitor_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
         )
         if device.type == "cuda" and topology.world_size > 1 and self.collective_backend != "gloo":
@@ -227,34 +224,6 @@ class DistributedBackend(StoreBackend):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         super().barrier()
-
-    @override
-    def wait_for_ranks(self, operation: str) -> MissingRanks | None:
-        if self._rank_monitor is None:
-            return None
-        try:
-            return self._rank_monitor.wait(operation)
-        except dist.DistError:  # the store is gone: the next collective names the lost rank
-            return None
-
-    @override
-    def publish_outcome(self, missing: MissingRanks, outcome: str) -> None:
-        assert self._rank_monitor is not None
-        with suppress(dist.DistError):
-            self._rank_monitor.finish(missing, outcome)
-
-    @override
-    def read_outcome(self, missing: MissingRanks) -> str:
-        assert self._rank_monitor is not None
-        return self._rank_monitor.outcome(missing)
-
-    @override
-    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
-        return (
-            error
-            if self._rank_monitor is None
-            else explain_collective_error(error, operation, self._rank_monitor.service)
-        )
 
     def _count_collective(self) -> None:
         """Count a collective, for ranks that wait for this one elsewhere."""

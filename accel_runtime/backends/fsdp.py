@@ -49,9 +49,9 @@ from accel_runtime.parallel.tensor_parallel import (
 )
 from accel_runtime.topology import Topology
 from accel_runtime.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
-from accel_runtime.training.precision import FORMATS
+from accel_runtime.training.forward import FORMATS
 
-__all__ = ["BufferBroadcast", "FSDPBackend", "broadcast_parameters", "describe_layout"]
+__all__ = ["FSDPBackend", "broadcast_parameters", "build_buffer_broadcast", "describe_layout"]
 
 
 class FSDPBackend(DistributedBackend):
@@ -104,8 +104,8 @@ class FSDPBackend(DistributedBackend):
         gathered = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._gradient_syncs[model] = sync = GradientSync(gathered, averaging)
         if any(True for _ in model.buffers()):
-            broadcast = BufferBroadcast(model, self.broadcast)
-            buffers = UntracedBufferBroadcast(lambda: sync.wanted, lambda _: broadcast.broadcast_buffers())
+            broadcast = build_buffer_broadcast(model, self.broadcast)
+            buffers = UntracedBufferBroadcast(lambda: sync.wanted, broadcast)
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         return model
@@ -312,25 +312,23 @@ def _shard_state(optimizer: torch.optim.Optimizer) -> None:
 _disable_compiler: Any = torch.compiler.disable
 
 
-class BufferBroadcast:
-    """Broadcast the buffers of the first rank, such as running means, which forward passes change.
+def build_buffer_broadcast(
+    model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Return a function that broadcasts the buffers of the first rank, such as running means, which forward passes change.
 
     Buffers that are not in the state dict are constant tables, such as rotary embeddings, and may be large; they were
     broadcast when the model was prepared.
     """
+    # By name, since a forward pass may replace a buffer.
+    owners = [(module, name) for module in model.modules() for name in list_buffers(module, persistent=True)]
 
-    def __init__(self, model: nn.Module, broadcast: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._broadcast = broadcast
-        # By name, since a forward pass may replace a buffer.
-        self._owners = [
-            (module, name) for module in model.modules() for name in list_buffers(module, persistent=True)
-        ]
-
-    def broadcast_buffers(self) -> None:
-        """Broadcast the buffers; collective."""
-        buffers = (getattr(module, name) for module, name in self._owners)
+    def broadcast_buffers(_: Sequence[torch.Tensor]) -> None:
+        buffers = (getattr(module, name) for module, name in owners)
         shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
-        operate_flat(shards, self._broadcast)
+        operate_flat(shards, broadcast)
+
+    return broadcast_buffers
 
 
 class UntracedBufferBroadcast(BufferAveraging):

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ __all__ = [
     "FileSystem",
     "add_path_to_error",
     "format_size",
+    "is_process_running",
+    "list_leftovers",
     "open_atomically",
     "parallel_map",
     "parse_size",
@@ -135,11 +138,16 @@ def add_path_to_error(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_atomically(path: Path) -> Iterator[Path]:
-    """Yield a scratch path to write to; sync it and rename it to `path` at the end, remove it after an error."""
-    disk = FileSystem()
-    path = path.resolve()
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+def open_atomically(path: Path, disk: FileSystem | None = None) -> Iterator[Path]:
+    """Yield a scratch path to write to; sync it and rename it to `path` at the end, remove it after an error.
+
+    Its name has node and process, so that several writers of a path do not disturb each other.
+    """
+    disk = disk or FileSystem()
+    for name, leftover in list_leftovers(path.parent):
+        if name == path.name:
+            leftover.unlink(missing_ok=True)
+    scratch = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.unfinished")
     scratch.unlink(missing_ok=True)
     try:
         yield scratch
@@ -152,6 +160,24 @@ def open_atomically(path: Path) -> Iterator[Path]:
         disk.sync_directory(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def list_leftovers(folder: Path) -> list[tuple[str, Path]]:
+    """Return the scratch files that killed processes of this node left in a directory, each with the name it was for."""
+    scratch = re.compile(rf"\.(.+)\.{re.escape(socket.gethostname())}-(\d+)\.unfinished")
+    matches = [(scratch.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [(match[1], path) for match, path in matches if match and not is_process_running(int(match[2]))]
+
+
+def is_process_running(pid: int) -> bool:
+    """Return True if a process of this id exists on this node; works without /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def read_exactly(file: FileIO, buffer: memoryview, offset: int) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,18 +171,14 @@ class ResumePolicy:
         else:
             own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest)]
             chosen = own[-1] if own else None
-        self._report(chosen, checkpoints)
-        return chosen
-
-    def _report(self, chosen: Checkpoint | None, checkpoints: Checkpoints) -> None:
-        restarted = self.origin.restarted or self.origin.requeued
         if chosen is not None:
             _print(f"resuming from {chosen.path} (step {chosen.manifest.step})")
         elif self.asked:
             _print(f"no checkpoint in {checkpoints.directory} yet: starting from the beginning")
-        elif restarted:
+        elif self.origin.restarted or self.origin.requeued:
             others = f" (those in {checkpoints.directory} are of other runs)" if checkpoints.any() else ""
             _print(f"no checkpoint of this run yet: starting from the beginning{others}")
+        return chosen
 
 
 def _is_positive(environ: Mapping[str, str], name: str) -> bool:
@@ -191,7 +187,7 @@ def _is_positive(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _print(text: str) -> None:
-    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - users should see where a run resumes
+    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - for the terminal, whatever the logging
 
 
 class RetentionPolicy:
@@ -299,10 +295,11 @@ class BackgroundWriter:
         start = time.monotonic()
         thread.join(_FIRST_MESSAGE_S)
         while thread.is_alive():
-            self._print(f"waiting for {self._target} to be written: {self._progress()}")
+            if self._prints_progress:
+                _print(f"waiting for {self._target} to be written: {self._progress()}")
             thread.join(_NEXT_MESSAGE_S)
-        if time.monotonic() - start > _FIRST_MESSAGE_S and self._error is None:
-            self._print(f"{self._target} is written")
+        if self._prints_progress and time.monotonic() - start > _FIRST_MESSAGE_S and self._error is None:
+            _print(f"{self._target} is written")
         self._thread = None
         for hook in self._hooks:
             hook.remove()
@@ -316,16 +313,12 @@ class BackgroundWriter:
         except BaseException as error:  # noqa: BLE001 - raised in the script's thread
             self._error = error
 
-    def _print(self, text: str) -> None:
-        if self._prints_progress:
-            print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the user waits for it
-
     def wait_at_exit(self) -> None:
         """Wait at exit; end the process with exit code 1 if the save failed."""
         try:
             self.wait()
         except CheckpointError as error:
-            print(f"accel: {error}", file=sys.stderr, flush=True)  # noqa: T201 - too late to raise
+            _print(str(error))  # too late to raise
             sys.stdout.flush()
             # An exception at this point would leave the exit code 0.
             os._exit(1)
@@ -359,10 +352,13 @@ class StagingBuffers:
 
         New memory costs several times as much as the copy: the system clears every page on first use.
         """
+
+        def allocate_pages() -> None:
+            self._reserve(size)
+            self._memory[:: mmap.PAGESIZE].zero_()
+
         self._wait()
-        self._reservation = threading.Thread(
-            target=self._allocate_pages, args=(size,), name="accel-reserve", daemon=True
-        )
+        self._reservation = threading.Thread(target=allocate_pages, name="accel-reserve", daemon=True)
         self._reservation.start()
 
     def copy_tensors(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
@@ -377,10 +373,7 @@ class StagingBuffers:
         for key, tensor in tensors.items():
             memory = self._memory[starts[key] : starts[key] + tensor.nbytes]
             copies[key] = memory.view(tensor.dtype).view(tensor.shape)
-        self._copy([(copies[key], tensor.detach()) for key, tensor in tensors.items()])
-        return copies
-
-    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        pairs = [(copies[key], tensor.detach()) for key, tensor in tensors.items()]
         if self._pinned:
             for target, tensor in pairs:
                 target.copy_(tensor, non_blocking=True)
@@ -394,15 +387,12 @@ class StagingBuffers:
                 lambda piece: piece[0].copy_(piece[1]),
                 [piece for pair in pairs for piece in _split_copy(*pair)],
             )
+        return copies
 
     def _wait(self) -> None:
         if self._reservation is not None:
             self._reservation.join()
             self._reservation = None
-
-    def _allocate_pages(self, size: int) -> None:
-        self._reserve(size)
-        self._memory[:: mmap.PAGESIZE].zero_()
 
     def _reserve(self, size: int) -> None:
         if size <= self._memory.nbytes:

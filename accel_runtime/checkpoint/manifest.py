@@ -214,7 +214,12 @@ class Manifest:
                 | {
                     "values_by_rank": body["own"],
                     "class_names": body.get("about", {}),
-                    "tensors": {name: _parse_tensor(entry) for name, entry in body["tensors"].items()},
+                    "tensors": {
+                        name: TensorEntry(
+                            entry["dtype"], tuple(entry["shape"]), tuple(map(_parse_chunk, entry["chunks"]))
+                        )
+                        for name, entry in body["tensors"].items()
+                    },
                     "files": {
                         name: FileEntry(**_select_fields(FileEntry, file))
                         for name, file in body["files"].items()
@@ -274,15 +279,9 @@ def _select_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _parse_tensor(entry: Mapping[str, Any]) -> TensorEntry:
-    chunks = tuple(
-        Chunk(
-            **_select_fields(Chunk, chunk)
-            | {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}
-        )
-        for chunk in entry["chunks"]
-    )
-    return TensorEntry(entry["dtype"], tuple(entry["shape"]), chunks)
+def _parse_chunk(chunk: Mapping[str, Any]) -> Chunk:
+    box = {"offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}
+    return Chunk(**_select_fields(Chunk, chunk) | box)
 
 
 def _check_layout(manifest: Manifest) -> None:
@@ -403,12 +402,18 @@ def parse_number(name: str) -> int | None:
 
 BLOCK = 1 << 22
 """Bytes that are read and hashed at a time."""
-_Chunks = Sequence[tuple[str, Chunk]]
+Progress = Callable[[int], None]
+"""Receives numbers of bytes that were read."""
 
 
-def find_damage(checkpoint: Checkpoint, chunks: Iterable[tuple[str, Chunk]]) -> list[str]:
-    """Return a sentence for each damaged chunk, with file and tensor."""
-    problems = parallel_map(lambda file: _find_file_damage(checkpoint, *file), _group_by_file(chunks).items())
+def find_damage(
+    checkpoint: Checkpoint, chunks: Iterable[tuple[str, Chunk]], progress: Progress = lambda _: None
+) -> list[str]:
+    """Return a sentence for each damaged chunk, with file and tensor; `progress` receives byte counts."""
+    files: dict[str, list[tuple[str, Chunk]]] = {}
+    for name, chunk in chunks:
+        files.setdefault(chunk.file, []).append((name, chunk))
+    problems = parallel_map(lambda file: _find_file_damage(checkpoint, *file, progress), files.items())
     return [sentence for sentences in problems for sentence in sentences]
 
 
@@ -429,14 +434,9 @@ def select_rank_files(
     return selected
 
 
-def verify_all_files(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+def verify_all_files(checkpoint: Checkpoint, progress: Progress = lambda _: None) -> list[str]:
     """Return a sentence for each damaged tensor and file; `progress` receives byte counts, from several threads."""
-    tensors = checkpoint.manifest.tensors
-    parts = _group_by_file((name, chunk) for name, stored in tensors.items() for chunk in stored.chunks)
-    problems = parallel_map(
-        lambda name: _verify_file(checkpoint, name, parts.get(name, []), progress), checkpoint.manifest.files
-    )
-    return [sentence for sentences in problems for sentence in sentences]
+    return find_damage(checkpoint, checkpoint.manifest.parts(checkpoint.manifest.items), progress)
 
 
 def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
@@ -455,75 +455,27 @@ def read_blocks(file: int, start: int, length: int, buffer: memoryview) -> Itera
         start, length = start + filled, length - filled
 
 
-def _find_file_damage(checkpoint: Checkpoint, name: str, chunks: _Chunks) -> list[str]:
+def _find_file_damage(
+    checkpoint: Checkpoint, name: str, chunks: Sequence[tuple[str, Chunk]], progress: Progress
+) -> list[str]:
     path, buffer = checkpoint.path / name, memoryview(bytearray(BLOCK))
     try:
         with path.open("rb", buffering=0) as opened:
             return [
                 _describe_damage(checkpoint, path, tensor)
                 for tensor, chunk in sorted(chunks, key=lambda part: part[1].start)
-                if _hash_range(opened.fileno(), chunk.start, chunk.bytes, buffer) != chunk.checksum
+                if _hash_range(opened.fileno(), chunk, buffer, progress) != chunk.checksum
             ]
     except OSError as error:
         return [f"{path} cannot be read: {error.strerror}"]
 
 
-def _verify_file(
-    checkpoint: Checkpoint, name: str, chunks: _Chunks, progress: Callable[[int], None]
-) -> list[str]:
-    """Return the problems of a file and of the chunks in it, which is read once."""
-    path, entry = checkpoint.path / name, checkpoint.manifest.files[name]
-    try:
-        with path.open("rb", buffering=0) as opened:
-            checksum, tensors = _hash_file_and_chunks(opened.fileno(), entry, chunks, progress)
-    except OSError as error:
-        return [f"{path} cannot be read: {error.strerror}"]
-    problems = [_describe_damage(checkpoint, path, tensor) for tensor in tensors]
-    if checksum != entry.checksum and not problems:
-        problems.append(f"{path} is damaged: its checksum is {checksum} and should be {entry.checksum}")
-    return problems
-
-
-def _hash_file_and_chunks(
-    file: int, entry: FileEntry, chunks: _Chunks, progress: Callable[[int], None]
-) -> tuple[str, list[str]]:
-    """Return the checksum of a file, and the tensors in it whose checksum is wrong."""
-    file_checksum, buffer, offset, damaged = xxhash.xxh3_64(), memoryview(bytearray(BLOCK)), 0, []
-    for name, chunk in sorted(chunks, key=lambda part: (part[1].start, part[1].bytes)):
-        if chunk.start < offset:
-            # accel writes no overlapping chunks, but a manifest with such chunks must not hide a byte.
-            damaged += [name] if _hash_range(file, chunk.start, chunk.bytes, buffer) != chunk.checksum else []
-            continue
-        checksum = xxhash.xxh3_64()
-        for start, length, chunk_checksum in (
-            (offset, chunk.start - offset, None),
-            (chunk.start, chunk.bytes, checksum),
-        ):
-            for block in read_blocks(file, start, length, buffer):
-                file_checksum.update(block)
-                if chunk_checksum:
-                    chunk_checksum.update(block)
-                progress(len(block))
-        offset = chunk.start + chunk.bytes
-        damaged += [name] if checksum.hexdigest() != chunk.checksum else []
-    for block in read_blocks(file, offset, max(0, entry.bytes - offset), buffer):
-        file_checksum.update(block)
-        progress(len(block))
-    return file_checksum.hexdigest(), damaged
-
-
-def _hash_range(file: int, start: int, length: int, buffer: memoryview) -> str:
+def _hash_range(file: int, chunk: Chunk, buffer: memoryview, progress: Progress) -> str:
     checksum = xxhash.xxh3_64()
-    for block in read_blocks(file, start, length, buffer):
+    for block in read_blocks(file, chunk.start, chunk.bytes, buffer):
         checksum.update(block)
+        progress(len(block))
     return checksum.hexdigest()
-
-
-def _group_by_file(chunks: Iterable[tuple[str, Chunk]]) -> dict[str, list[tuple[str, Chunk]]]:
-    files: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, chunk in chunks:
-        files.setdefault(chunk.file, []).append((name, chunk))
-    return files
 
 
 def _describe_damage(checkpoint: Checkpoint, path: Path, tensor: str) -> str:

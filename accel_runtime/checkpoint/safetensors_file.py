@@ -1,28 +1,55 @@
-"""Write safetensors files and hash them on the way. Imports no torch."""
+"""Write safetensors files, and merge the tensors of a checkpoint into them, streamed and verified in bounded memory.
+
+Imports torch only to convert numbers.
+"""
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from accel_runtime.checkpoint.filesystem import FileSystem, add_path_to_error, write_text
-from accel_runtime.checkpoint.manifest import FileEntry, hash_bytes
+from accel_runtime.checkpoint.errors import CheckpointError, RequestError
+from accel_runtime.checkpoint.filesystem import (
+    FileSystem,
+    add_path_to_error,
+    format_size,
+    open_atomically,
+    write_text,
+)
+from accel_runtime.checkpoint.manifest import (
+    BLOCK,
+    NAME,
+    Checkpoint,
+    Chunk,
+    FileEntry,
+    Progress,
+    TensorEntry,
+    hash_bytes,
+    rank_tensor_name,
+    read_blocks,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "NUMBER_FORMATS",
+    "MergeRequest",
     "TensorPart",
     "copy_to_host",
     "iterate_runs",
+    "list_item_contents",
+    "merge_tensors",
     "shard_file_name",
     "tensor_bytes",
     "write_index",
@@ -199,3 +226,247 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     from accel_runtime.collectives.transport import memory_of  # noqa: PLC0415 - it imports torch
 
     return memory_of(tensor) if tensor.nbytes else memoryview(b"")
+
+
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Number formats that are converted if another one is requested."""
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """Contents of the output files."""
+
+    item: str = "model"
+    rank: int = 0
+    """Rank to export if states differ between ranks."""
+    dtype: str | None = None
+    """torch name of the output format of floating-point numbers; None keeps them."""
+    max_shard_bytes: int | None = None
+    """Largest size of a file in bytes, except for a single tensor; None is one file."""
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Files that were written."""
+
+    files: list[str]
+    tensors: int
+    bytes: int
+    ties: dict[str, str]
+    others: list[str]
+
+
+def merge_tensors(
+    checkpoint: Checkpoint, target: Path, request: MergeRequest, progress: Progress = lambda _: None
+) -> MergeResult:
+    """Write the tensors of an item into a file, or several with an index in the layout of Hugging Face.
+
+    Every byte is verified, and files get their names only when all are complete. `progress` receives byte counts.
+    """
+    contents = list_item_contents(checkpoint, request.item, request.rank)
+    if not contents.tensors:
+        raise RequestError(f"{request.item} of {checkpoint.path} has no tensors")
+    parts = [
+        _build_part(checkpoint, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
+        for name, stored in contents.tensors.items()
+    ]
+    groups = _split_into_shards(parts, request.max_shard_bytes)
+    shards = {
+        shard_file_name(target.stem, number, len(groups), target.suffix): group
+        for number, group in enumerate(groups, start=1)
+    }
+    size = sum(part.bytes for part in parts)
+    _check_target(target, size, several=len(shards) > 1)
+    disk, names = FileSystem(), list(shards)
+    if len(shards) > 1:
+        names.append(f"{target.name}.index.json")
+    with ExitStack() as renames:
+        # Renamed in the opposite order, so the index is entered first.
+        scratch = {
+            name: renames.enter_context(open_atomically(target.with_name(name).resolve()))
+            for name in names[::-1]
+        }
+        for file, group in shards.items():
+            # Ties are metadata as in `safetensors.torch.save_model`.
+            kept = {part.name for part in group}
+            ties = {alias: name for alias, name in contents.ties.items() if name in kept}
+            write_safetensors(scratch[file], group, {"format": "pt"} | ties, disk)
+        if len(shards) > 1:
+            write_index(scratch[names[-1]], shards, disk)
+    # Only for models: an optimizer has values that are not tensors anyway.
+    others = contents.others if request.item.startswith("model") else []
+    return MergeResult(
+        [str(target.with_name(name)) for name in names], len(parts), size, contents.ties, others
+    )
+
+
+def _check_target(target: Path, size: int, *, several: bool) -> None:
+    if not target.parent.is_dir():
+        raise RequestError(f"Not a directory: {target.parent}")
+    if target.is_dir():
+        raise RequestError(f"{target} is a directory. Name a file, such as model.safetensors.")
+    if (target.parent / NAME).exists():
+        raise RequestError(
+            f"{target.parent} is a checkpoint: an added file would not be part of it. Choose another directory."
+        )
+    if several and target.exists():
+        raise RequestError(
+            f"{target} exists and would be read in place of the shards. Remove it or choose another name."
+        )
+    free = FileSystem().free_space(target.parent)
+    if size > free:
+        raise CheckpointError(
+            f"Not enough space in {target.parent}: {format_size(size)} are needed, {format_size(free)} are free."
+        )
+
+
+def _build_part(
+    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str | None, progress: Progress
+) -> TensorPart:
+    output_dtype = dtype if dtype and stored.dtype in _FLOATS else stored.dtype
+    if output_dtype not in NUMBER_FORMATS:
+        raise RequestError(f"Cannot export {name}: safetensors does not support {stored.dtype}.")
+    size = math.prod(stored.shape) * NUMBER_FORMATS[output_dtype].size
+
+    def read() -> Iterator[memoryview]:
+        return _read_tensor(checkpoint, name, stored, output_dtype, progress)
+
+    return TensorPart(name, output_dtype, stored.shape, size, read)
+
+
+def _split_into_shards(parts: Sequence[TensorPart], limit: int | None) -> list[list[TensorPart]]:
+    """Distribute tensors over files, in order."""
+    shards: list[list[TensorPart]] = [[]]
+    filled = 0
+    for part in parts:
+        if limit and shards[-1] and filled + part.bytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(part)
+        filled += part.bytes
+    return shards
+
+
+def _read_tensor(
+    checkpoint: Checkpoint, name: str, stored: TensorEntry, dtype: str, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order; rows are taken from several chunks in turn.
+
+    The chunks share the memory of one block, and element sizes divide the memory of each.
+    """
+    block_bytes = BLOCK // min(64, len(stored.chunks)) // 16 * 16
+    convert = _build_converter(stored.dtype, dtype)
+    itemsize = NUMBER_FORMATS[dtype].size
+    rows = []
+    for chunk in stored.chunks:
+        blocks = _read_chunk(checkpoint, name, chunk, min(block_bytes, chunk.bytes), progress)
+        reader = _RowReader(map(convert, blocks), math.prod(chunk.sizes) * itemsize)
+        rows.append(zip(iterate_runs(stored.shape, chunk.offsets, chunk.sizes, itemsize), repeat(reader)))
+    for (_, length), reader in heapq.merge(*rows, key=itemgetter(0)):
+        yield from reader.read(length)
+
+
+def _read_chunk(
+    checkpoint: Checkpoint, name: str, chunk: Chunk, block_bytes: int, progress: Progress
+) -> Iterator[memoryview]:
+    """Yield the blocks of a chunk, which are valid until the next one, and verify its checksum at the end."""
+    path, checksum = checkpoint.path / chunk.file, xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        for block in read_blocks(file.fileno(), chunk.start, chunk.bytes, memoryview(bytearray(block_bytes))):
+            checksum.update(block)
+            progress(len(block))
+            yield block
+    if checksum.hexdigest() != chunk.checksum:
+        raise CheckpointError(f"{path} is damaged: {name} does not have its checksum")
+
+
+class _RowReader:
+    """Reads rows of any length from the blocks of a chunk, and ends the blocks after the last row."""
+
+    def __init__(self, blocks: Iterator[memoryview], size: int) -> None:
+        self._blocks, self._remaining, self._block = blocks, size, memoryview(b"")
+
+    def read(self, length: int) -> Iterator[memoryview]:
+        self._remaining -= length
+        while length:
+            self._block = self._block or next(self._blocks)
+            piece, self._block = self._block[:length], self._block[length:]
+            length -= len(piece)
+            yield piece
+        if not self._remaining:
+            list(self._blocks)
+
+
+def _build_converter(source: str, target: str) -> Callable[[memoryview], memoryview]:
+    """Return a function that converts a block between number formats."""
+    if source == target:
+        return lambda block: block
+    # Importing torch takes seconds, and most exports keep the format.
+    import torch  # noqa: PLC0415
+
+    from_dtype, to_dtype = getattr(torch, source), getattr(torch, target)
+    return lambda block: tensor_bytes(torch.frombuffer(block, dtype=from_dtype).to(to_dtype))
+
+
+_MAPPINGS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
+_SEQUENCES = frozenset({"tuple", "set", "frozenset", "deque", "size"})
+
+
+@dataclass(frozen=True)
+class ItemContents:
+    """Contents of an item."""
+
+    tensors: dict[str, str]
+    """Names in the manifest by names in the file."""
+    ties: dict[str, str]
+    """Aliases: other names of the same tensor."""
+    others: list[str]
+    """Names of values that are not tensors, and are not exported."""
+
+
+def list_item_contents(checkpoint: Checkpoint, item: str, rank: int = 0) -> ItemContents:
+    """List the tensors of an item, such as `model` or `optimizer_1`, as a rank had them."""
+    manifest = checkpoint.manifest
+    if item not in manifest.items:
+        raise RequestError(f"{checkpoint.path} has no {item}; it has {', '.join(manifest.items)}")
+    if not 0 <= rank < manifest.world_size:
+        raise RequestError(
+            f"{checkpoint.path} has no rank {rank}: {manifest.world_size} process(es) wrote it. Ranks count from 0."
+        )
+    tree = manifest.values_by_rank[item][rank] if item in manifest.values_by_rank else manifest.values[item]
+    contents = ItemContents({}, {}, [])
+    first: dict[str, str] = {}
+    for name, tensor in _iterate_leaves(tree, ""):
+        if tensor is None:
+            contents.others.append(name)
+        elif tensor in first:
+            contents.ties[name] = first[tensor]
+        else:
+            rank_name = rank_tensor_name(tensor, rank)
+            first[tensor] = name
+            contents.tensors[name] = rank_name if rank_name in manifest.tensors else tensor
+    return contents
+
+
+def _iterate_leaves(tree: Any, path: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the path of each value in a serialized tree, with the name of its tensor or None."""
+    kind = tree.get("$") if isinstance(tree, dict) else None
+    if kind == "tensor":
+        yield path, tree["name"]
+    elif kind == "ndarray":
+        yield path, tree["tensor"]["name"]
+    else:
+        pairs = _get_children(tree, kind)
+        if pairs is None:
+            yield path, None
+        for key, value in pairs or ():
+            yield from _iterate_leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def _get_children(tree: Any, kind: str | None) -> Any:
+    """Return the children of a node by key; None for a leaf."""
+    if kind in _MAPPINGS:
+        return tree["items"]
+    if isinstance(tree, list) or kind in _SEQUENCES:
+        return enumerate(tree if kind is None else tree["items"])
+    return tree.items() if isinstance(tree, dict) and kind is None else None

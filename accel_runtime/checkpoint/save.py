@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
-import accel_runtime
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.directory import (
     TargetExistsError,
@@ -65,7 +64,7 @@ from accel_runtime.checkpoint.safetensors_file import (
 from accel_runtime.checkpoint.serialization import hash_tensor, serialize
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.collectives.stalls import MissingRanks
-from accel_runtime.env import variable_name
+from accel_runtime.env import __version__, variable_name
 
 __all__ = [
     "SaveOperation",
@@ -94,6 +93,18 @@ class SaveTarget:
     """Directory that is written and then renamed."""
     save: str
     """Unique name of the save."""
+
+
+@dataclass
+class RankState:
+    """State of a run, as far as one rank writes it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """JSON of the items that are equal on all ranks."""
+    values_by_rank: dict[str, list[Any]] = field(default_factory=dict)
+    """JSON of the other items, one for each rank."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that this rank may write; DCP chooses the rank if several may."""
 
 
 class SaveOperation:
@@ -172,21 +183,23 @@ class SaveOperation:
     ) -> None:
         """Collect the state of all items, made ready for files by `to_host`, and plan which rank writes what."""
         try:
-            self._state = _collect_state(
-                items,
-                self._all_gather,
-                self._rank,
-                self._world_size,
-                to_host,
-                send_all=not self._sees_directory,
-            )
+            self._state = self._collect_state(items, to_host)
         except BaseException:
             self._abort()
             raise
         self._class_names = {item.name: item.class_name for item in items if item.class_name}
         self._num_steps = step
         with self._step() as plan_step:
-            self._planner.set_up_planner(self._tensors_to_write(), is_coordinator=self._rank == 0)
+            tensors = self._state.tensors
+            sharded = next((name for name, tensor in tensors.items() if is_sharded(tensor)), None)
+            if sharded and not self._sees_directory:
+                raise CheckpointError(
+                    f"Cannot save {sharded}: it is sharded, and this node does not see the checkpoint's directory. With "
+                    "shared_files off only replicated models can be saved; use a directory that all nodes share."
+                )
+            self._planner.set_up_planner(
+                tensors if self._sees_directory else {}, is_coordinator=self._rank == 0
+            )
             plan_step.value = self._planner.create_local_plan()
         with self._step():
             plans, self._metadata = self._planner.create_global_plan(list(plan_step.values))
@@ -194,6 +207,58 @@ class SaveOperation:
             self._planned = sum(item.tensor_storage_size() or 0 for item in self._local_plan.items)
             if self._rank == 0:
                 self._check_free_space()
+
+    def _collect_state(self, items: Sequence[StateItem], to_host: Callable[[Any], Any]) -> RankState:
+        """Serialize all items, and separate what differs between ranks."""
+        state = RankState()
+        with errors_on_all_ranks(self._all_gather) as step:
+            for item in items:
+                state.values[item.name], tensors = serialize(to_host(item.tree()), item.name)
+                state.tensors |= tensors
+            if self._world_size > 1:
+                # A sharded tensor has no hash: every rank writes its shard.
+                step.value = (
+                    {name: hash_bytes(json.dumps(value).encode()) for name, value in state.values.items()},
+                    {name: None if is_sharded(t) else hash_tensor(t) for name, t in state.tensors.items()},
+                )
+        if self._world_size == 1:
+            return state
+        item_hashes, tensor_hashes = zip(*step.values, strict=True)
+        common = set.intersection(*map(set, item_hashes))
+        if partial := [
+            f"{name} on rank {rank}"
+            for rank, names in enumerate(item_hashes)
+            for name in names
+            if name not in common
+        ]:
+            raise CheckpointError(
+                f"Not all ranks have the same state to save: {', '.join(partial)}. Prepare and register the same objects on "
+                "every rank."
+            )
+        return self._separate_ranks(state, _find_differing(item_hashes), _find_differing(tensor_hashes))
+
+    def _separate_ranks(self, state: RankState, items: set[str], tensors: set[str]) -> RankState:
+        """Return the state with the items and tensors that differ between ranks once for each rank.
+
+        Rank 0 writes tensors of other ranks that are small, or that a rank cannot write itself.
+        """
+        result = RankState({name: value for name, value in state.values.items() if name not in items})
+        sent = {}
+        for name, tensor in state.tensors.items():
+            if name not in tensors:
+                result.tensors[name] = tensor
+            elif tensor.nbytes > _SMALL and self._sees_directory:
+                result.tensors[rank_tensor_name(name, self._rank)] = tensor
+            else:
+                sent[name] = tensor.cpu()
+        if items or tensors:
+            gathered = self._all_gather(({name: state.values[name] for name in items}, sent))
+            result.values_by_rank = {name: [values[name] for values, _ in gathered] for name in sorted(items)}
+            for number, (_, received) in enumerate(gathered if self._rank == 0 else ()):
+                result.tensors |= {
+                    rank_tensor_name(name, number): tensor for name, tensor in received.items()
+                }
+        return result
 
     def stage(self, staging: StagingBuffers) -> None:
         """Copy what this rank writes, so that training can continue during the write."""
@@ -237,17 +302,6 @@ class SaveOperation:
             for item, part, (start, checksum) in zip(items, parts, written.locations, strict=True)
         ]
 
-    def _tensors_to_write(self) -> dict[str, torch.Tensor]:
-        tensors = self._state.tensors
-        if self._sees_directory:
-            return tensors
-        if sharded := next((name for name, tensor in tensors.items() if is_sharded(tensor)), None):
-            raise CheckpointError(
-                f"Cannot save {sharded}: it is sharded, and this node does not see the checkpoint's directory. With "
-                "shared_files off only replicated models can be saved; use a directory that all nodes share."
-            )
-        return {}
-
     def _check_free_space(self) -> None:
         tensors = [
             entry
@@ -272,7 +326,7 @@ class SaveOperation:
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._world_size,
             step=self._num_steps,
-            versions={"accel": accel_runtime.__version__, "torch": str(torch.__version__)},
+            versions={"accel": __version__, "torch": str(torch.__version__)},
             values=self._state.values,
             values_by_rank=self._state.values_by_rank,
             tensors=_build_entries(self._metadata, [chunk for chunks, _ in written for chunk in chunks]),
@@ -344,90 +398,6 @@ def _sync_hook_files(scratch: Path, known: dict[str, FileEntry], disk: FileSyste
                 disk.sync(file.fileno())
                 entries[name] = FileEntry(file.tell(), checksum)
     return entries
-
-
-@dataclass
-class RankState:
-    """State of a run, as far as one rank writes it."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    """JSON of the items that are equal on all ranks."""
-    values_by_rank: dict[str, list[Any]] = field(default_factory=dict)
-    """JSON of the other items, one for each rank."""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that this rank may write; DCP chooses the rank if several may."""
-
-
-def _collect_state(  # noqa: PLR0913 - one call
-    items: Sequence[StateItem],
-    all_gather: AllGatherObjects,
-    rank: int,
-    world_size: int,
-    to_host: Callable[[Any], Any],
-    *,
-    send_all: bool,
-) -> RankState:
-    """Serialize all items; what differs between ranks is kept for each, written by rank 0 if small or `send_all`."""
-    state = RankState()
-    with errors_on_all_ranks(all_gather) as step:
-        for item in items:
-            state.values[item.name], tensors = serialize(to_host(item.tree()), item.name)
-            state.tensors |= tensors
-        if world_size > 1:
-            # A sharded tensor has no hash: every rank writes its shard.
-            step.value = (
-                {name: hash_bytes(json.dumps(value).encode()) for name, value in state.values.items()},
-                {name: None if is_sharded(t) else hash_tensor(t) for name, t in state.tensors.items()},
-            )
-    if world_size == 1:
-        return state
-    item_hashes, tensor_hashes = zip(*step.values, strict=True)
-    _check_same_items(item_hashes)
-    return _separate_ranks(
-        state,
-        _find_differing(item_hashes),
-        _find_differing(tensor_hashes),
-        all_gather,
-        rank,
-        send_all=send_all,
-    )
-
-
-def _separate_ranks(  # noqa: PLR0913 - one call
-    state: RankState,
-    items: set[str],
-    tensors: set[str],
-    all_gather: AllGatherObjects,
-    rank: int,
-    *,
-    send_all: bool,
-) -> RankState:
-    """Return the state without the items and tensors that differ between ranks, and with those of each rank."""
-    result = RankState({name: value for name, value in state.values.items() if name not in items})
-    sent = {}
-    for name, tensor in state.tensors.items():
-        if name not in tensors:
-            result.tensors[name] = tensor
-        elif tensor.nbytes > _SMALL and not send_all:
-            result.tensors[rank_tensor_name(name, rank)] = tensor
-        else:
-            sent[name] = tensor.cpu()
-    if items or tensors:
-        gathered = all_gather(({name: state.values[name] for name in items}, sent))
-        result.values_by_rank = {name: [values[name] for values, _ in gathered] for name in sorted(items)}
-        for number, (_, received) in enumerate(gathered if rank == 0 else ()):
-            result.tensors |= {rank_tensor_name(name, number): tensor for name, tensor in received.items()}
-    return result
-
-
-def _check_same_items(hashes: Sequence[Mapping[str, str]]) -> None:
-    common = set.intersection(*map(set, hashes))
-    partial = {name: rank for rank, names in enumerate(hashes) for name in names if name not in common}
-    if partial:
-        listed = ", ".join(f"{name} on rank {rank}" for name, rank in partial.items())
-        raise CheckpointError(
-            f"Not all ranks have the same state to save: {listed}. Prepare and register the same objects on every rank."
-        )
 
 
 def _find_differing(hashes: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -556,7 +526,7 @@ def write_without_missing_ranks(
             "`if accelerator.is_main_process`."
         )
     if not absence.is_leader:
-        saved, text = json.loads(backend.read_outcome(absence))
+        saved, text = json.loads(absence.monitor.read_outcome(absence))
         if not saved:
             raise CheckpointError(text)
         return str(text)
@@ -568,7 +538,7 @@ def write_without_missing_ranks(
         text = str(error)
         raise
     finally:
-        backend.publish_outcome(absence, json.dumps([saved, text]))
+        absence.monitor.publish_outcome(absence, json.dumps([saved, text]))
     return text
 
 

@@ -25,12 +25,12 @@ from accel_runtime.checkpoint.state_items import (
 )
 from accel_runtime.data.loader import NextBatch, PreparedLoader
 from accel_runtime.optimizer import PreparedOptimizer
-from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients, shard_like
+from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.rng import capture_rng_state, derive_rng_state, restore_rng_state
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.forward import Precision
 from accel_runtime.training.gradients import Gradients, name_parameters, numbered_name
-from accel_runtime.training.precision import Precision
 
 __all__ = [
     "TrainingState",
@@ -257,11 +257,7 @@ def capture_accumulation(accumulation: Accumulation, gradients: Gradients, copie
     sharded = {
         "copies": copies if copies > 1 else None,
         "averaged": [name for name, gradient in present.items() if is_sharded(gradient)],
-        "unreduced": {
-            names[p]: gradient
-            for p, gradient in read_unsynced_gradients(gradients.models).items()
-            if p in unused
-        },
+        "unreduced": {names[p]: gradient for p, gradient in gradients.read_unsynced().items() if p in unused},
     }
     return {key: value for key, value in sharded.items() if value} | {
         "accumulation": accumulation.state_dict(),
@@ -290,7 +286,7 @@ def restore_accumulation(tree: Tree, accumulation: Accumulation, gradients: Grad
             parameter.grad = torch.zeros_like(parameter) if name in used else None
         else:
             parameter.grad = _place_like(reduced, parameter)
-    restore_unsynced_gradients(gradients.models, unsynced)
+    gradients.restore_unsynced(unsynced)
     held = tree["gradients"].keys() | tree.get("unreduced", {}).keys()
     gradients.set_unused({parameter for parameter, name in names.items() if name in held})
     unit = tree["unit"]

@@ -1,15 +1,21 @@
-"""The handshake before every collective: all ranks compare what they are about to do."""
+"""The handshake before every collective, in which all ranks compare what they are about to do, and objects sent with it.
+
+Pickled bytes come from ranks over an authenticated connection, never from a file.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
+import pickle
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport, memory_of
 from accel_runtime.heartbeat import CallSite, call_site, heartbeat
@@ -24,15 +30,20 @@ __all__ = [
     "RankLostError",
     "StallError",
     "Write",
+    "all_gather_objects",
     "build_writer",
     "call_at_site",
+    "deserialize_object",
+    "scatter_objects",
+    "serialize_object",
 ]
+
 
 _HEAD = 32
 _HEAD_STRUCT = struct.Struct("=4q")
 _LOG = logging.getLogger("accel_runtime.collectives")
 SUMMARY_WORLD_SIZE = 32
-"""Above this world size ranks compare a summary of 64 bytes before slots; docs/design/agreement.md has the measurements."""
+"""Above this world size ranks compare a summary of 64 bytes before slots; docs/design/handshake.md has the measurements."""
 PAYLOAD = SLOT - _HEAD
 """Bytes of data that fit into the handshake itself."""
 
@@ -170,7 +181,12 @@ class Handshake:
         self._check(heads, call, failure)
         self._last = call
         sizes = [head[2] for head in heads]
-        large = self._gather_large(sizes, write, call) if max(sizes) > PAYLOAD else ()
+        large: Sequence[torch.Tensor] | torch.Tensor = ()
+        if max(sizes) > PAYLOAD:
+            own = torch.empty(0 if inline else size, dtype=torch.uint8, device="cpu")
+            if write and not inline:
+                write(memory_of(own))
+            large = self.all_gather_bytes(own, [each if each > PAYLOAD else 0 for each in sizes], call)
         return HandshakeResult(_all_equal(heads, 0), sizes, slots, large)
 
     def _is_identical(self, call: CollectiveCall, size: int) -> bool:
@@ -215,16 +231,6 @@ class Handshake:
         data = text.encode()
         result = self.exchange(CollectiveCall("describing", _NOWHERE), len(data), build_writer(data))
         return "\n".join(f"  rank {rank}: {str(result.view(rank), 'utf-8')}" for rank in range(self.size))
-
-    def _gather_large(
-        self, sizes: Sequence[int], write: Write | None, call: CollectiveCall
-    ) -> Sequence[torch.Tensor] | torch.Tensor:
-        own = torch.empty(
-            sizes[self.rank] if sizes[self.rank] > PAYLOAD else 0, dtype=torch.uint8, device="cpu"
-        )
-        if write and len(own):
-            write(memory_of(own))
-        return self.all_gather_bytes(own, [size if size > PAYLOAD else 0 for size in sizes], call)
 
     def all_gather_bytes(
         self, own: torch.Tensor, sizes: Sequence[int], call: CollectiveCall
@@ -321,3 +327,179 @@ def call_at_site(
 ) -> CollectiveCall:
     """Describe the current call, with the line of the user's code that it comes from."""
     return CollectiveCall(operation, call_site(), structure, free, anywhere)
+
+
+_ALIGNMENT = 64
+
+
+class SerializedObject(NamedTuple):
+    """A pickled object and its buffers."""
+
+    size: int
+    """The number of bytes of all."""
+    head: bytes
+    """The sizes of all buffers and the pickle."""
+    buffers: list[torch.Tensor]
+    """The buffers outside of the pickle, as bytes or with their own dtype."""
+
+    def write(self, data: memoryview) -> None:
+        """Write the object into `size` bytes."""
+        data[: len(self.head)] = self.head
+        start = _align(len(self.head))
+        for part in self.buffers:
+            end = start + part.nbytes
+            is_plain = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+            if is_plain and part.nbytes <= PAYLOAD:
+                # For small tensors a torch copy is several times slower.
+                data[start:end] = memory_of(part)
+            else:
+                buffer = torch.frombuffer(data[start:end], dtype=part.dtype)
+                buffer.view(part.shape).copy_(part)
+            start = _align(end)
+
+
+class _Pickler(pickle.Pickler):
+    """Keep tensors, and the buffers of other arrays, outside of the pickle."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._keep)
+        self.buffers: list[torch.Tensor] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        buffer = pickle.PickleBuffer(bytearray())
+        self._tensors[id(buffer)] = obj.detach()
+        return _rebuild_tensor, (buffer, obj.dtype, tuple(obj.shape), obj.device.type)
+
+    def _keep(self, buffer: pickle.PickleBuffer) -> None:
+        tensor = self._tensors.pop(id(buffer), None)
+        if tensor is None:
+            data = buffer.raw()
+            tensor = (
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                if len(data)
+                else torch.empty(0, device="cpu")
+            )
+        self.buffers.append(tensor)
+
+
+def serialize_object(item: Any) -> SerializedObject:
+    """Pickle an object."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(item)
+    text = file.getvalue()
+    sizes = [part.nbytes for part in pickler.buffers]
+    head = struct.pack(f"<{len(sizes) + 2}q", len(sizes), len(text), *sizes) + text
+    end = len(head)
+    for size in sizes:
+        end = _align(end) + size
+    return SerializedObject(end, head, pickler.buffers)
+
+
+def deserialize_object(data: memoryview) -> Any:
+    """Return the object written into these bytes; its tensors share their memory."""
+    count, length = struct.unpack_from("<2q", data)
+    sizes = struct.unpack_from(f"<{count}q", data, 16)
+    start = 16 + 8 * count
+    end, buffers = start + length, []
+    for size in sizes:
+        begin = _align(end)
+        end = begin + size
+        buffers.append(data[begin:end])
+    return pickle.Unpickler(io.BytesIO(data[start : start + length]), buffers=buffers).load()  # noqa: S301
+
+
+def _rebuild_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> torch.Tensor:
+    data = memoryview(buffer)
+    # torch.frombuffer refuses an empty buffer.
+    numbers = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    return numbers.view(shape).to(device)
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def all_gather_objects(
+    operation: str, item: Any, handshake: Handshake, *, compare_lines: bool = False
+) -> list[Any]:
+    """Return the objects of all ranks, by rank; tensors keep their device type.
+
+    Args:
+        operation: The name of the call, equal on all ranks.
+        item: The object of this rank.
+        handshake: Connects the ranks.
+        compare_lines: Warn if ranks call from different lines of the script.
+
+    Raises:
+        MismatchError: The calls differ, or an object cannot be pickled. Raised on every rank.
+    """
+    call = call_at_site(operation, anywhere=not compare_lines)
+    serialized, failure = _try_serialize(item)
+    result = handshake.exchange(call, serialized.size, serialized.write, failure=failure)
+    return [deserialize_object(result.view(rank)) for rank in range(handshake.size)]
+
+
+def scatter_objects(operation: str, items: Sequence[Any] | None, handshake: Handshake) -> Any:
+    """Return this rank's object out of the first rank's list of one object per rank.
+
+    Raises:
+        MismatchError: The list has another length, or as for `all_gather_objects`. Raised on every rank.
+    """
+    call = call_at_site(operation, anywhere=True)
+    if handshake.rank:
+        payload = handshake.exchange(call).view(0)
+        table = struct.unpack_from(f"<{handshake.size}q", payload)
+        size, start = table[handshake.rank], _offsets(table)[handshake.rank]
+        if len(payload) > 8 * handshake.size:
+            return deserialize_object(payload[start : start + size])
+        received = torch.empty(size, dtype=torch.uint8, device="cpu")
+        handshake.scatter_bytes((), received, 0, call)
+        return deserialize_object(memory_of(received))
+    serialized, failure = [], None
+    if items is None or len(items) != handshake.size:
+        failure = f"expected one object per rank ({handshake.size}), got {0 if items is None else len(items)}"
+    else:
+        results = [_try_serialize(item) for item in items[1:]]
+        serialized = [_EMPTY, *(each for each, _ in results)]
+        failure = next((text for _, text in results if text), None)
+    sizes = [each.size for each in serialized]
+    bounds = _offsets(sizes)
+    inline = bounds[-1] <= PAYLOAD
+
+    def write(buffer: memoryview) -> None:
+        struct.pack_into(f"<{len(sizes)}q", buffer, 0, *sizes)
+        for each, start in zip(serialized[1:], bounds[1:] if inline else (), strict=False):
+            each.write(buffer[start : start + each.size])
+
+    handshake.exchange(call, bounds[-1] if inline else 8 * len(sizes), write, failure=failure)
+    assert items is not None
+    if not inline:
+        buffers = [torch.empty(each.size, dtype=torch.uint8, device="cpu") for each in serialized]
+        for each, buffer in zip(serialized, buffers, strict=True):
+            each.write(memory_of(buffer))
+        handshake.scatter_bytes(buffers, buffers[0], 0, call)
+    return items[0]
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Return the offset of each object behind the table of their sizes, and the end of the last."""
+    bounds = [_align(8 * len(sizes))]
+    for size in sizes:
+        bounds.append(_align(bounds[-1] + size))
+    return bounds
+
+
+_EMPTY = SerializedObject(0, b"", [])
+
+
+def _try_serialize(item: Any) -> tuple[SerializedObject, str | None]:
+    """Return a serialized object, or an empty one and why serialization failed."""
+    try:
+        return serialize_object(item), None
+    except Exception as error:  # noqa: BLE001 - any error must reach the other ranks
+        return _EMPTY, f"{type(error).__name__}: {error}"

@@ -10,8 +10,7 @@ import torch
 
 from accel_runtime import nested
 from accel_runtime.backends.base import Backend
-from accel_runtime.collectives.handshake import MismatchError, call_at_site
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
 from accel_runtime.collectives.tensors import check_rank, gather_tensors, replace_tensors
 from accel_runtime.data.source import StepInfo
 from accel_runtime.nested import flatten_data

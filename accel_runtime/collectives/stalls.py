@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -35,8 +36,8 @@ from accel_runtime.torch_internals import PrefixStore, TCPStore
 
 __all__ = [
     "MissingRanks",
+    "RankMonitor",
     "StatusService",
-    "explain_collective_error",
     "rank_monitor_of",
 ]
 
@@ -61,6 +62,8 @@ class MissingRanks:
     """The status of each missing rank; empty if an earlier call from the same lines found it."""
     key: str
     """The store key of this call, equal on all ranks that make it."""
+    monitor: RankMonitor
+    """Sends the outcome of the call between the ranks that make it."""
 
     @property
     def is_leader(self) -> bool:
@@ -87,26 +90,34 @@ class RankMonitor:
     def wait(self, operation: str) -> MissingRanks | None:
         """Wait until all ranks make this call and return None, or until a rank is known never to make it.
 
-        If ranks were missing at an earlier call from the same lines, its leader does not wait.
+        If ranks were missing at an earlier call from the same lines, its leader does not wait. If the store is gone, the next
+        collective names the lost rank.
         """
         counts, stack, site = self.service.counts, user_call_sites(), call_site()
         repetition = self._last[2] + 1 if self._last[:2] == (operation, counts) else 0
         self._last = (operation, counts, repetition)
         key = f"{operation}/{'-'.join(map(str, counts))}/{repetition}"
-        self._announce(operation, counts)
-        if self._leaders.get(stack) == self._rank:
-            return MissingRanks(site, self._rank, self._rank, {}, key)
-        missing = self._wait_for_all(operation, counts, site, key)
-        if missing is not None:
-            self._leaders[stack] = missing.first
-        return missing
+        with suppress(dist.DistError):
+            presence = self._presence_key(operation, counts, self._rank)
+            if self._presence and presence != self._presence:
+                self._store.delete_key(self._presence)
+            self._presence = presence
+            self._store.set(presence, "here")
+            if self._leaders.get(stack) == self._rank:
+                return MissingRanks(site, self._rank, self._rank, {}, key, self)
+            missing = self._wait_for_all(operation, counts, site, key)
+            if missing is not None:
+                self._leaders[stack] = missing.first
+            return missing
+        return None
 
-    def finish(self, missing: MissingRanks, outcome: str) -> None:
+    def publish_outcome(self, missing: MissingRanks, outcome: str) -> None:
         """Publish the outcome of a call to the other ranks that make it, and stop announcing this rank."""
-        self._store.set(missing.key, outcome)
-        self._store.delete_key(self._presence)
+        with suppress(dist.DistError):
+            self._store.set(missing.key, outcome)
+            self._store.delete_key(self._presence)
 
-    def outcome(self, missing: MissingRanks) -> str:
+    def read_outcome(self, missing: MissingRanks) -> str:
         """Return the outcome that the leading rank published."""
         end, pause = time.monotonic() + self._timeout, _POLL_INTERVALS_S[0]
         while not self._store.check([missing.key]):
@@ -116,14 +127,6 @@ class RankMonitor:
             pause = min(2 * pause, _POLL_INTERVALS_S[1])
         self._store.delete_key(self._presence)
         return str(self._store.get(missing.key).decode())
-
-    def _announce(self, operation: str, counts: ProgressCounts) -> None:
-        """Announce that this rank makes the call, and delete its previous announcement."""
-        presence = self._presence_key(operation, counts, self._rank)
-        if self._presence and presence != self._presence:
-            self._store.delete_key(self._presence)
-        self._presence = presence
-        self._store.set(presence, "here")
 
     def _wait_for_all(
         self, operation: str, counts: ProgressCounts, site: CallSite, key: str
@@ -140,34 +143,47 @@ class RankMonitor:
             present = [self._rank, *(rank for rank, key in presence_keys.items() if self._store.check([key]))]
             if self._store.check([key]):
                 others = [rank for rank in present if rank != self._rank]
-                return MissingRanks(site, self._rank, min(others, default=-1), {}, key)
+                return MissingRanks(site, self._rank, min(others, default=-1), {}, key, self)
             if now - last_request > interval:
                 missing = [rank for rank in presence_keys if rank not in present]
                 statuses = self.service.ask(missing)
                 texts = {rank: status.text for rank, status in statuses.items()}
                 if any(status.is_beyond(counts) for status in statuses.values()):
-                    return MissingRanks(site, self._rank, min(present), texts, key)
+                    return MissingRanks(site, self._rank, min(present), texts, key, self)
                 last_request, interval = time.monotonic(), min(2 * interval, _REQUEST_INTERVALS_S[1])
                 last_answer = last_request if len(statuses) == len(missing) else last_answer
                 if last_request - last_answer > _SILENT_S:
                     return None
             if now - started > self._timeout:
-                raise self._build_stall_error(operation, site, present, texts)
+                statuses_of_all = dict.fromkeys(range(self._size), "is missing") | texts
+                statuses_of_all |= dict.fromkeys(present, f"waits in {operation}")
+                ranks = ", ".join(str(rank) for rank in range(self._size) if rank not in present)
+                lines = "".join(f"\n  rank {rank}: {text}" for rank, text in statuses_of_all.items())
+                raise StallError(f"rank {ranks} did not come to {operation} at {site} in time:{lines}")
             time.sleep(pause)
             pause = min(2 * pause, _POLL_INTERVALS_S[1])
         return None
 
-    def _build_stall_error(
-        self, operation: str, site: CallSite, present: list[int], texts: Mapping[int, str]
-    ) -> StallError:
-        missing = [rank for rank in range(self._size) if rank not in present]
-        lines = "".join(
-            f"\n  rank {rank}: "
-            + (texts.get(rank, "is missing") if rank in missing else f"waits in {operation}")
-            for rank in range(self._size)
+    def explain_error(self, error: RuntimeError, operation: str) -> RuntimeError:
+        """Return an error with the status of all ranks if `error` comes from a torch collective, else `error`."""
+        text, service = str(error), self.service
+        if not (isinstance(error, dist.DistError) or "gloo" in text):
+            return error
+        site, counts = call_site(TORCH), service.counts
+        statuses = service.ask(range(service.size))
+        texts = {rank: status.text for rank, status in statuses.items()}
+        texts[service.rank] = f"is in {operation} at {site} {service.progress_text}"
+        others = [rank for rank in range(service.size) if rank != service.rank]
+        suspects = [rank for rank in others if rank not in statuses or statuses[rank].counts != counts]
+        suspects = suspects or [
+            rank for rank in others if statuses[rank].ended or not statuses[rank].in_backward
+        ]
+        first = "; ".join(
+            f"rank {rank} {texts.get(rank, _NO_ANSWER)}" for rank in suspects[:_MAX_NAMED_RANKS]
         )
-        ranks = ", ".join(map(str, missing))
-        return StallError(f"rank {ranks} did not come to {operation} at {site} in time:{lines}")
+        lines = "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(service.size))
+        error_type = StallError if "timed out" in text.lower() else RankLostError
+        return error_type(f"{operation} at {site} cannot complete{': ' if first else ''}{first}{lines}")
 
     @staticmethod
     def _presence_key(operation: str, counts: ProgressCounts, rank: int) -> str:
@@ -203,6 +219,10 @@ _LEAVE = "leave "
 _STOP_TIMEOUT_S = 0.5
 _MAX_NAMED_RANKS = 3
 """The number of ranks named in the first line of a message."""
+_LIBRARIES = tuple(
+    {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")} | {"<frozen "}
+)
+"""Starts of the file names of libraries; a status names the line of the user's code that called them."""
 _NO_ANSWER = "does not answer: its process has ended, or runs code that holds the GIL"
 
 
@@ -219,13 +239,9 @@ class RankStatus:
     ended: bool = False
     """True if the script has ended."""
 
-    def to_json(self) -> str:
-        """Serialize the status for the store."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """Parse the result of `to_json`."""
+        """Parse the fields of a status."""
         fields = json.loads(text)
         return cls(**fields | {"counts": ProgressCounts(*fields["counts"])})
 
@@ -290,7 +306,9 @@ class StatusService:
         if self._host_status is not None:
             return
         with suppress(RuntimeError):
-            last = self._last_status().to_json()
+            how = "with an error" if self._progress.has_failed else "normally"
+            status = RankStatus(self.counts, f"ended {how} {self.progress_text}", ended=True)
+            last = json.dumps(asdict(status))
             self.store.set(f"left/{self.rank}", last)
             if self.rank == 0 and not dist.is_torchelastic_launched():
                 self._stop_other_threads(last)
@@ -331,7 +349,7 @@ class StatusService:
                     if status := word.removeprefix(_LEAVE):
                         self._host_status = RankStatus.from_json(status)
                     return
-                store.set(f"answer/{self.rank}/{number}", self._status().to_json())
+                store.set(f"answer/{self.rank}/{number}", json.dumps(asdict(self._status())))
                 number += 1
 
     def _status(self) -> RankStatus:
@@ -343,13 +361,11 @@ class StatusService:
         else:
             frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
             in_backward = _is_in_backward(frame)
-            location = f"is {'in backward() ' if in_backward else ''}at {call_site_of_frame(frame, TORCH)}"
+            site = call_site_of_frame(frame, TORCH, *_LIBRARIES)
+            if not site.line:  # the script itself is installed, as a module of a package
+                site = call_site_of_frame(frame, TORCH)
+            location = f"is {'in backward() ' if in_backward else ''}at {site}"
         return RankStatus(counts, f"{location} {self.progress_text}", in_backward)
-
-    def _last_status(self) -> RankStatus:
-        """Return the status once the script has ended."""
-        how = "with an error" if self._progress.has_failed else "normally"
-        return RankStatus(self.counts, f"ended {how} {self.progress_text}", ended=True)
 
     @property
     def progress_text(self) -> str:
@@ -368,21 +384,3 @@ def _is_in_backward(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def explain_collective_error(error: RuntimeError, operation: str, service: StatusService) -> RuntimeError:
-    """Return an error with the status of all ranks if `error` comes from a torch collective, else `error`."""
-    text = str(error)
-    if not (isinstance(error, dist.DistError) or "gloo" in text):
-        return error
-    site, counts = call_site(TORCH), service.counts
-    statuses = service.ask(range(service.size))
-    texts = {rank: status.text for rank, status in statuses.items()}
-    texts[service.rank] = f"is in {operation} at {site} {service.progress_text}"
-    others = [rank for rank in range(service.size) if rank != service.rank]
-    suspects = [rank for rank in others if rank not in statuses or statuses[rank].counts != counts]
-    suspects = suspects or [rank for rank in others if statuses[rank].ended or not statuses[rank].in_backward]
-    first = "; ".join(f"rank {rank} {texts.get(rank, _NO_ANSWER)}" for rank in suspects[:_MAX_NAMED_RANKS])
-    lines = "".join(f"\n  rank {rank}: {texts.get(rank, _NO_ANSWER)}" for rank in range(service.size))
-    error_type = StallError if "timed out" in text.lower() else RankLostError
-    return error_type(f"{operation} at {site} cannot complete{': ' if first else ''}{first}{lines}")

@@ -229,7 +229,7 @@ def _reduce(
     if inline and on_cpu:
         rows = result.payloads
         assert isinstance(rows, torch.Tensor)
-        totals = unpack_combined(rows, layout, partial(_reduce_rows, reduction=reduction))
+        totals = unpack_row(rows, layout, partial(_reduce_rows, reduction=reduction))
         reduced |= zip(on_cpu, totals, strict=True)
     groups: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, spec in enumerate(flat.specs):
@@ -355,13 +355,25 @@ def _gather_ragged(
 ) -> GatheredData:
     start = len(plan.rows)
     rows = [blob[:start].view(torch.int64).tolist()[: len(flat.specs)] for blob in payloads]
-    plans = [_plan_for_rows(flat.specs, counts) for counts in rows]
+    plans = [
+        _plan_transfer(
+            tuple(
+                spec._replace(shape=(count, *spec.shape[1:])) if spec.shape else spec
+                for spec, count in zip(flat.specs, counts, strict=True)
+            )
+        )
+        for counts in rows
+    ]
     pieces: list[list[torch.Tensor]] = [[] for _ in flat.specs]
     for kind, (indices, layout) in plan.kinds.items():
         layouts = [other.kinds[kind][1] for other in plans]
         if kind != "cpu":
             buffer = _pack_buffer(flat, indices, layout)
-            buffers = _gather_padded(buffer, [other_layout.size for other_layout in layouts], backend)
+            # The collective needs equal shapes.
+            padded = buffer.new_zeros(max(other_layout.size for other_layout in layouts))
+            padded[: len(buffer)] = buffer
+            pairs = zip(backend.all_gather(padded), layouts, strict=True)
+            buffers = [row[: other_layout.size] for row, other_layout in pairs]
         else:
             # The tensors of ranks where they fit came with the handshake.
             sizes = [0 if other.inline else other.kinds[kind][1].size for other in plans]
@@ -375,14 +387,6 @@ def _gather_ragged(
     return GatheredData([torch.cat(each) for each in pieces], rows)
 
 
-def _plan_for_rows(specs: tuple[TensorSpec, ...], rows: Sequence[int]) -> _TransferPlan:
-    """Return the plan of a rank whose tensors have other first dimensions."""
-    pairs = zip(specs, rows, strict=True)
-    return _plan_transfer(
-        tuple(s._replace(shape=(count, *s.shape[1:])) if s.shape else s for s, count in pairs)
-    )
-
-
 def _pack_buffer(flat: FlattenedData, indices: Sequence[int], layout: PackedLayout) -> torch.Tensor:
     """Return `[layout.size]` bytes of these tensors, without a copy if possible."""
     tensors = [flat.tensors[index].detach() for index in indices]
@@ -391,13 +395,6 @@ def _pack_buffer(flat: FlattenedData, indices: Sequence[int], layout: PackedLayo
     buffer = torch.empty(layout.size, dtype=torch.uint8, device=tensors[0].device if tensors else None)
     pack_into(tensors, layout, buffer)
     return buffer
-
-
-def _gather_padded(data: torch.Tensor, sizes: Sequence[int], backend: Backend) -> list[torch.Tensor]:
-    """Gather bytes on a device through a collective that needs equal shapes."""
-    padded = data.new_zeros(max(sizes))
-    padded[: len(data)] = data
-    return [row[:size] for row, size in zip(backend.all_gather(padded), sizes, strict=True)]
 
 
 class _DtypeGroup(NamedTuple):
@@ -483,23 +480,18 @@ def unpack_rows(rows: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
     return [unpacked[index] for index in range(len(unpacked))]
 
 
-def unpack_combined(
-    rows: torch.Tensor, layout: PackedLayout, combine: Callable[[torch.Tensor], torch.Tensor]
+def unpack_row(
+    row: torch.Tensor, layout: PackedLayout, combine: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Unpack the rows of all ranks, reduced by `combine` from `[world_size, n]` to `[n]`."""
+    """Unpack the row of one rank into views of it, or the rows of all, which `combine` reduces to `[n]`, into new memory."""
     unpacked: dict[int, torch.Tensor] = {}
     for group in layout.groups:
-        total = combine(_group_values(rows, group))
-        parts: Sequence[torch.Tensor] = torch.split_with_sizes_copy(total, list(group.counts))  # type: ignore[func-returns-value,assignment]
-        unpacked |= zip(group.indices, parts, strict=True)
-    return [unpacked[index].view(shape) for index, shape in enumerate(layout.shapes)]
-
-
-def unpack_row(row: torch.Tensor, layout: PackedLayout) -> list[torch.Tensor]:
-    """Unpack the row of one rank into views of it."""
-    unpacked: dict[int, torch.Tensor] = {}
-    for group in layout.groups:
-        parts = torch.split(_group_values(row, group), list(group.counts))
+        values, counts = _group_values(row, group), list(group.counts)
+        parts: Sequence[torch.Tensor] = (
+            torch.split(values, counts)
+            if combine is None
+            else torch.split_with_sizes_copy(combine(values), counts)  # type: ignore[func-returns-value,assignment]
+        )
         unpacked |= zip(group.indices, parts, strict=True)
     return [unpacked[index].view(shape) for index, shape in enumerate(layout.shapes)]
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 SUMMARY_VALUES = 8
 """Integers in the summary of a handshake: four values of a rank and their negatives."""
 SLOT = 4096
-"""Bytes that every rank sends in a handshake; docs/design/agreement.md has the measurements."""
+"""Bytes that every rank sends in a handshake; docs/design/handshake.md has the measurements."""
 _PATIENCE_S = 2.0
 """Seconds to wait for the reports of other ranks after the connection is lost."""
 
@@ -428,18 +428,15 @@ def _all_ranks(group: Any, *, done: bool) -> bool:
 
 
 def _receive(source: socket.socket, buffer: memoryview, polls: int = 0) -> None:
-    count = _poll(source, buffer, polls)
+    count = 0
+    for _ in range(polls):
+        # A socket with a timeout never blocks when it is read as a file.
+        with contextlib.suppress(BlockingIOError):
+            count = _check_open(os.readv(source.fileno(), [buffer]))
+            break
+        os.sched_yield()
     while count < len(buffer):
         count += _check_open(source.recv_into(buffer[count:]))
-
-
-def _poll(source: socket.socket, buffer: memoryview, polls: int) -> int:
-    """Return the number of bytes read while polling; a socket with a timeout never blocks when read as a file."""
-    for _ in range(polls):
-        with contextlib.suppress(BlockingIOError):
-            return _check_open(os.readv(source.fileno(), [buffer]))
-        os.sched_yield()
-    return 0
 
 
 def _check_open(count: int) -> int:

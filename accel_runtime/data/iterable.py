@@ -159,7 +159,7 @@ class IterableSource(Source):
             raise TypeError(
                 f"The number of steps is unknown: the stream {kind} has no length. Add __len__, or count the steps."
             )
-        return self.sharding.num_steps(len(self._loader.dataset))
+        return self.sharding.num_steps(len(self._loader.dataset), self.sharding.padded_size)
 
     @override
     def skip_steps(self, steps: int, start: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,10 @@ class IterableSource(Source):
             rng = self._build_reading_rng(start, epoch_states, live=live)
         elif not (is_local or is_first):
             context = IsolatedRNG(epoch_states)()  # only the workers' seed is drawn in this process
-        stream = self._build_stream(start, WorkerReader(self._task, start, rng))
+        stream = None if start else self._persistent  # until a state is loaded
+        if stream is None:
+            stream = _StreamLoader(self._loader, WorkerReader(self._task, start, rng), start)
+            self._persistent = stream if self._loader.persistent_workers else None
         iterations = stream.iterations
         progress.epoch_keys = lambda: live_key | stream.worker_keys(iterations)
         # Inside an epoch the seed for workers has been drawn before, and the generator restored is past that draw.
@@ -241,14 +244,6 @@ class IterableSource(Source):
             build() if resumed and live and start.get("position") else None,
             build() if resumed else None,
         )
-
-    def _build_stream(self, start: dict[str, Any], reader: WorkerReader) -> _StreamLoader:
-        """Return the loader for an iteration; persistent workers keep theirs as long as no state is loaded."""
-        if self._persistent is not None and not start:
-            return self._persistent
-        stream = _StreamLoader(self._loader, reader, start)
-        self._persistent = stream if self._loader.persistent_workers else None
-        return stream
 
     def _group_by_step(self, stream: _StreamLoader, skip: int, progress: _StreamProgress) -> _Steps:
         """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves.
@@ -296,7 +291,7 @@ class _StreamLoader:
         # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches. Not a method: in a reference
         # cycle, workers end only at a garbage collection.
         self.loader = copy_loader(
-            loader, _get_iterator=partial(_iterate_stream, self._inner, self.infos, self._seeds)
+            loader, _get_iterator=partial(_StreamIterator, self._inner, self.infos, self._seeds)
         )
 
     def choose_generator(self, *, spare: bool) -> None:
@@ -310,23 +305,21 @@ class _StreamLoader:
         return {"walks": iterations} | ({"base": self._seeds[0]} if self._seeds else {})
 
 
-def _iterate_stream(loader: DataLoader[Any], infos: deque[WorkerBatch], seeds: list[int]) -> _StreamIterator:
-    """Return an iterator, and append its seed to those of the iterators before it."""
-    iterator = _StreamIterator(loader, infos)
-    seeds.append(iterator.base_seed)
-    return iterator
-
-
 class _StreamIterator:
-    """Iterator of torch whose items are split into batches and their descriptions."""
+    """Iterator of torch whose items are split into batches and their descriptions.
 
-    def __init__(self, loader: DataLoader[Any], infos: deque[WorkerBatch]) -> None:
+    Args:
+        loader: The loader that torch iterates over.
+        infos: Receives the description of each batch.
+        seeds: Receives the seed that its workers share.
+    """
+
+    def __init__(self, loader: DataLoader[Any], infos: deque[WorkerBatch], seeds: list[int]) -> None:
         self._loader = loader
         self._inner: Any = type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
         self._infos = infos
         self._ready: deque[tuple[WorkerBatch, Any]] = deque()
-        self.base_seed = int(self._inner._base_seed)  # noqa: SLF001
-        """Seed that its workers share."""
+        seeds.append(int(self._inner._base_seed))  # noqa: SLF001
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from accel_runtime import nested, rng
 from accel_runtime.backends.base import Backend
-from accel_runtime.backends.prefetch import StreamCopies, copy_each, prefetch_batches
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.iteration import ActiveLoops, StreamCopies, copy_each, prefetch_batches
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
     EpochIterator,

@@ -7,7 +7,6 @@ import hashlib
 import pickle
 import random
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,9 +55,7 @@ from accel_runtime.rng import (
 )
 from accel_runtime.topology import Topology
 
-__all__ = ["MapStyleSource", "SampleOrder", "hash_seed", "seed_worker"]
-
-_Record = Callable[[StepInfo], None]
+__all__ = ["EpochOrder", "MapStyleSource", "hash_seed", "seed_worker"]
 
 
 class MapStyleSource(Source):
@@ -84,31 +81,26 @@ class MapStyleSource(Source):
         all_ranks: bool = False,
     ) -> None:
         self._backend = Single(Topology(), backend.device) if all_ranks else backend
-        sampler = sampler_of_loader(loader)
-        self._order: EpochOrder
-        if type(sampler) is BatchSampler:
-            self._order = SampleOrder(sampler.sampler, sharding, self._backend, seed)
-        elif yields_single_samples(loader):
-            self._order = SampleOrder(sampler, sharding, self._backend, seed)
-        else:
-            self._order = BatchOrder(sampler, sharding, self._backend)
+        self._order = order = EpochOrder(loader, sharding, self._backend, seed, all_ranks=all_ranks)
         self._generator = loader.generator
-        parts = (loader, sampler, getattr(sampler, "sampler", None))
+        source = sampler_of_loader(loader)
+        parts = (loader, source, getattr(source, "sampler", None))
         generators = [getattr(part, "generator", None) for part in parts]
         self._generators = tuple({id(g): g for g in generators if g is not None}.values())
-        self._steps = _StepSampler(
-            self._order,
-            sampler,
-            None if all_ranks else sharding.rank,
-            single_samples=yields_single_samples(loader),
-        )
-        self.inner: DataLoader[Any] = copy_loader(loader, **{sampler_attribute(loader): self._steps})
+        attribute = sampler_attribute(loader)
+        self.inner: DataLoader[Any] = copy_loader(loader, **{attribute: order})
         self._iterated = self.inner
         """Loader that draws a seed for workers when an iteration begins, unless its workers persist."""
         if loader.num_workers:
-            self._iterated = seed_batches(self.inner, self._steps.batch_seed)
+            self._iterated = copy_loader(
+                self.inner,
+                dataset=_SeededDataset(loader.dataset),
+                worker_init_fn=_UnwrappingInit(loader.worker_init_fn),
+                **{attribute: _SeededSampler(order)},
+            )
             # Called by `DataLoader.__iter__`, so a subclass's own iteration sees only batches.
-            vars(self.inner)["_get_iterator"] = partial(_get_inner_iterator, self._iterated)
+            get_iterator = type(loader)._get_iterator  # noqa: SLF001 - a subclass may have its own
+            vars(self.inner)["_get_iterator"] = partial(get_iterator, self._iterated)
 
     @override
     @contextmanager
@@ -140,20 +132,20 @@ class MapStyleSource(Source):
         def state_at(info: StepInfo | None) -> dict[str, Any]:
             epoch_ended = info is not None and info.is_last
             # With `all_ranks`, every step has one batch per rank.
-            steps = num_batches // self._steps.num_ranks
+            steps = num_batches // len(self._order.ranks)
             next_offset = len(self._order.source) if epoch_ended else offset + steps * self._order.stride
             return {"position": next_offset, "random": epoch_states} | epoch_keys
 
         loop.state_at = state_at
         epoch_rng = IsolatedRNG(epoch_states, epoch_states if self._uses_spare_generator else local_states)
-        self._steps.start_at(offset, loop.epoch, epoch_rng, resumed="random" in start)
+        self._order.start = (offset, loop.epoch, epoch_rng, "random" in start)
         if self.inner.num_workers:
-            self._steps.seed = draw_epoch_seed(epoch_states, loop.epoch)
+            self._order.epoch_seed = draw_epoch_seed(epoch_states, loop.epoch)
         iterator = self._start_iteration(start, epoch_rng, drawn=persisted)
         pending: deque[StepInfo] | None = None
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
-            pending = self._steps.pending if pending is None else pending
+            pending = self._order.pending if pending is None else pending
             loop.step_info = pending.popleft()
             num_batches += 1
             yield batch
@@ -210,7 +202,7 @@ class MapStyleSource(Source):
 
     @override
     def num_steps(self) -> int:
-        return self._order.num_steps()
+        return len(self._order) // len(self._order.ranks)
 
     @override
     def next_epoch(self) -> dict[str, Any]:
@@ -227,104 +219,57 @@ class MapStyleSource(Source):
         return start | {"position": next_offset} | mark_skipped(steps, start)
 
 
-class _StepSampler(Sampler[Any]):
-    """Batch sampler of one or all ranks: their slices of an order that is the same on all ranks."""
-
-    def __init__(self, order: EpochOrder, source: Any, rank: int | None, *, single_samples: bool) -> None:
-        self._order = order
-        self._rank = rank
-        self._single = single_samples
-        self.num_ranks = order.sharding.world_size if rank is None else 1
-        """Number of ranks whose batches it yields, in rank order in every step."""
-        # torch's own attributes of a BatchSampler, which callers read.
-        self.sampler = getattr(source, "sampler", source)
-        self.batch_size = getattr(source, "batch_size", None)
-        self.drop_last = bool(getattr(source, "drop_last", False))
-        self.pending: deque[StepInfo] = deque()
-        """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
-        self.seed = 0
-        """Seed that all batches of the epoch share, if workers draw random numbers."""
-
-    def batch_seed(self, batch: int) -> BatchSeed:
-        """Return the seed of the n-th batch of the newest iterator."""
-        step, rank = divmod(batch, self.num_ranks) if self._rank is None else (batch, self._rank)
-        stride = self._order.stride
-        local_stride, rest = divmod(stride, self._order.sharding.world_size)
-        offset = self._start[0] + step * stride + rank * local_stride
-        return self.seed, offset, rank if rest else 0
-
-    def start_at(self, offset: int, epoch: int, epoch_rng: IsolatedRNG, *, resumed: bool) -> None:
-        """Set where the next iterator starts."""
-        self._start = (offset, epoch, epoch_rng, resumed)
-
-    @override
-    def __iter__(self) -> Iterator[list[Index] | Index]:
-        # Not a generator: each iterator has its own queue, which the loader takes at its first batch.
-        self.pending = deque()
-        iterate = self._iterate_rank if self.num_ranks == 1 else self._iterate_all_ranks
-        return iterate(self.pending.append, *self._start)
-
-    def __len__(self) -> int:
-        return self._order.num_steps() * self.num_ranks
-
-    def _iterate_rank(self, record: _Record, *start: Any) -> Iterator[list[Index] | Index]:
-        last_info: StepInfo | None = None
-        local_slice: Any = None
-        for steps in self._draw_order(*start):
-            for samples, info in steps:
-                if info is not last_info:
-                    last_info, local_slice = info, self._slices(info)[self._rank or 0]
-                record(info)
-                yield samples if local_slice is None else samples[local_slice]
-
-    def _iterate_all_ranks(self, record: _Record, *start: Any) -> Iterator[list[Index] | Index]:
-        for samples, info in chain(*self._draw_order(*start)):
-            for local_slice in self._slices(info):
-                record(info)
-                yield samples[local_slice]
-
-    def _draw_order(
-        self, offset: int, epoch: int, epoch_rng: IsolatedRNG, resumed: bool
-    ) -> tuple[list[Step], Iterator[Step]]:
-        """Return the first step, with which the order is drawn, and an iterator over the others."""
-        with epoch_rng():
-            steps = self._order.iterate(offset, epoch, eager=resumed)
-            return list(islice(steps, 1)), steps
-
-    def _slices(self, info: StepInfo) -> list[Any]:
-        """Return each rank's slice of a step; an index for single samples, and None for the whole step of one rank."""
-        if self._single:
-            return [part.start for part in batch_slices(info)]
-        return [None] if len(info.batch_sizes) == 1 else batch_slices(info)
-
-
-def _get_inner_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
-    return type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own
-
-
 _TORCH_SAMPLERS = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 """Samplers that draw from a generator of torch only."""
 _LOOKAHEAD_STEPS = 64
 """Number of steps that are drawn and compared at once if a sampler has no length."""
 
 
-class EpochOrder(ABC):
-    """Order of an epoch: the items of a sampler, sharded over the ranks."""
+class EpochOrder(Sampler[Any]):
+    """Order of an epoch, which is the same on all ranks, as the batch sampler of one rank or of all.
+
+    Samples are split into batches of one size. A batch sampler of the script yields batches of any size, which are assigned
+    to ranks without splitting them.
+    """
 
     def __init__(
-        self, source: Any, sharding: BatchSharding, backend: Backend, seed: int | None = None
+        self,
+        loader: DataLoader[Any],
+        sharding: BatchSharding,
+        backend: Backend,
+        seed: int | None = None,
+        *,
+        all_ranks: bool = False,
     ) -> None:
-        self.source = source
+        source = sampler_of_loader(loader)
+        # torch's own attributes of a BatchSampler, which callers read.
+        self.sampler = getattr(source, "sampler", source)
+        self.batch_size = getattr(source, "batch_size", None)
+        self.drop_last = bool(getattr(source, "drop_last", False))
+        is_batch_sampler = type(source) is BatchSampler
+        self.source = source.sampler if is_batch_sampler else source
         """Sampler, or batch sampler, of the script."""
         self.sharding = sharding
         self.seed = seed
         """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
+        self.ranks = range(sharding.world_size) if all_ranks else range(sharding.rank, sharding.rank + 1)
+        """Ranks whose batches it yields, in rank order in every step."""
+        self.start: tuple[int, int, IsolatedRNG, bool] = (0, 0, IsolatedRNG({}), False)
+        """Offset, epoch and random states of the next iterator, and if it draws the whole order with the first step."""
+        self.pending: deque[StepInfo] = deque()
+        """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
+        self.epoch_seed = 0
+        """Seed that all batches of the epoch share, if workers draw random numbers."""
         self._backend = backend
+        self._single = yields_single_samples(loader)
+        self._has_samples = is_batch_sampler or self._single
 
     @property
     def draws_from(self) -> tuple[str, ...]:
         """Return the global generators that may be drawn from, a subset of `rng.KINDS`."""
-        return KINDS
+        if type(self.source) is SequentialSampler:
+            return ()
+        return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
 
     @property
     def is_drawn_at_once(self) -> bool:
@@ -333,89 +278,97 @@ class EpochOrder(ABC):
         return self.draws_from != KINDS or (compared and len_or_none(self.source) is not None)
 
     @property
-    @abstractmethod
     def stride(self) -> int:
         """Return how far a full step advances the offset."""
+        return self.sharding.padded_size if self._has_samples else self.sharding.batches_per_step
 
-    @abstractmethod
-    def num_steps(self) -> int:
-        """Return the number of steps in an epoch."""
+    def batch_seed(self, batch: int) -> BatchSeed:
+        """Return the seed of the n-th batch of the newest iterator."""
+        step, index = divmod(batch, len(self.ranks))
+        local_stride, rest = divmod(self.stride, self.sharding.world_size)
+        offset = self.start[0] + step * self.stride + self.ranks[index] * local_stride
+        return self.epoch_seed, offset, self.ranks[index] if rest else 0
 
-    @abstractmethod
-    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        """Yield the steps from `offset` on; `eager` draws the whole order with the first."""
+    def __len__(self) -> int:
+        return self.sharding.num_steps(len(self.source), self.stride) * len(self.ranks)
+
+    @override
+    def __iter__(self) -> Iterator[list[Index] | Index]:
+        # Not a generator: each iterator has its own queue, which the loader takes at its first batch.
+        self.pending = deque()
+        return self._iterate_batches(self.pending.append, *self.start)
+
+    def _iterate_batches(
+        self, record: Callable[[StepInfo], None], offset: int, epoch: int, rng: IsolatedRNG, eager: bool
+    ) -> Iterator[list[Index] | Index]:
+        with rng():
+            steps = self.iterate_steps(offset, epoch, eager=eager)
+            first_step = list(islice(steps, 1))  # the order is drawn with it
+        last_info: StepInfo | None = None
+        slices: list[Any] = []
+        for samples, info in chain(first_step, steps):
+            if info is not last_info:
+                last_info, slices = info, self._slices(info)
+            for local_slice in slices:
+                record(info)
+                yield samples if local_slice is None else samples[local_slice]
+
+    def _slices(self, info: StepInfo) -> list[Any]:
+        """Return the slices of a step; indices for single samples, and None for the whole step of one rank."""
+        slices = batch_slices(info)[self.ranks.start : self.ranks.stop]
+        if self._single:
+            return [part.start for part in slices]
+        return [None] if len(info.batch_sizes) == 1 else slices
+
+    def iterate_steps(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
+        """Yield the steps of all ranks from `offset` on; `eager` draws the whole order with the first."""
+        source, kind, threads = self.source, type(self.source), self._backend.ranks_are_threads
+        if not self._has_samples:
+            order, head = _split_at(self._draw(map(list, source), eager=eager), offset, self.stride)
+            return self.sharding.group_batches(order, head)
+        if self.seed is not None and kind is RandomSampler:
+            source = copy.copy(source)
+            source.generator = torch.Generator().manual_seed(self.seed + epoch)
+        samples: Iterable[Index]
+        first_samples: Sequence[Index] | None
+        if kind is SequentialSampler:
+            indices = range(len(source))
+            samples, first_samples = indices[offset:], indices[: self.stride] if offset else None
+        elif kind is RandomSampler and offset and not threads and _is_permutation(source):
+            samples, first_samples = _draw_permutation(source, offset, self.stride)
+        else:
+            is_shared = kind in _TORCH_SAMPLERS and not threads
+            drawn = iter(source) if is_shared else self._draw(source, eager=eager)
+            samples, first_samples = _split_at(drawn, offset, self.stride)
+        return self.sharding.split_samples(samples, first_samples)
 
     def _draw(self, items: Iterable[Any], *, eager: bool) -> Iterator[Any]:
-        """Return the first rank's items; a sampler of the script may draw from anything, so the ranks compare them."""
-        if not eager and self._backend.topology.world_size == 1:
-            return iter(items)
-        length = len_or_none(self.source)
-        draw = _draw_on_first_rank if self._backend.ranks_are_threads else _draw_and_compare
+        """Yield the first rank's items: a sampler of the script may draw from anything.
+
+        All ranks draw many at a time, and they are sent only if the ranks differ. If ranks are threads, the first draws for all.
+        """
+        backend, length = self._backend, len_or_none(self.source)
+        if not eager and backend.topology.world_size == 1:
+            yield from items
+            return
         count = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
         subject = f"the order of a {type(self.source).__name__} that is read {count} at a time"
-        return draw(items, count, self._backend, subject)
+        source = iter(() if backend.ranks_are_threads and backend.topology.rank else items)
+        is_complete = False
+        while not is_complete:
+            drawn = list(islice(source, count))
+            if backend.ranks_are_threads or not self._is_equal_on_ranks(drawn):
+                drawn = backend.broadcast_object(drawn, subject)
+            yield from drawn
+            is_complete = len(drawn) < count
 
-
-class SampleOrder(EpochOrder):
-    """Order of samples, split into batches of one size."""
-
-    @property
-    @override
-    def draws_from(self) -> tuple[str, ...]:
-        if type(self.source) is SequentialSampler:
-            return ()
-        return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
-
-    @property
-    @override
-    def stride(self) -> int:
-        return self.sharding.padded_size
-
-    @override
-    def num_steps(self) -> int:
-        return self.sharding.num_steps(len(self.source))
-
-    @override
-    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        sampler = self.source
-        if self.seed is not None and type(sampler) is RandomSampler:
-            sampler = copy.copy(sampler)
-            sampler.generator = torch.Generator().manual_seed(self.seed + epoch)
-        order, head = self._order_from(offset, sampler, eager=eager)
-        return self.sharding.split_samples(order, head)
-
-    def _order_from(
-        self, offset: int, sampler: Any, *, eager: bool
-    ) -> tuple[Iterable[Index], Sequence[Index] | None]:
-        """Return the order from `offset` on and, unless that is 0, the first step of the epoch."""
-        kind, threads = type(sampler), self._backend.ranks_are_threads
-        if kind is SequentialSampler:
-            indices = range(len(sampler))
-            return indices[offset:], indices[: self.stride] if offset else None
-        if kind is RandomSampler and offset and not threads:
-            is_permutation = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-            if is_permutation:
-                return _draw_permutation(sampler, offset, self.stride)
-        drawn = iter(sampler) if kind in _TORCH_SAMPLERS and not threads else self._draw(sampler, eager=eager)
-        return _split_at(drawn, offset, self.stride)
-
-
-class BatchOrder(EpochOrder):
-    """Order of batches of any size, which are assigned to ranks without splitting them."""
-
-    @property
-    @override
-    def stride(self) -> int:
-        return self.sharding.batches_per_step
-
-    @override
-    def num_steps(self) -> int:
-        return self.sharding.num_steps_of_batches(len(self.source))
-
-    @override
-    def iterate(self, offset: int, epoch: int, *, eager: bool) -> Iterator[Step]:
-        order, head = _split_at(self._draw(map(list, self.source), eager=eager), offset, self.stride)
-        return self.sharding.group_batches(order, head)
+    def _is_equal_on_ranks(self, items: list[Any]) -> bool:
+        digest = hashlib.blake2b(digest_size=8)
+        for start in range(0, len(items), 4096):
+            digest.update(pickle.dumps(items[start : start + 4096]))
+        fingerprint = torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
+        fingerprints = self._backend.all_gather(fingerprint.to(self._backend.device))
+        return bool((fingerprints == fingerprints[0]).all())
 
 
 def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[Any], list[Any] | None]:
@@ -424,6 +377,10 @@ def _split_at(drawn: Iterator[Any], offset: int, stride: int) -> tuple[Iterator[
         return drawn, None
     head_items = list(islice(drawn, max(offset, stride)))
     return chain(head_items[offset:], drawn), head_items[:stride]
+
+
+def _is_permutation(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _draw_permutation(sampler: RandomSampler, offset: int, stride: int) -> tuple[Iterator[int], list[int]]:
@@ -444,37 +401,6 @@ def _draw_permutation(sampler: RandomSampler, offset: int, stride: int) -> tuple
         torch.randperm(count, generator=generator)
 
     return draw_rest(), order[:stride].tolist()
-
-
-def _draw_and_compare(items: Iterable[Any], count: int, backend: Backend, subject: str) -> Iterator[Any]:
-    """Yield the first rank's items: all ranks draw `count` at a time, and they are sent only if the ranks differ."""
-    source = iter(items)
-    while True:
-        drawn = list(islice(source, count))
-        fingerprints = backend.all_gather(_fingerprint(drawn).to(backend.device))
-        if not bool((fingerprints == fingerprints[0]).all()):
-            drawn = backend.broadcast_object(drawn, subject)
-        yield from drawn
-        if len(drawn) < count:
-            return
-
-
-def _draw_on_first_rank(items: Iterable[Any], count: int, backend: Backend, subject: str) -> Iterator[Any]:
-    """Yield the first rank's items, which only that rank draws and sends, `count` at a time."""
-    source = iter(items) if backend.topology.rank == 0 else iter(())
-    while True:
-        drawn = backend.broadcast_object(list(islice(source, count)), subject)
-        yield from drawn
-        if len(drawn) < count:
-            return
-
-
-def _fingerprint(items: list[Any]) -> torch.Tensor:
-    """Return a hash that differs if orders differ: `[1]`, int64."""
-    digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(items), 4096):
-        digest.update(pickle.dumps(items[start : start + 4096]))
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.int64)
 
 
 BatchSeed = tuple[int, int, int]
@@ -507,33 +433,19 @@ def seed_worker(seed: int) -> None:
         sys.modules["numpy"].random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 
-def seed_batches(loader: DataLoader[Any], seed: Callable[[int], BatchSeed]) -> DataLoader[Any]:
-    """Return a copy of a loader with workers that fetches its n-th batch under the seed `seed(n)`."""
-    return copy_loader(
-        loader,
-        dataset=_SeededDataset(loader.dataset),
-        worker_init_fn=_UnwrappingInit(loader.worker_init_fn),
-        **{sampler_attribute(loader): _SeededSampler(sampler_of_loader(loader), seed)},
-    )
-
-
 class _SeededSampler(Sampler[_SeededIndices]):
-    """Sampler that adds a seed to everything that another one yields."""
+    """Sampler that adds a seed to everything that an order yields."""
 
-    def __init__(self, source: Any, seed: Callable[[int], BatchSeed]) -> None:
-        self._source = source
-        self._seed = seed
+    def __init__(self, order: EpochOrder) -> None:
+        self._order = order
 
     @override
     def __iter__(self) -> Iterator[_SeededIndices]:
-        # Not a generator: the source must be notified of a new iteration at once.
-        return map(self._add_seed, enumerate(iter(self._source)))
-
-    def _add_seed(self, item: tuple[int, Any]) -> _SeededIndices:
-        return _SeededIndices(item[1], self._seed(item[0]))
+        # The order is notified of a new iteration at once: the iterable of a generator expression is evaluated first.
+        return (_SeededIndices(item, self._order.batch_seed(n)) for n, item in enumerate(self._order))
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._order)
 
 
 class _SeededDataset(Dataset[Any]):

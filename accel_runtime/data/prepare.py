@@ -1,27 +1,45 @@
-"""Preparation of a script's loader: checks, and the choice of its source."""
+"""Preparation of a script's loader: checks, the choice of its source, and the source that reads for all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import Single
-from accel_runtime.data.active_loops import ActiveLoops
-from accel_runtime.data.dispatch import DispatchSource
+from accel_runtime.collectives.handshake import scatter_objects
 from accel_runtime.data.iterable import IterableSource
+from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
-from accel_runtime.data.sharding import sharding_of_loader
-from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
+from accel_runtime.data.sharding import loss_scale, sharding_of_loader
+from accel_runtime.data.source import (
+    EpochIterator,
+    Source,
+    StepInfo,
+    batch_size_of,
+    sampler_of_loader,
+    yields_single_samples,
+)
 from accel_runtime.options import DataLoaderConfiguration
+from accel_runtime.rng import are_equal, current_states, restore_states, to_serializable
 from accel_runtime.topology import DataRank, Topology
 
-__all__ = ["check_loader_configuration", "loader_options", "prepare_loader"]
+__all__ = [
+    "DispatchError",
+    "DispatchedIterable",
+    "DispatchedMapStyle",
+    "check_loader_configuration",
+    "loader_options",
+    "prepare_loader",
+]
 
 
 def check_loader_configuration(config: DataLoaderConfiguration) -> None:
@@ -79,19 +97,19 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         pad_last=options.even_batches,
         static_shapes=backend.static_shapes,
     )
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    # A stream may draw with every sample, so threads that read it in turn would draw each other's numbers.
-    dispatched = is_distributed and (options.dispatch or (is_stream and backend.ranks_are_threads))
-    if is_stream and not dispatched:
-        return IterableSource(loader, backend, sharding)
+    if isinstance(loader.dataset, IterableDataset):
+        # A stream may draw with every sample, so threads that read it in turn would draw each other's numbers.
+        dispatched = is_distributed and (options.dispatch or backend.ranks_are_threads)
+        return (DispatchedIterable if dispatched else IterableSource)(loader, backend, sharding)
     seed = options.seed
     if options.seeded and seed is None:
         seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
-    return (DispatchSource if dispatched else MapStyleSource)(loader, backend, sharding, seed)
+    dispatched = is_distributed and options.dispatch
+    return (DispatchedMapStyle if dispatched else MapStyleSource)(loader, backend, sharding, seed)
 
 
 def _check_presharded_options(options: LoaderOptions) -> None:
-    """Raise ValueError for an option that has no meaning if every process reads a shard of its own."""
+    """Raise ValueError for an option that has no meaning if every process reads its shard only."""
     if options.dispatch:
         raise ValueError(
             'Cannot prepare this DataLoader with data="sharded" and dispatch_batches=True: the first process does not have '
@@ -166,3 +184,100 @@ def _check_presharded(loader: DataLoader[Any], data_rank: DataRank) -> None:
                 f"{data_rank.model_parallel_size} model-parallel processes. Create it with rank=accelerator.data_parallel_rank, "
                 "num_replicas=accelerator.data_parallel_size."
             )
+
+
+class DispatchError(RuntimeError):
+    """Failure of the first rank, which reads for all; raised on the other ranks."""
+
+
+class _RankBatch(NamedTuple):
+    """Batch of one rank for one step."""
+
+    batch: Any
+    step_info: StepInfo
+    state: dict[str, Any]
+    """State after the step; its random states come with the first step only."""
+
+
+class _Dispatch(Source):
+    """Mixin of a source that reads the batches of all ranks: only the first rank reads, and sends every rank its own."""
+
+    def __init__(self, loader: DataLoader[Any], backend: Backend, *args: Any) -> None:
+        super().__init__(loader, backend, *args, all_ranks=True)  # type: ignore[call-arg]
+        self._ranks = backend
+        kind, size = type(loader.dataset).__name__, batch_size_of(loader)
+        self._subject = f"scatter_object of the batches of a {kind}, batches of {size}"
+
+    @property
+    @override
+    def can_fetch_ahead(self) -> bool:
+        return False
+
+    @override
+    def iterate(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[Any]:
+        data_rank, is_first = self._ranks.data_rank, self._ranks.topology.rank == 0
+        state = start
+        loop.state_at = lambda _: state
+        steps = self._group_by_rank(EpochIterator(loop.epoch), start) if is_first else iter(())
+        is_last = False
+        while not is_last:
+            messages, error = self._fetch(steps) if is_first else (None, None)
+            item, rng_states = scatter_objects(self._subject, messages, self._ranks.handshake)
+            if rng_states is not None:
+                restore_states(rng_states)
+            if error is not None:
+                raise error
+            if isinstance(item, DispatchError):
+                raise item
+            if item is None:
+                return
+            state = {"random": state.get("random")} | item.state
+            info = item.step_info
+            scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
+            loop.step_info = info._replace(loss_scale=scale)
+            is_last = info.is_last
+            yield item.batch
+
+    def _fetch(self, steps: Iterator[list[_RankBatch]]) -> tuple[list[tuple[Any, Any]], Exception | None]:
+        """Return the message to each rank, and the exception if reading failed.
+
+        A message has the rank's next batch, None at the end or an error, and the random states of the first rank for its
+        model-parallel ranks if reading changed them.
+        """
+        data_rank, world_size = self._ranks.data_rank, self._ranks.topology.world_size
+        has_followers = data_rank.model_parallel_size > 1
+        before = current_states() if has_followers else {}
+        error: Exception | None = None
+        items: list[Any] = [None] * world_size
+        try:
+            if batches := next(steps, None):
+                items = [batches[data_rank.of(rank)] for rank in range(world_size)]
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for a message in any case
+            error = failure
+            text = f"rank 0, which reads for all ranks, failed: {type(failure).__name__}: {failure}"
+            items = [DispatchError(text)] * world_size
+        after = current_states() if has_followers else {}
+        states = None if are_equal(before, after) else to_serializable(after)
+        followers = range(1, data_rank.model_parallel_size)
+        return [(item, states if rank in followers else None) for rank, item in enumerate(items)], error
+
+    def _group_by_rank(self, loop: EpochIterator, start: dict[str, Any]) -> Iterator[list[_RankBatch]]:
+        """Yield the batches of all data ranks, step by step."""
+        batches = super().iterate(loop, start)  # type: ignore[safe-super]
+        is_first_step = True
+        for first in batches:
+            step = [first, *islice(batches, self._ranks.data_rank.world_size - 1)]
+            state, info = loop.state_dict(), loop.step_info
+            assert info is not None
+            if not is_first_step:
+                del state["random"]
+            is_first_step = False
+            yield [_RankBatch(batch, info, state) for batch in step]
+
+
+class DispatchedMapStyle(_Dispatch, MapStyleSource):
+    """Source for a map-style dataset that only the first rank reads."""
+
+
+class DispatchedIterable(_Dispatch, IterableSource):
+    """Source for a stream that only the first rank reads."""

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 _UNKNOWN = -1
+_END: Any = object()
+"""Stands for a batch after the last; a batch may be None."""
 
 
 class PreshardedSource(Source):
@@ -76,7 +78,7 @@ class PreshardedSource(Source):
         padding = padding or self._build_padding_batch(reader, counts)
         while any(counts):
             num_valid, batch, step = counts[data_rank.rank], reader.take(), step + 1
-            if num_valid and batch is None:
+            if num_valid and batch is _END:
                 raise RuntimeError(
                     f"The sampler yielded fewer samples than its length: batch {step} is missing."
                 )
@@ -212,7 +214,7 @@ class _LocalReader:
         self._batches = local.iterate(loop, start)
         self.error: Exception | None = None
         """Error of reading the next batch."""
-        self.next_batch: Any = None
+        self.next_batch: Any = _END
         self.num_valid = 0
         """Number of samples in the next batch; 0 at the end."""
         self._read()
@@ -231,7 +233,7 @@ class _LocalReader:
         """Return the next batch, and read the one after it."""
         self.check()
         batch = self.next_batch
-        if batch is not None:
+        if batch is not _END:
             self._state = self._loop.state_dict()
             self._rng_states = current_states() if self._draws else {}
         self._read()
@@ -239,11 +241,11 @@ class _LocalReader:
 
     def _read(self) -> None:
         try:
-            self.next_batch = next(self._batches, None)
+            self.next_batch = next(self._batches, _END)
         except Exception as error:  # noqa: BLE001 - raised after the exchange, as the other ranks wait in it
-            self.error, self.next_batch = error, None
+            self.error, self.next_batch = error, _END
         info = self._loop.step_info
-        self.num_valid = info.num_valid[0] if self.next_batch is not None and info is not None else 0
+        self.num_valid = info.num_valid[0] if self.next_batch is not _END and info is not None else 0
 
 
 _CountFunction = Callable[[int, _LocalReader], list[int]]
@@ -288,7 +290,7 @@ class ReadFingerprints:
         """Add a batch (collective); raise ModelParallelRanksDifferError if model-parallel ranks have read others."""
         if self._backend.data_rank.model_parallel_size == 1:
             return
-        self._fingerprint = 0 if batch is None else fingerprint_samples([batch], self._fingerprint)
+        self._fingerprint = 0 if batch is _END else fingerprint_samples([batch], self._fingerprint)
         self._num_batches += 1
         if is_last or self._num_batches & (self._num_batches - 1) == 0:
             fingerprint = torch.tensor(self._fingerprint, device=self._backend.device)

@@ -79,13 +79,9 @@ class BatchSharding:
         """Return whether the last batch is padded to the full size from the start of the epoch."""
         return self.pad_last and (self.static_shapes or self.world_size > 1)
 
-    def num_steps(self, num_samples: int) -> int:
-        """Return the number of steps in an epoch of samples; the same on every rank."""
-        return self._count_chunks(num_samples, self.padded_size)
-
-    def num_steps_of_batches(self, num_batches: int) -> int:
-        """Return the number of steps in an epoch of the script's batches; the same on every rank."""
-        return self._count_chunks(num_batches, self.batches_per_step)
+    def num_steps(self, count: int, stride: int) -> int:
+        """Return the steps in an epoch of `count` samples or batches, of which `stride` are a full step."""
+        return count // stride if self.drop_last else -(-count // stride)
 
     def split_samples(self, order: Iterable[Index], head: Sequence[Index] | None = None) -> Iterator[Step]:
         """Yield the steps over an order of samples; all batches but the last have one size.
@@ -140,10 +136,6 @@ class BatchSharding:
         # One object for all full steps: `ActiveLoops` counts repeated steps by identity.
         size = self.local_batch_size
         return self._build_step_info((size,) * self.world_size, size, is_last=False)
-
-    def _count_chunks(self, count: int, size: int) -> int:
-        full, rest = divmod(count, size)
-        return full + (rest > 0 and not self.drop_last)
 
     def _step_info_of_batches(
         self, lengths: list[int], first_lengths: list[int], *, is_last: bool

@@ -530,6 +530,10 @@ def _find_class(transformers: Any, config: Any) -> Any:
 def _build_batch(model: Any, config: Any, sizes: Sizes) -> dict[str, torch.Tensor] | None:
     """Return a batch, with labels if the model computes a loss; None for unknown kinds of input."""
     rows, class_name = sizes.get("batch_size", 1), type(model).__name__
+    if "seq_length" in sizes and model.main_input_name != "input_ids":
+        raise EstimateError(
+            f"--seq-length has no effect on {class_name}: its input {model.main_input_name} has no tokens. Leave it out."
+        )
     labels: tuple[int, ...] = (rows,)
     if model.main_input_name == "input_ids":
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -541,6 +545,11 @@ def _build_batch(model: Any, config: Any, sizes: Sizes) -> dict[str, torch.Tenso
     elif model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = config.image_size
         batch = {"pixel_values": torch.empty(rows, getattr(config, "num_channels", 3), size, size)}
+    elif "batch_size" in sizes:
+        raise EstimateError(
+            f"--batch-size has no effect on {class_name}: no batch is known for its input {model.main_input_name}. Leave it "
+            "out, or write a factory that returns (model, inputs)."
+        )
     else:
         return None
     if class_name.endswith((*_PER_TOKEN, *_PER_SAMPLE)):

@@ -52,7 +52,7 @@ def write_object(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_seriali
     if not isinstance(f, (str, os.PathLike)):
         torch.save(obj, f)
         return
-    with open_atomically(Path(f)) as scratch:
+    with open_atomically(Path(f).resolve()) as scratch:
         if not safe_serialization:
             torch.save(obj, scratch)
             return
@@ -125,7 +125,7 @@ def rewrite_file(path: str | os.PathLike[str], read: Any) -> None:
     `read` is the result of `torch.load`. The old file is kept until the new one is complete and readable.
     """
     converted = _to_plain(read, "it")
-    with open_atomically(Path(path)) as scratch:
+    with open_atomically(Path(path).resolve()) as scratch:
         torch.save(converted, scratch)
         read_pickle(scratch)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import nn
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.errors import CheckpointError, errors_on_all_ranks
-from accel_runtime.checkpoint.filesystem import FileSystem
+from accel_runtime.checkpoint.filesystem import FileSystem, list_leftovers, open_atomically
 from accel_runtime.checkpoint.safetensors_file import (
     NUMBER_FORMATS,
     TensorPart,
@@ -27,7 +27,7 @@ from accel_runtime.checkpoint.safetensors_file import (
     write_index,
     write_safetensors,
 )
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.topology import Topology
 
@@ -50,7 +50,6 @@ CHECKSUMS = "xxh3_64"
 """Key in the index for the checksums of shards: shards of two exports cannot be mixed."""
 _T = TypeVar("_T")
 _RESERVED = "__metadata__"
-_UNFINISHED = ".unfinished-"
 _CURE = "Use accelerator.save(accelerator.get_state_dict(model), 'model.pt') instead."
 _EXPORT_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
@@ -85,74 +84,56 @@ class ExportPlan:
         return {**self.ties, "format": "pt"}
 
 
-class ExportWriter:
-    """Writes the files of an export one after another under scratch names, and renames them at the end.
+Write = Callable[[str, Mapping[str, torch.Tensor]], None]
+"""Write a file of an export: its name and its tensors."""
 
-    `writer` is the rank, which separates several writers of one directory.
+
+@contextmanager
+def open_export(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) -> Iterator[Write]:
+    """Yield a function that writes a file of the plan; at the end rename all files, and remove those of an earlier export.
+
+    If writing fails, the earlier export is kept.
     """
+    disk = disk or FileSystem()
+    names = [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
+    checksums: dict[str, str] = {}
+    with _convert_errors(folder):
+        disk.make(folder)
+        with ExitStack() as renames:
+            # Renamed in the opposite order, so the index is entered first.
+            scratch = {
+                name: renames.enter_context(open_atomically(folder / name, disk)) for name in names[::-1]
+            }
 
-    def __init__(
-        self, plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileSystem | None = None
-    ) -> None:
-        self._plan, self._folder, self._writer, self._disk = plan, folder, writer, disk or FileSystem()
-        self._names = [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
-        self._checksums: dict[str, str] = {}
+            def write(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+                with _convert_errors(folder):
+                    written = write_safetensors(scratch[name], _build_parts(tensors), plan.metadata, disk)
+                checksums[name] = written.file.checksum
 
-    def begin(self) -> None:
-        """Create the directory."""
-        with self._convert_errors():
-            self._disk.make(self._folder)
-
-    def file(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a file of the plan."""
-        with self._convert_errors():
-            _remove_leftover(self._scratch(name), self._disk)
-            parts = [TensorPart.from_tensor(key, tensor) for key, tensor in tensors.items()]
-            written = write_safetensors(self._scratch(name), parts, self._plan.metadata, self._disk)
-            self._checksums[name] = written.file.checksum
-
-    def commit(self) -> None:
-        """Rename all files, the index last, and remove those of an earlier export."""
-        with self._convert_errors():
-            if INDEX in self._names:
-                _remove_leftover(self._scratch(INDEX), self._disk)
-                shards = {
-                    name: [TensorPart.from_tensor(key, tensor) for key, tensor in tensors.items()]
-                    for name, tensors in self._plan.shards.items()
-                }
-                write_index(self._scratch(INDEX), shards, self._disk, {CHECKSUMS: self._checksums})
-            for name in self._names:
-                self._disk.rename(self._scratch(name), self._folder / name)
-                self._disk.sync_directory(self._folder)
-            _remove_old_exports(self._folder, set(self._names), self._writer, self._disk)
-
-    def forget(self) -> None:
-        """Remove scratch files."""
-        for name in self._names:
-            with suppress(OSError):
-                self._scratch(name).unlink()
-
-    def _scratch(self, name: str) -> Path:
-        return self._folder / f".{name}{_UNFINISHED}{self._writer}"
-
-    @contextmanager
-    def _convert_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"Cannot write the model to {self._folder}: {error}") from error
+            yield write
+            if INDEX in scratch:
+                shards = {name: _build_parts(tensors) for name, tensors in plan.shards.items()}
+                write_index(scratch[INDEX], shards, disk, {CHECKSUMS: checksums})
+        _remove_old_exports(folder, set(names), disk)
 
 
-def export_model(plan: ExportPlan, folder: Path, *, writer: int = 0, disk: FileSystem | None = None) -> None:
+def export_model(plan: ExportPlan, folder: Path, disk: FileSystem | None = None) -> None:
     """Write the files of an export and remove those of an earlier one, which is kept if writing fails."""
-    export = ExportWriter(plan, folder, writer=writer, disk=disk)
-    try:
-        export.begin()
+    with open_export(plan, folder, disk) as write:
         for name, tensors in plan.shards.items():
-            export.file(name, tensors)
-        export.commit()
-    finally:
-        export.forget()
+            write(name, tensors)
+
+
+@contextmanager
+def _convert_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"Cannot write the model to {folder}: {error}") from error
+
+
+def _build_parts(tensors: Mapping[str, torch.Tensor]) -> list[TensorPart]:
+    return [TensorPart.from_tensor(name, tensor) for name, tensor in tensors.items()]
 
 
 def select_tensors(state: Mapping[str, object], cure: str) -> dict[str, torch.Tensor]:
@@ -198,18 +179,12 @@ def _split_into_files(tensors: Mapping[str, torch.Tensor], limit: int) -> list[d
     return [group for group in groups if group] + large or [{}]
 
 
-def _remove_leftover(path: Path, disk: FileSystem) -> None:
-    """Remove a leftover of a killed export."""
-    with suppress(FileNotFoundError):
-        disk.remove(path)
-
-
-def _remove_old_exports(folder: Path, names: set[str], writer: int, disk: FileSystem) -> None:
-    """Remove files of other exports, which readers would take for a part of this one."""
-    for path in sorted(folder.iterdir()):
-        name = path.name.removesuffix(f"{_UNFINISHED}{writer}")
-        final_name = name if name == path.name else name.removeprefix(".")
-        if path.name not in names and _EXPORT_FILE.fullmatch(final_name) and path.is_file():
+def _remove_old_exports(folder: Path, names: set[str], disk: FileSystem) -> None:
+    """Remove files of other exports, which readers would take for a part of this one, and those of killed exports."""
+    old = [path for path in folder.iterdir() if path.name not in names and _EXPORT_FILE.fullmatch(path.name)]
+    old += [path for name, path in list_leftovers(folder) if _EXPORT_FILE.fullmatch(name)]
+    for path in sorted(old):
+        if path.is_file():
             disk.remove(path)
     disk.sync_directory(folder)
 
@@ -273,28 +248,34 @@ def export_sharded_model(  # noqa: PLR0913 - the facts of one call
     all_gather = partial(all_gather_objects, _CALL, handshake=backend.handshake)
     with errors_on_all_ranks(all_gather):
         plan = ExportPlan.from_state(model.state_dict(keep_vars=True), limit, tied)
-    export = ExportWriter(plan, folder, writer=backend.topology.rank)
     writes = is_writer(backend.topology, each_machine=each_machine)
+    with ExitStack() as export:
+        write: Write | None = None
 
-    def step(act: Callable[[], None]) -> None:
-        write_on_main_process(_CALL, act, backend, each_machine=each_machine)
+        def step(act: Callable[[], None]) -> None:
+            write_on_main_process(_CALL, act, backend, each_machine=each_machine)
 
-    try:
-        step(export.begin)
+        def begin() -> None:
+            nonlocal write
+            write = export.enter_context(open_export(plan, folder))
+
+        step(begin)
         for name, tensors in plan.shards.items():
-            held: dict[str, torch.Tensor] = {}
+            gathered: dict[str, torch.Tensor] = {}
             for key, tensor in tensors.items():
                 full = gather_tensor(tensor)
                 if writes:
-                    held[key] = full.cpu()
+                    gathered[key] = full.cpu()
                 del full
-            step(partial(export.file, name, held))
-            # Free memory before the next file.
-            held.clear()
-        step(export.commit)
-    finally:
-        if writes:
-            export.forget()
+            # Not kept: its memory is needed for the next file.
+            step(partial(_write_file, write, name, gathered))
+            gathered.clear()
+        step(export.close)
+
+
+def _write_file(write: Write | None, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    assert write is not None
+    write(name, tensors)
 
 
 _DONE = "done"

@@ -407,9 +407,17 @@ def read_unsynced_gradients(models: Iterable[nn.Module]) -> dict[nn.Parameter, t
     """Return accumulated gradients that are not reduced yet, as full tensors; collective for tensor parallel ranks."""
     gradients = {}
     for sharded in _iterate_fsdp_params(models):
-        gradient = unsharded_gradient(sharded)
-        if gradient is not None:
-            gradients[sharded.sharded_param] = _to_full(gradient, qualified_name(sharded))
+        gradient: Any = unsharded_gradient(sharded)
+        if gradient is None:
+            continue
+        if hasattr(gradient, "device_mesh"):
+            if any(placement.is_partial() for placement in gradient.placements):
+                raise CheckpointError(
+                    f"Cannot save in the middle of an accumulation cycle: the gradient of {qualified_name(sharded)} is a partial "
+                    "sum of tensor parallelism, and completing it now would round differently. Save at the end of a cycle."
+                )
+            gradient = gradient.full_tensor()
+        gradients[sharded.sharded_param] = gradient
     return gradients
 
 
@@ -419,7 +427,13 @@ def restore_unsynced_gradients(
     """Restore the result of `read_unsynced_gradients`; the next backward passes add to it."""
     for sharded in _iterate_fsdp_params(models):
         gradient = gradients.get(sharded.sharded_param)
-        set_unsharded_gradient(sharded, None if gradient is None else _to_unsharded_layout(gradient, sharded))
+        if gradient is not None:
+            stride, gradient = gradient.stride(), gradient.to(sharded.device).clone()
+            # `fully_shard` accumulates a shard if tensor parallelism shards the parameter too.
+            if (spec := unsharded_spec(sharded)) is not None:
+                box = ShardBox(*compute_shard_box(spec.shape, spec.mesh, spec.placements))
+                gradient = _build_dtensor(_narrow(gradient, box).contiguous(), spec, stride)
+        set_unsharded_gradient(sharded, gradient)
 
 
 def _iterate_fsdp_params(models: Iterable[nn.Module]) -> Iterator[Any]:
@@ -428,26 +442,3 @@ def _iterate_fsdp_params(models: Iterable[nn.Module]) -> Iterator[Any]:
         for unit in list_units(model):
             for group in fsdp_parameter_groups(unit):
                 yield from group.fsdp_params
-
-
-def _to_full(gradient: Any, name: str) -> torch.Tensor:
-    if not hasattr(gradient, "device_mesh"):
-        plain: torch.Tensor = gradient
-        return plain
-    if any(placement.is_partial() for placement in gradient.placements):
-        raise CheckpointError(
-            f"Cannot save in the middle of an accumulation cycle: the gradient of {name} is a partial sum of tensor parallelism, and "
-            "completing it now would round differently. Save at the end of a cycle."
-        )
-    full: torch.Tensor = gradient.full_tensor()
-    return full
-
-
-def _to_unsharded_layout(gradient: torch.Tensor, sharded: Any) -> torch.Tensor:
-    """Return a full gradient as `fully_shard` accumulates it: a shard if tensor parallelism shards the parameter too."""
-    shard = gradient.to(sharded.device).clone()
-    spec = unsharded_spec(sharded)
-    if spec is None:
-        return shard
-    box = ShardBox(*compute_shard_box(spec.shape, spec.mesh, spec.placements))
-    return _build_dtensor(_narrow(shard, box).contiguous(), spec, gradient.stride())

@@ -340,7 +340,7 @@ class GradientSync:
         before = self.wanted
         self._set_sync(wanted=wanted)
         try:
-            with self._replicated.sync() if wanted else self._replicated.no_sync():
+            with self._replicated.set_sync(wanted=wanted):
                 yield
         finally:
             self._set_sync(wanted=before)

@@ -50,7 +50,7 @@ class TorchContextParallelConfig(Configuration):
     def _check(self) -> None:
         if self.cp_comm_strategy not in {None, "allgather"}:
             raise ValueError(
-                f"TorchContextParallelConfig: invalid cp_comm_strategy {self.cp_comm_strategy!r}: only 'allgather' is supported."
+                f"Invalid TorchContextParallelConfig.cp_comm_strategy {self.cp_comm_strategy!r}: expected 'allgather'."
             )
 
 
@@ -104,7 +104,7 @@ class ParallelismConfig(Configuration):
             if not is_size:
                 or_auto = ", or auto" if may_be_auto else ""
                 raise ValueError(
-                    f"ParallelismConfig: {name} must be a whole number above 0{or_auto}; it is {size!r}"
+                    f"Invalid ParallelismConfig.{name} {size!r}: expected a whole number above 0{or_auto}."
                 )
         _check_value("cp_backend", self.cp_backend, "torch")
         _check_value("sp_backend", self.sp_backend, "deepspeed")
@@ -341,12 +341,12 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_value(name: str, value: str | None, expected: str) -> None:
     if value not in {None, expected}:
-        raise ValueError(f"ParallelismConfig: {name} must be {expected!r}; it is {value!r}")
+        raise ValueError(f"Invalid ParallelismConfig.{name} {value!r}: expected {expected!r}.")
 
 
 def _check_type(name: str, value: object, expected: type[Any], owner: str = "ParallelismConfig") -> None:
     if value is not None and not isinstance(value, expected):
-        raise TypeError(f"{owner}: {name} must be a {expected.__name__}; it is {value!r}")
+        raise TypeError(f"Invalid {owner}.{name} {value!r}: expected a {expected.__name__}.")
 
 
 _WRAP_POLICIES: Mapping[str, str | None] = {
@@ -364,11 +364,9 @@ def _parse_wrap_policy(policy: object, names: Sequence[str] | str | None, size: 
         policy, classes, size = _from_torch_policy(policy, classes, size)
     kind = None if policy is None else _enum_text(policy)
     if kind is not None and kind not in _WRAP_POLICIES:
-        raise _build_error(
-            f"auto_wrap_policy must be transformer_based_wrap, size_based_wrap or no_wrap; it is {policy!r}"
-        )
+        raise _build_value_error("auto_wrap_policy", policy, f"one of {', '.join(_WRAP_POLICIES)}")
     if size is not None and (type(size) is not int or size < 0):
-        raise _build_error(f"min_num_params must be a whole number; it is {size!r}")
+        raise _build_value_error("min_num_params", size, "a whole number")
     if classes and size:
         raise _build_error("transformer_cls_names_to_wrap and min_num_params exclude each other. Remove one.")
     if classes or size:
@@ -377,7 +375,7 @@ def _parse_wrap_policy(policy: object, names: Sequence[str] | str | None, size: 
             raise _build_error(f"auto_wrap_policy {kind} does not use {option}. Remove one of them.")
         return ",".join(classes) or str(size)
     if kind == "size_based_wrap":
-        raise _build_error("auto_wrap_policy size_based_wrap needs min_num_params above 0")
+        raise _build_error("auto_wrap_policy size_based_wrap needs min_num_params above 0. Set it.")
     return {None: None, "transformer_based_wrap": "auto", "no_wrap": "none"}[kind]
 
 
@@ -398,7 +396,7 @@ def _from_torch_policy(
         return "size_based_wrap", classes, keywords.get("min_num_params", size or int(1e8))
     raise _build_error(
         f"auto_wrap_policy {policy!r} is a custom function. Name the classes instead: "
-        "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block']"
+        "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=['Block']."
     )
 
 
@@ -409,7 +407,7 @@ def _parse_reshard(value: object) -> bool | int | None:
     if isinstance(value, int):
         if value > 1:
             return value
-        raise _build_error(f"reshard_after_forward must be True, False or a number above 1; it is {value}")
+        raise _build_value_error("reshard_after_forward", value, "True, False or a number above 1")
     if (switch := _SWITCHES.get(_enum_text(value))) is not None:
         return switch
     _check_strategy("reshard_after_forward", value)
@@ -421,7 +419,7 @@ def _parse_switch(name: str, value: object) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     if (switch := _SWITCHES.get(str(value).lower())) is None:
-        raise _build_error(f"{name} must be True or False; it is {value!r}")
+        raise _build_value_error(name, value, "True or False")
     return switch
 
 
@@ -439,7 +437,7 @@ def _parse_offload(value: Any) -> bool | None:
         )
     if isinstance(value, OffloadPolicy | CPUOffload):
         return isinstance(value, CPUOffloadPolicy)
-    raise _build_error(f"cpu_offload must be True, False or an OffloadPolicy of torch; it is {value!r}")
+    raise _build_value_error("cpu_offload", value, "True, False or an OffloadPolicy of torch")
 
 
 def _parse_ignored(value: Any) -> tuple[str, ...] | None:
@@ -453,8 +451,10 @@ def _parse_ignored(value: Any) -> tuple[str, ...] | None:
         )
     patterns = tuple(_split_names(value))
     if invalid := [name for name in patterns if not _MODULE_NAME.fullmatch(name)]:
-        raise _build_error(
-            f"Invalid name {invalid[0]!r} in ignored_modules: * matches any text without a dot, as in layers.*.norm."
+        raise _build_value_error(
+            "ignored_modules",
+            invalid[0],
+            "a name, in which * matches any text without a dot, as in layers.*.norm",
         )
     return patterns
 
@@ -476,9 +476,7 @@ def _parse_mixed_precision(value: Any) -> dict[str, Any]:
     if isinstance(value, MixedPrecisionPolicy):
         value = {f.name: getattr(value, f.name) for f in fields(value)}
     if not isinstance(value, Mapping):
-        raise _build_error(
-            f"mixed_precision_policy must be a MixedPrecisionPolicy, a dict or text; it is {value!r}"
-        )
+        raise _build_value_error("mixed_precision_policy", value, "a MixedPrecisionPolicy, a dict or text")
     known = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
     if unknown := [key for key in value if key not in known]:
         raise _build_error(
@@ -503,9 +501,7 @@ def _parse_dtype(key: str, value: object) -> Number:
         value = names.get(name, getattr(torch, name, value))  # type: ignore[call-overload]
     if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
         return DTYPE_NAMES[value]
-    raise _build_error(
-        f"{key} must be one of {', '.join(DTYPE_NAMES.values())} or their torch.dtype; it is {value!r}"
-    )
+    raise _build_value_error(key, value, f"one of {', '.join(DTYPE_NAMES.values())}, or their torch.dtype")
 
 
 def _check_strategy(field: str, value: object) -> None:
@@ -514,7 +510,7 @@ def _check_strategy(field: str, value: object) -> None:
     if name.isdigit() and 0 < int(name) <= len(FSDP1_STRATEGIES):
         name = FSDP1_STRATEGIES[int(name) - 1]
     if name not in FSDP1_STRATEGIES:
-        raise _build_error(f"invalid {field} {value!r}: expected one of {', '.join(FSDP1_STRATEGIES)}.")
+        raise _build_value_error(field, value, f"one of {', '.join(FSDP1_STRATEGIES)}")
     if name == "full_shard":
         return
     hybrid = "ParallelismConfig(dp_replicate_size=number of machines, dp_shard_size=processes of one)"
@@ -524,7 +520,11 @@ def _check_strategy(field: str, value: object) -> None:
         "hybrid_shard_zero2": f"{hybrid} and reshard_after_forward=False",
         "no_shard": "no fsdp_plugin at all: models are replicated without one",
     }[name]
-    raise _build_error(f"{field}={name.upper()} is an option of FSDP1. Use {instead}")
+    raise _build_error(f"{field}={name.upper()} is an option of FSDP1. Use {instead}.")
+
+
+def _build_value_error(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"Invalid FullyShardedDataParallelPlugin.{name} {value!r}: expected {expected}.")
 
 
 def _build_error(text: str) -> ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,10 @@ from torch import nn
 from accel_runtime.backends.base import Backend
 from accel_runtime.nested import has_dtensor
 from accel_runtime.optimizer import PreparedOptimizer
+from accel_runtime.parallel.dtensor import read_unsynced_gradients, restore_unsynced_gradients
 from accel_runtime.torch_internals import foreach_multiply, local_tensor, version_of
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.compilation import uncompiled_module
-from accel_runtime.training.precision import Precision
+from accel_runtime.training.forward import Precision, uncompiled_module
 
 __all__ = [
     "Gradients",
@@ -400,10 +400,14 @@ class Gradients:
                 parameter in parameters for group in optimizer.param_groups for parameter in group["params"]
             )
 
-    @property
-    def models(self) -> Sequence[nn.Module]:
-        """Return the prepared models, as the script made them."""
-        return [self._backend.unwrap_model(model) for model in self._models]
+    def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients of sharded models that are not reduced yet; see `read_unsynced_gradients`."""
+        return read_unsynced_gradients(self._models) if self._backend.shards_models else {}
+
+    def restore_unsynced(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Restore the result of `read_unsynced`."""
+        if self._backend.shards_models:
+            restore_unsynced_gradients(self._models, gradients)
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return every prepared parameter with its name in a checkpoint."""

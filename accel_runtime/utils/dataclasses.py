@@ -20,7 +20,7 @@ from accel_runtime.parallel.plugins import (
 )
 from accel_runtime.profiling import ProfileKwargs
 from accel_runtime.tracking import LoggerType
-from accel_runtime.training.compilation import DynamoBackend, TorchDynamoPlugin
+from accel_runtime.training.forward import DynamoBackend, TorchDynamoPlugin
 
 __all__ = [
     "AutocastKwargs",

@@ -15,7 +15,7 @@ from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Reduction
 from accel_runtime.collectives import metrics, tensors
 from accel_runtime.state import split_items
-from accel_runtime.training.compilation import unwrap, unwrap_submodules
+from accel_runtime.training.forward import unwrap, unwrap_submodules
 
 __all__ = [
     "broadcast",

@@ -276,7 +276,7 @@ class TrainingJob:
         for host in self.hosts:
             host.close()
         count, real = self.said["ResourceConfig"].get("InstanceCount", 1), self.platform.settings["run"]
-        names = [f"127.0.0.{index}" if real else f"algo-{index}" for index in range(1, count + 1)]
+        names = [f"127.{index}" if real else f"algo-{index}" for index in range(1, count + 1)]
         stamp = int(time.time()) + self.attempt
         self.hosts = [self._host(name, f"{self.name}/{name}-{stamp}", real) for name in names]
         if real:

@@ -9,7 +9,7 @@ import torch
 
 from accel_cli import checkpoints
 from accel_cli.errors import AccelError
-from accel_runtime.checkpoint.merge import MergeRequest
+from accel_runtime.checkpoint.safetensors_file import MergeRequest
 
 
 def unwatched(*_):
@@ -79,8 +79,8 @@ def test_one_that_a_crash_left_beside_its_name_is_listed_under_it(project):
     (folder / "checkpoint_1").rename(folder / ".checkpoint_1.saving-a1")
     found = ask("list", folder)[1]["result"]["checkpoints"]
     assert names(entry["path"] for entry in found) == ["checkpoint_0", "checkpoint_1"]
-    assert found[1]["lies_in"].endswith(".checkpoint_1.saving-a1")
-    assert ask("verify", folder)[1]["result"]["whole"]
+    assert found[1]["location"].endswith(".checkpoint_1.saving-a1")
+    assert ask("verify", folder)[1]["result"]["complete"]
 
 
 def test_what_accelerate_wrote_is_named_as_such(tmp_path):
@@ -99,7 +99,7 @@ def test_what_accelerate_wrote_is_named_as_such(tmp_path):
 def test_every_byte_is_verified(project, handmade):
     folder = project(1)
     path = folder / "checkpoint_0"
-    assert ask("verify", folder)[1]["result"]["whole"]
+    assert ask("verify", folder)[1]["result"]["complete"]
     for file in sorted(path.glob("*.safetensors")):
         whole = file.read_bytes()
         for at in range(0, len(whole), 7):
@@ -117,11 +117,11 @@ def test_a_damaged_tensor_is_named_and_the_checkpoint_before_it_that_is_whole(pr
     handmade.flip(folder / "checkpoint_3" / "model-1.safetensors", -1)
     handmade.flip(folder / "checkpoint_2" / "model-2.safetensors", 20)
     found = ask("verify", folder)[1]["result"]
-    assert not found["whole"]
+    assert not found["complete"]
     assert found["problems"] == [
         f"{folder}/checkpoint_3/model-1.safetensors is damaged: model/w does not have its checksum"
     ]
-    assert found["before"]["path"] == f"{folder}/checkpoint_1"
+    assert found["earlier"]["path"] == f"{folder}/checkpoint_1"
 
 
 def test_a_file_of_another_save_and_one_that_is_gone_are_named(project):
@@ -135,8 +135,8 @@ def test_what_is_no_part_of_a_checkpoint_is_told_and_no_damage(project):
     folder = project(1)
     (folder / "checkpoint_0" / "notes.txt").write_text("mine")
     found = ask("verify", folder)[1]["result"]
-    assert found["whole"]
-    assert found["strangers"] == ["notes.txt"]
+    assert found["complete"]
+    assert found["untracked"] == ["notes.txt"]
 
 
 def test_what_a_checkpoint_holds_is_shown(project):
@@ -145,7 +145,7 @@ def test_what_a_checkpoint_holds_is_shown(project):
     (item,) = found["items"]
     assert (found["step"], found["world_size"]) == (10, 1)
     assert (item["name"], item["tensors"], item["dtypes"]) == ("model", 2, {"float32": 256, "float16": 6})
-    assert [chunk["offsets"] for chunk in found["tensors"]["model/w"]["chunks"]] == [[0], [32]]
+    assert [chunk["offsets"] for chunk in found["tensors"]["model/w"]["chunks"]] == [(0,), (32,)]
 
 
 def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(project, tmp_path):
@@ -154,7 +154,7 @@ def test_a_newer_one_that_is_not_whole_is_passed_over_and_told(project, tmp_path
     for command, more in (("show", {}), ("export", {"output": str(tmp_path / "m.safetensors")})):
         found = ask(command, folder, **more)[1]["result"]
         assert names([found["path"]]) == ["checkpoint_1"]
-        (passed,) = found["passed_over"]
+        (passed,) = found["skipped"]
         assert "checkpoint_2/checkpoint.json is damaged" in passed
 
 
@@ -165,7 +165,7 @@ def test_pruning_keeps_the_newest_that_are_whole_and_removes_what_crashes_left(p
     (folder / ".checkpoint_6.saving-b2").mkdir()
     before = sorted(path.name for path in folder.iterdir())
     told = ask("prune", folder, keep=2, now=False)[1]["result"]
-    assert names(entry["path"] for entry in told["removes"]) == [
+    assert names(entry["path"] for entry in told["removed"]) == [
         "checkpoint_0",
         "checkpoint_1",
         "checkpoint_2",

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launchers.base import Job
+from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.profile.layers import file, resolve
+from accel_cli.profile.layers import read_file, resolve
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
@@ -38,9 +38,9 @@ def test_every_ready_profile_is_expected_here():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_ready_profile_plans_what_its_name_says(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    profile = resolve([file(path, "file")]).profile
+    profile = resolve([read_file(path, "file")]).profile
     machine = TPU if "tpu" in path.stem else GPUS
-    job = Job("x.py", (), "script", profile.settings, {}, {}, machine, "python")
-    plan = planner.plan_layout(profile.start, job)
+    job = LaunchSpec("x.py", (), "script", profile.settings, {}, {}, machine, "python")
+    plan = planner.build_plan(profile.launcher, job)
     planned = (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device, profile.mixed_precision)
     assert (*planned, *([plan.layout] if plan.layout else [])) == EXPECTED[path.stem]

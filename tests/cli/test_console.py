@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from accel_cli import console
-from accel_cli.commands import config
 
 
 class Output:
@@ -45,6 +44,7 @@ def test_a_line_that_is_typed_before_a_question_is_shown_does_not_answer_it(term
     assert console.confirm("Delete it?") is yes
 
 
-def test_a_line_that_is_typed_in_front_of_the_question_to_edit_again_does_not_answer_it(terminal):
-    terminal(b"n\n", b"y\n")
-    assert config._again("a mistake") is True
+@pytest.mark.parametrize(("answer", "yes"), [(b"\n", True), (b"n\n", False)])
+def test_enter_gives_the_default_answer(terminal, answer, yes):
+    terminal(b"", answer)
+    assert console.confirm("Edit again?", default=True) is yes

@@ -40,7 +40,7 @@ def test_whole_models_take_every_option_of_shards_out():
         "fully_shard.cpu_offload",
     }
     assert _describe_layout(whole) == "dp_replicate 4"
-    assert _describe_layout(whole | {"dp_replicate": 1}) == "one whole model"
+    assert _describe_layout(whole | {"dp_replicate": 1}) == "full model"
 
 
 def test_divided_layers_keep_their_plan_and_may_be_checkpointed():
@@ -82,7 +82,5 @@ def test_where_nothing_fits_the_largest_part_has_its_cure(largest, cure):
 
 def test_a_child_without_an_answer_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "false")
-    with pytest.raises(
-        AccelError, match="m:f could not be estimated: the process that did it ended with exit code 1"
-    ):
+    with pytest.raises(AccelError, match="Cannot estimate m:f: the child process ended with exit code 1"):
         _request_estimate(target="m:f")

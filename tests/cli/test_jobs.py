@@ -7,10 +7,9 @@ import pytest
 from in_process import run
 
 from accel_cli.errors import UsageError
-from accel_cli.jobs import SERVICES, again, service
 from accel_cli.jobs import base as following
-from accel_cli.jobs.base import Job, Jobs, Log, Pace, UnreachableError
-from accel_cli.jobs.slurm import SlurmJobs, parsed
+from accel_cli.jobs.base import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
+from accel_cli.jobs.slurm import SlurmJobs, parse_job_line
 from accel_cli.launchers import LAUNCHERS
 
 LINE = (
@@ -34,27 +33,27 @@ def line(**changes):
 
 
 def test_a_line_of_scontrol_is_a_job():
-    job, user = parsed(line())
+    job, user = parse_job_line(line())
     assert user == 1000
     assert job == Job(
-        id="12", name="train.py", state="RUNNING", done=False, reason="", where="n[0-1]", restarts=2,
+        id="12", name="train.py", state="RUNNING", finished=False, reason="", nodes="n[0-1]", restarts=2,
         submitted="2026-01-02T03:04:05", elapsed="00:01:02", log="/l/slurm-12.out",
     )  # fmt: skip
 
 
 def test_a_name_and_a_path_with_spaces_do_not_pass_for_fields():
     name = "x UserId=root(0) JobState=COMPLETED ExitCode=0:0"
-    job, user = parsed(line(name=name, state="FAILED", code="3:0", log="/a b/my log.out"))
+    job, user = parse_job_line(line(name=name, state="FAILED", code="3:0", log="/a b/my log.out"))
     assert (job.name, user, job.state, job.exit_code, job.log) == (name, 1000, "FAILED", 3, "/a b/my log.out")
 
 
 def test_a_member_of_an_array_is_a_job():
-    assert parsed(line().replace("JobName", "ArrayJobId=11 ArrayTaskId=1 JobName"))[0].id == "12"
+    assert parse_job_line(line().replace("JobName", "ArrayJobId=11 ArrayTaskId=1 JobName"))[0].id == "12"
 
 
 @pytest.mark.parametrize("said", ["", "No jobs in the system"])
 def test_a_line_of_no_job_is_none(said):
-    assert parsed(said) is None
+    assert parse_job_line(said) is None
 
 
 @pytest.mark.parametrize(
@@ -74,13 +73,16 @@ def test_a_line_of_no_job_is_none(said):
     ],
 )
 def test_the_end_of_a_job_comes_to_an_exit_code_and_to_0_only_where_it_completed(state, code, comes_to):
-    job, _ = parsed(line(state=state, code=code))
-    assert (job.exit_code, job.done) == (comes_to, comes_to is not None)
+    job, _ = parse_job_line(line(state=state, code=code))
+    assert (job.exit_code, job.finished) == (comes_to, comes_to is not None)
 
 
 def test_a_reason_that_waiting_does_not_mend_says_so():
-    assert "does not start as it is" in parsed(line(state="PENDING", reason="PartitionTimeLimit"))[0].reason
-    assert parsed(line(state="PENDING", reason="Resources"))[0].reason == "Resources"
+    assert (
+        "does not start unless that changes"
+        in parse_job_line(line(state="PENDING", reason="PartitionTimeLimit"))[0].reason
+    )
+    assert parse_job_line(line(state="PENDING", reason="Resources"))[0].reason == "Resources"
 
 
 # Commands that stand in for Slurm's ----------------------------------------------------
@@ -113,16 +115,16 @@ def test_what_slurm_has_forgotten_the_accounting_remembers(says):
     says("sacct", "my|run|CANCELLED by 1000|0:15|2026-01-02T03:04:05|00:01:02|n[0-1]")
     job = SlurmJobs().status("12")
     assert (job.id, job.name) == ("12", "my|run")
-    assert (job.state, job.done, job.exit_code, job.where) == ("CANCELLED", True, 143, "n[0-1]")
+    assert (job.state, job.finished, job.exit_code, job.nodes) == ("CANCELLED", True, 143, "n[0-1]")
     with pytest.raises(UsageError, match=r"slurm-12\.out in launcher\.output_dir"):
-        SlurmJobs().log(job)
+        SlurmJobs().open_log(job)
 
 
 def test_without_accounting_a_forgotten_job_is_an_error(says):
     says("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
     says("sacct", err="Slurm accounting storage is disabled", code=1)
     with pytest.raises(
-        UsageError, match=r"Slurm knows no job 12; it forgets jobs some minutes after their end"
+        UsageError, match=r"Unknown Slurm job 12: Slurm forgets a job a few minutes after its end"
     ):
         SlurmJobs().status("12")
 
@@ -137,14 +139,14 @@ def test_a_controller_that_does_not_answer_is_no_mistake_of_yours(says):
 
 def test_a_job_of_somebody_else_cannot_be_stopped(says):
     says("scancel", err="scancel: error: Kill job error on job id 12: Access/permission denied", code=1)
-    with pytest.raises(UsageError, match=r"scancel refuses: .*permission denied"):
+    with pytest.raises(UsageError, match=r"Slurm rejects scancel: .*permission denied"):
         SlurmJobs().stop("12")
 
 
 @pytest.mark.parametrize("job_id", ["", "-1", "12; id", "--help", "1_2", "²"])
 def test_what_is_no_id_never_reaches_slurm(job_id):
     for ask in (SlurmJobs().status, SlurmJobs().stop):
-        with pytest.raises(UsageError, match="a number for its id"):
+        with pytest.raises(UsageError, match=r"Invalid Slurm job id .*: expected a number"):
             ask(job_id)
 
 
@@ -154,7 +156,7 @@ def test_what_is_no_id_never_reaches_slurm(job_id):
 class Played(Jobs):
     """A service that answers what a test wrote down."""
 
-    pace = Pace(read_s=0.01, ask_s=(0.01, 0.01), late_s=0.05)
+    intervals = PollIntervals(log_s=0.01, status_s=(0.01, 0.01), last_output_s=0.05)
 
     def __init__(self, *answers):
         self.answers, self.lines, self.ends = list(answers), [b"first\n", b"", b"last\n"], False
@@ -168,7 +170,7 @@ class Played(Jobs):
             raise answer
         return answer
 
-    def log(self, _):
+    def open_log(self, _):
         lines, ends = self.lines, self.ends
 
         class Lines(Log):
@@ -178,7 +180,7 @@ class Played(Jobs):
                     raise line
                 return line
 
-            def whole(self, _):
+            def is_complete(self, _):
                 return ends and not lines
 
         return Lines()
@@ -191,18 +193,18 @@ class Played(Jobs):
 
 
 def job(state, **said):
-    return Job("12", "train.py", state, done=said.get("exit_code") is not None, **said)
+    return Job("12", "train.py", state, finished=said.get("exit_code") is not None, **said)
 
 
 def test_following_goes_on_while_the_service_does_not_answer(capfdbinary):
     silent = UnreachableError("scontrol does not answer: it is restarted")
-    played = Played(silent, job("RUNNING", where="n0"), silent, job("FAILED", exit_code=3, log="/l"))
+    played = Played(silent, job("RUNNING", nodes="n0"), silent, job("FAILED", exit_code=3, log="/l"))
     assert following.follow(played, job("PENDING", reason="Resources")) == 3
     out, err = capfdbinary.readouterr()
     assert out == b"first\nlast\n"
     words = err.decode()
     assert re.search(
-        r"is PENDING \(Resources\)\n.*it is restarted; job 12 is asked about again\n.*answers again about job 12\n.*is RUNNING on n0",
+        r"is PENDING \(Resources\)\n.*it is restarted\. Trying again\.\n.*the service of job 12 answers again\n.*is RUNNING on n0",
         words,
     )
     assert words.endswith("error: job 12 ended as FAILED with exit code 3; its log: /l\n")
@@ -216,25 +218,29 @@ def test_a_network_that_drops_while_a_log_is_read_is_said_once_and_again_when_it
     out, err = capfdbinary.readouterr()
     assert out == b"first\nlast\n"
     words = err.decode()
-    assert words.count("CloudWatch does not answer; job 12 is asked about again") == 1
-    assert words.count("there are answers again about job 12") == 1
+    assert words.count("CloudWatch does not answer. Trying again.") == 1
+    assert words.count("the service of job 12 answers again") == 1
     assert words.endswith("job 12 is COMPLETED after ; 9 billable seconds\n")
 
 
 def test_the_end_of_a_log_that_cannot_be_read_does_not_change_what_the_job_comes_to(monkeypatch, capfd):
-    monkeypatch.setattr(following, "_SILENT_AT_END_S", 0)
+    monkeypatch.setattr(following, "_MAX_FINAL_OUTAGE_S", 0)
     played = Played()
     played.lines = [b"first\n", UnreachableError("gone")]
     assert following.follow(played, job("FAILED", exit_code=1, reason="boom", log="/l")) == 1
     out, err = capfd.readouterr()
     assert out == "first\n"
-    assert "gone; the end of the log of job 12 is not shown" in err
+    assert "gone. The end of the log of job 12 is missing." in err
     assert err.endswith("job 12 ended as FAILED with exit code 1: boom; its log: /l\n")
 
 
 def test_a_log_that_is_whole_is_not_waited_for():
     played = Played()
-    played.ends, played.lines, played.pace = True, [b"all\n"], Pace(0.01, (0.01, 0.01), late_s=3600)
+    played.ends, played.lines, played.intervals = (
+        True,
+        [b"all\n"],
+        PollIntervals(0.01, (0.01, 0.01), last_output_s=3600),
+    )
     assert following.follow(played, job("COMPLETED", exit_code=0)) == 0
 
 
@@ -254,29 +260,32 @@ def test_a_job_that_prints_without_a_pause_is_asked_about_too():
 
 def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(capfd):
     played = Played()
-    played.lines, played.options = [KeyboardInterrupt()], " --profile cloud"
+    played.lines, played.jobs_options = [KeyboardInterrupt()], " --profile cloud"
     assert following.follow(played, job("RUNNING")) == 130
-    assert "accel jobs logs 12 -f --profile cloud follows it again" in capfd.readouterr().err
+    assert (
+        "job 12 keeps running. Follow it with accel jobs logs 12 -f --profile cloud or stop it with"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_service_that_is_silent_for_long_is_the_end(monkeypatch):
-    monkeypatch.setattr(following, "_SILENT_S", 0)
+    monkeypatch.setattr(following, "_MAX_OUTAGE_S", 0)
     with pytest.raises(
-        UnreachableError, match="gone; job 12 is not followed any more, and may go on: accel jobs logs 12 -f"
+        UnreachableError, match=r"gone\. Job 12 may still be running\. Follow it with accel jobs logs 12 -f"
     ):
         following.follow(Played(UnreachableError("gone")), job("RUNNING"))
 
 
 def test_a_service_that_refuses_to_say_more_ends_the_following_and_not_the_job():
     with pytest.raises(
-        UsageError, match="have expired; job 12 is not followed any more, and may go on: accel jobs"
+        UsageError, match=r"have expired\. Job 12 may still be running\. Follow it with accel jobs"
     ):
         following.follow(Played(UsageError("the credentials have expired")), job("RUNNING"))
 
 
 def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path):
     path = tmp_path / "log"
-    log = SlurmJobs().log(Job("12", "x", "RUNNING", done=False, log=str(path)))
+    log = SlurmJobs().open_log(Job("12", "x", "RUNNING", finished=False, log=str(path)))
     assert log.read() == b""
     path.write_bytes(b"a long first attempt\xff\n")
     assert (log.read(), log.read()) == (b"a long first attempt\xff\n", b"")
@@ -287,16 +296,26 @@ def test_a_log_that_is_begun_anew_is_read_from_its_start(tmp_path):
 # The table -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SERVICES)
-def test_every_service_is_of_a_launcher_and_can_be_made(kind):
-    assert kind in LAUNCHERS
-    assert isinstance(service(kind), Jobs)
+@pytest.mark.parametrize("launcher", LAUNCHERS.values())
+def test_every_launcher_that_submits_jobs_opens_them(launcher):
+    if launcher.location == "job":
+        assert isinstance(launcher.open_jobs({}), Jobs)
 
 
-def test_a_launcher_without_jobs_is_refused(accel):
-    done = accel("jobs", "list", "--launcher", "single")
+@pytest.mark.parametrize(
+    "option", ["--launcher=single", "--set=launcher.kind=single", "--set=launcher.kind=[single]"]
+)
+def test_a_launcher_without_jobs_is_refused(cwd, capfd, option):
+    done = run(capfd, "jobs", "list", option)
     assert done.returncode == 2
-    assert "--launcher takes slurm or sagemaker, whose scripts run as jobs; it got 'single'" in done.stderr
+    assert re.search(r"Invalid launcher \S*'single'\S*: expected slurm or sagemaker", done.stderr)
+
+
+def test_a_profile_without_jobs_leaves_slurm(says, cwd, capfd):
+    says("scontrol", line(id="1"))
+    for kind in ("torchrun", "[slurm]"):
+        (cwd / "accel.yaml").write_text(f"schema_version: 1\nlauncher:\n  kind: {kind}\n")
+        assert run(capfd, "jobs", "status", "1").returncode == 0
 
 
 def test_without_slurm_and_without_a_profile_the_other_services_are_named(says, cwd, capfd):
@@ -304,7 +323,7 @@ def test_without_slurm_and_without_a_profile_the_other_services_are_named(says, 
     for typed in (("list",), ("status", "12"), ("logs", "12", "-f"), ("stop", "12"), ("download", "12")):
         done = run(capfd, "jobs", *typed)
         assert (done.returncode, done.stderr.count("\n")) == (2 if typed[0] == "download" else 1, 1)
-        assert "so slurm was looked at; use --launcher sagemaker for other jobs" in done.stderr
+        assert "so slurm is assumed; use --launcher sagemaker for others" in done.stderr
     assert "sagemaker" not in run(capfd, "jobs", "list", "--launcher", "slurm").stderr
     (cwd / "accel.yaml").write_text("schema_version: 1\nlauncher:\n  kind: slurm\n")
     assert "sagemaker" not in run(capfd, "jobs", "list").stderr
@@ -313,12 +332,14 @@ def test_without_slurm_and_without_a_profile_the_other_services_are_named(says, 
 def test_an_id_that_slurm_cannot_have_names_the_other_services(cwd, capfd):
     done = run(capfd, "jobs", "status", "train-20260102-030405")
     assert done.returncode == 2
-    assert "it got 'train-20260102-030405'. No profile says" in done.stderr
+    assert (
+        "Invalid Slurm job id 'train-20260102-030405': expected a number. No profile selects" in done.stderr
+    )
     assert "--launcher sagemaker" in done.stderr
 
 
 def test_what_finds_a_job_again_is_what_was_typed_to_find_it():
-    assert again(None, []) == ""
-    assert again("my aws", ["launcher.kind=sagemaker", "launcher.region=eu-west-1"]) == (
+    assert format_options(None, []) == ""
+    assert format_options("my aws", ["launcher.kind=sagemaker", "launcher.region=eu-west-1"]) == (
         " --profile 'my aws' --launcher sagemaker --set launcher.region=eu-west-1"
     )

@@ -162,7 +162,7 @@ print("data", (root / "input/data/train/x.txt").read_text(), flush=True)
 if (root / "input/data/accel/wait").exists() and not (root / "checkpoints/saved").exists():
     print("waits", flush=True)
     time.sleep(60)
-if (root / "input/data/accel/fail").exists() and me["current_host"] == "127.0.0.2":
+if (root / "input/data/accel/fail").exists() and me["current_host"] == "127.2":
     (root / "output/failure").write_text("boom")
     sys.exit(1)
 (root / "model" / me["current_host"]).write_text("weights")
@@ -204,18 +204,18 @@ def test_a_bundle_runs_on_every_host_and_sees_what_the_platform_gives_only(accou
     assert told["TrainingJobStatus"] == "Completed", (told.get("FailureReason"), said)
     first, second = said.values()
     me, hosts, given = json.loads(first[0])
-    assert (me, hosts) == ("127.0.0.1", ["127.0.0.1", "127.0.0.2"])
+    assert (me, hosts) == ("127.1", ["127.1", "127.2"])
     assert set(given) - {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"} == {
         "SM_MASTER_PORT",  # hosts of all jobs share one loopback
         "TRAINING_JOB_NAME", "TRAINING_JOB_ARN", "AWS_REGION", "MINE", "PATH", "HOME", "AWS_ENDPOINT_URL",
         "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED",
     }  # fmt: skip
-    assert second[1:] == ["data 42", "accel: 127.0.0.2 ended with exit code 0"]
+    assert second[1:] == ["data 42", "accel: 127.2 ended with exit code 0"]
     body = account.client("s3").get_object(Bucket="sagemaker-out", Key="accel/real/output/model.tar.gz")[
         "Body"
     ]
     with tarfile.open(fileobj=io.BytesIO(body.read())) as archive:
-        assert archive.getnames() == ["127.0.0.1", "127.0.0.2"]
+        assert archive.getnames() == ["127.1", "127.2"]
 
 
 def test_the_host_that_fails_says_why_and_the_others_are_ended(account):

@@ -30,7 +30,7 @@ def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, checkpoint, pro
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert [row[:2] for row in rows] == [[f"run/checkpoints/checkpoint_{n}", str(n)] for n in range(3)]
-    assert {row[-1] for row in rows} == {"whole"}
+    assert {row[-1] for row in rows} == {"complete"}
     found = json.loads(checkpoint("list", "run", "--json").stdout)
     assert [entry["step"] for entry in found["checkpoints"]] == [0, 1, 2]
 
@@ -38,17 +38,17 @@ def test_a_list_is_a_line_a_checkpoint_for_other_programs(accel, checkpoint, pro
 def test_verifying_ends_with_1_where_a_byte_is_wrong_and_names_what_is_whole(checkpoint, project, handmade):
     done = checkpoint("verify", "run")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("run/checkpoints/checkpoint_2 is whole: step 2")
+    assert done.stdout.startswith("run/checkpoints/checkpoint_2 is complete: step 2")
     handmade.flip(project / "checkpoint_2" / "model-0.safetensors", -1)
     done = checkpoint("verify", "run")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
         "accel: error: run/checkpoints/checkpoint_2/model-0.safetensors is damaged: model/w does not have its checksum",
-        "accel: run/checkpoints/checkpoint_1, of step 1, is whole",
+        "accel: the newest undamaged checkpoint before it is run/checkpoints/checkpoint_1, of step 1",
     ]
     done = checkpoint("verify", "run", "--json")
     assert done.returncode == 1
-    assert json.loads(done.stdout)["before"]["step"] == 1
+    assert json.loads(done.stdout)["earlier"]["step"] == 1
 
 
 def test_what_is_shown_and_exported_is_what_was_saved(checkpoint, project, cwd):
@@ -63,11 +63,11 @@ def test_what_is_shown_and_exported_is_what_was_saved(checkpoint, project, cwd):
 def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
     done = checkpoint("prune", "run", "--keep", 1)
     assert done.returncode == 2
-    assert "nothing was removed: prune asks on a terminal; elsewhere say --yes" in done.stderr
+    assert "Cannot ask before removing checkpoints: no terminal. Use --yes to remove them." in done.stderr
     assert len(list(project.iterdir())) == 3
     done = checkpoint("prune", "run", "--keep", 1, "--yes")
     assert done.returncode == 0
-    assert "2 checkpoints removed, 1 kept" in done.stderr
+    assert "removed 2 checkpoints, kept 1" in done.stderr
     assert [path.name for path in project.iterdir()] == ["checkpoint_2"]
     assert "nothing to remove" in checkpoint("prune", "run", "--keep", 1).stderr
 
@@ -78,8 +78,14 @@ def test_pruning_asks_and_removes_nothing_unasked(checkpoint, project):
         (("list", "nowhere"), "Directory not found: nowhere"),
         (("show", "run/../empty"), "No checkpoint found in"),
         (("export", "run", "-o", "m", "--item", "model_1"), "has no model_1; it has model"),
-        (("export", "run", "-o", "m", "--dtype", "int8"), "--dtype takes bf16, fp16 or fp32; it got 'int8'"),
-        (("export", "run", "-o", "m", "--max-shard-size", "5TB"), "takes a size such as 5GB"),
+        (
+            ("export", "run", "-o", "m", "--dtype", "int8"),
+            "'int8' is not one of 'bf16'",
+        ),
+        (
+            ("export", "run", "-o", "m", "--max-shard-size", "5gb"),
+            "Invalid --max-shard-size '5gb': expected a number of bytes",
+        ),
         (("export", "run", "-o", "run/checkpoints/checkpoint_0/m"), "is a checkpoint: an added file"),
         (("export", "run"), "Missing option"),
         (("prune", "run"), "Missing option '--keep'"),

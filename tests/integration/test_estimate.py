@@ -107,9 +107,10 @@ def test_a_table_shows_each_split_and_the_notes_say_which_to_take(accel, models)
     )
     assert "exact" in said[2]
     assert (
-        said[-2] == "accel: on 4 device(s) the least divided that fits: dp_replicate 2 x dp_shard 2, reshard"
+        said[-2]
+        == "accel: least sharded layout that fits on 4 device(s): dp_replicate 2 x dp_shard 2, reshard"
     )
-    assert said[-1] == "accel: it fits on 2 device(s) already: dp_shard 2, reshard"
+    assert said[-1] == "accel: 2 device(s) are enough: dp_shard 2, reshard"
 
 
 def test_all_shows_what_resharding_and_checkpointing_save(estimate, models):
@@ -135,9 +136,9 @@ def test_json_has_bytes_and_every_layout(estimate, models):
 def test_a_model_of_400_gigabytes_is_estimated_in_the_memory_of_this_machine(estimate, models):
     done = estimate("models:enormous", "--devices", 64, "--memory", "80GB")
     assert done.returncode == 0, done.stderr
-    assert "activations are not counted: there are no inputs" in done.stderr
+    assert "activations are not included: there are no inputs" in done.stderr
     assert "Module with 100,000,000,000 parameters" in done.stderr
-    assert "least divided that fits: dp_shard 64, reshard" in done.stderr
+    assert "device(s): dp_shard 64, reshard" in done.stderr
     assert done.stderr.count("no layout with tp 2, 4, 8, 16, 32, 64: Module has no tp_plan of its own") == 1
 
 
@@ -146,7 +147,7 @@ def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, mo
     assert done.returncode == 1
     assert {row[9] for row in rows(done)} == {"no"}
     error = done.stderr.splitlines()[-1]
-    assert "no layout on 2 device(s) fits: the leanest (" in error
+    assert "No layout fits on 2 device(s): the smallest (" in error
     assert "and 900.0 kB of 1.0 MB may be used" in error
     assert json.loads(estimate("models:make", "--memory", "1MB", "--json").stdout)["best"] is None
 
@@ -154,7 +155,7 @@ def test_where_nothing_fits_it_says_what_would_help_and_ends_with_1(estimate, mo
 def test_a_model_that_is_gathered_at_once_is_told_how_it_would_not_be(estimate, models):
     done = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB")
     assert (
-        "the model has no list of layers, so all of it is gathered at once; --wrap CLASS says what is"
+        "The model has no list of layers, so it is gathered as one unit. Use --wrap CLASS to gather its modules"
         in done.stderr
     )
     again = estimate("models:unwrapped", "--devices", 4, "--memory", "18MB", "--wrap", "Linear", "--json")
@@ -194,7 +195,7 @@ def test_the_layout_is_written_beside_what_the_profile_says(estimate, models, ho
     assert (data["mixed_precision"], data["log_level"]) == ("bf16", "info")
     assert data["parallel"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     assert data["fully_shard"]["reshard_after_forward"] is True
-    assert "the estimate is for mixed_precision: no, and" in done.stderr
+    assert "the estimate is for mixed_precision no, but" in done.stderr
     assert in_process.run(capfd, "config", "validate", file).returncode == 0
 
 
@@ -230,8 +231,8 @@ def test_nothing_is_written_where_nothing_fits(estimate, models, cwd):
         (("models:make", "--seq-length", "9"), "--seq-length is for factories with a parameter seq_length"),
         (("models:make", "--devices", "0"), "Invalid value for '--devices'"),
         (("models:make", "--mixed-precision", "fp8"), "Invalid value for '--mixed-precision'"),
-        (("models:make", "-o", "a.yaml", "--write-profile", "b"), "mean different files"),
-        (("models:make", "--write-profile", "../b"), "is no profile name"),
+        (("models:make", "-o", "a.yaml", "--write-profile", "b"), "Pass either --write-profile or --output"),
+        (("models:make", "--write-profile", "../b"), "Invalid profile name"),
         ((".",), "File not found: config.json"),
         ((), "Missing argument 'MODEL'"),
     ],

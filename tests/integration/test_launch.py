@@ -155,8 +155,8 @@ def test_arguments_that_are_no_text_reach_the_script_as_their_bytes(script, cwd)
     [
         ("sys.exit(3)", 3, "exited with code 3"),
         ("raise ValueError('boom')", 1, "ValueError: boom"),
-        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
-        ("os.abort()", 134, "was ended by SIGABRT"),
+        ("os.kill(os.getpid(), 9)", 137, "terminated by SIGKILL"),
+        ("os.abort()", 134, "terminated by SIGABRT"),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed_and_the_last_line_names_it(
@@ -203,23 +203,23 @@ def test_a_signal_reaches_every_process_and_leaves_none(script, cwd, count, numb
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("gone.py",), "the script gone.py does not exist"),
-        (("sub",), "sub is a directory"),
+        (("gone.py",), "Script not found: gone.py"),
+        (("sub",), "Cannot run sub: it is a directory"),
         (
             ("--set", "mixed_precison=bf16", "train.py"),
-            "mixed_precison: this key is not known (did you mean mixed_precision?)",
+            "mixed_precison: unknown key (did you mean mixed_precision?)",
         ),
         (("--set", "process_group_timeout=soon", "train.py"), "expected a whole number, got 'soon'"),
-        (("--nproc-per-node", "0", "train.py"), "expected a whole number of at least 1, or auto, got 0"),
-        (("--nproc-per-node", "-1", "train.py"), "at least 1, or auto, got -1"),
+        (("--nproc-per-node", "0", "train.py"), "expected at least 1 or auto, got 0"),
+        (("--nproc-per-node", "-1", "train.py"), "at least 1 or auto, got -1"),
         (("--nproc-per-node", "", "train.py"), "expected a whole number"),
         (("--nnodes", "0", "train.py"), "launcher.nnodes: expected at least 1, got 0"),
-        (("--profile", "a/b", "train.py"), "'a/b' is no profile name"),
-        (("--profile", "gone", "train.py"), "--profile asks for the profile 'gone', which does not exist"),
-        (("--set", "device=cuda", "--nproc-per-node", "9", "train.py"), "device: cuda was asked for"),
-        (("-m", "--no-python", "train.py"), "-m and --no-python contradict each other"),
-        (("-m", "no_such_module_x"), "there is no module named 'no_such_module_x'"),
-        (("--no-python", "no-such-program-x"), "was not found"),
+        (("--profile", "a/b", "train.py"), "Invalid profile name 'a/b'"),
+        (("--profile", "gone", "train.py"), "Profile 'gone' (from --profile) not found"),
+        (("--set", "device=cuda", "--nproc-per-node", "9", "train.py"), "Device cuda not found"),
+        (("-m", "--no-python", "train.py"), "Pass either -m or --no-python, not both"),
+        (("-m", "no_such_module_x"), "Module not found: 'no_such_module_x'"),
+        (("--no-python", "no-such-program-x"), "Program not found: 'no-such-program-x'"),
         (("--frobnicate", "train.py"), "has no option --frobnicate"),
         ((), "Missing argument"),
     ],
@@ -240,7 +240,7 @@ def test_a_profile_that_cannot_be_read_is_named(accel, script, home):
     (home / "profiles" / "x.yaml").write_bytes(b"\xff")
     done = accel("launch", "--profile", "x", "train.py")
     assert done.returncode == 2
-    assert "x.yaml is not text in UTF-8" in done.stderr
+    assert "x.yaml: it is not UTF-8 text" in done.stderr
 
 
 def test_a_dry_run_prints_the_plan_and_runs_nothing(accel, script, cwd):

@@ -148,8 +148,11 @@ def test_a_lost_machine_leaves_the_rest_at_work_and_its_replacement_is_taken_in(
         (cwd / "enough").touch()
         outputs = [said(first), said(again)]
     assert (first.returncode, again.returncode) == (0, 0), outputs
-    assert "restart 1 of 3: h1 (10.77.0.11) has not been heard of" in outputs[0]
-    assert "2 machines changed, and all processes start again at h0:29400: " in outputs[0]
+    assert "restart 1 of 3: h1 (10.77.0.11) does not respond" in outputs[0]
+    assert (
+        "restarting all processes, since machines joined or left: 2 machines joined at h0:29400: "
+        in outputs[0]
+    )
     assert outputs[0].count("restart ") == 1
     assert "finished as" in outputs[0]
     assert "finished as" in outputs[1]
@@ -168,7 +171,7 @@ def test_a_killed_process_starts_all_again_on_three_machines(script, cwd):
         outputs = [said(process) for process in launched]
     assert [process.returncode for process in launched] == [0, 0, 0], outputs
     for output in outputs:
-        assert re.search(r"restart 1 of 1: rank 2 on h\d: was ended by SIGKILL", output)
+        assert re.search(r"restart 1 of 1: rank 2 on h\d: terminated by SIGKILL", output)
 
 
 @pytest.mark.slow
@@ -182,8 +185,8 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
         outputs = [said(process) for process in launched]
         took = time.monotonic() - cut
     assert [process.returncode for process in launched] == [1, 1], outputs
-    assert "h1 (10.77.0.11) has not been heard of" in outputs[0]
-    assert "h1 (10.77.0.11) has lost the meeting place h0:29400" in outputs[1]
+    assert "h1 (10.77.0.11) does not respond" in outputs[0]
+    assert "h1 (10.77.0.11) lost the connection to the rendezvous at h0:29400" in outputs[1]
     assert took < 120  # by itself a process group waits for half an hour
     assert not running(cwd, "?of2.*")
 
@@ -192,10 +195,10 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
 @pytest.mark.parametrize(
     ("number", "named"),
     [
-        (signal.SIGTERM, "h1 (10.77.0.11): its launcher got SIGTERM, and ended its processes"),
+        (signal.SIGTERM, "h1 (10.77.0.11): its launcher received SIGTERM and ended its processes"),
         (
             signal.SIGKILL,
-            "h1 (10.77.0.11) has not been heard of: its launcher ended, the machine is down, or the link",
+            "h1 (10.77.0.11) does not respond: its launcher exited, the machine is down, or the network failed",
         ),
     ],
 )
@@ -232,15 +235,15 @@ def test_a_third_machine_of_a_run_of_two_is_refused_or_a_spare(script, cwd, rest
     assert [process.returncode for process in launched] == [0, 0, code], outputs
     if code:
         assert (
-            "h2 (10.77.0.12) is one machine too many: the run has all 2 already (h0 (10.77.0.10), h1"
+            "h2 (10.77.0.12) cannot join: the run already has all 2 machines (h0 (10.77.0.10), h1"
             in outputs[2]
         )
     else:
         assert (
-            "waiting: the run has all its machines (h0 (10.77.0.10), h1 (10.77.0.11)); this one is a"
+            "waiting as a spare: the run has all its machines (h0 (10.77.0.10), h1 (10.77.0.11))"
             in outputs[2]
         )
-        assert "the run ended without this machine" in outputs[2]
+        assert "this machine was a spare and was not needed" in outputs[2]
 
 
 @pytest.mark.slow
@@ -253,9 +256,10 @@ def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
         outputs = [said(process) for process in launched]
     assert [process.returncode for process in launched] == [1, 1]
     for output in outputs:
-        assert "waiting: 2 of 3 machines here (h0 (10.77.0.10), h1 (10.77.0.11)), 1 missing" in output
+        assert "waiting: 2 of 3 machines joined (h0 (10.77.0.10), h1 (10.77.0.11)), 1 missing" in output
         assert (
-            "2 of 3 machines came (h0 (10.77.0.10), h1 (10.77.0.11)) within rdzv_timeout; 1 missing" in output
+            "2 of 3 machines joined (h0 (10.77.0.10), h1 (10.77.0.11)) within rdzv_timeout; 1 missing"
+            in output
         )
 
 
@@ -286,8 +290,8 @@ def test_machines_that_a_scheduler_numbers_keep_their_order_and_are_missed_by_nu
 @pytest.mark.parametrize(
     ("endpoint", "reason"),
     [
-        ("nowhere:29400", "the name 'nowhere' of rdzv_endpoint nowhere:29400 does not resolve on h1"),
-        ("h0:29401", "nobody answered at rdzv_endpoint h0:29401 for 3 s (Connection refused)"),
+        ("nowhere:29400", "Cannot resolve the host 'nowhere' of rdzv_endpoint nowhere:29400 on h1"),
+        ("h0:29401", "no answer from the rendezvous at h0:29401 for 3 s (Connection refused)"),
         ("10.99.0.1:29400", "h1 has no route to 10.99.0.1"),
     ],
 )
@@ -316,9 +320,9 @@ def test_machines_that_are_told_different_things_are_refused_by_name(script):
         launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=20", "train.py")[0]
                     for host, count in zip(two, "23", strict=True)]  # fmt: skip
         outputs = [said(process) for process in launched]
-    told = "h1 (10.77.0.11) is told nnodes 3, and h0 (10.77.0.10) is told nnodes 2"
+    told = "h1 (10.77.0.11) has nnodes 3, and h0 (10.77.0.10) has nnodes 2"
     assert launched[1].returncode == 2
-    assert f"the machines do not fit together: {told}" in outputs[1]
+    assert f"the machines do not match: {told}" in outputs[1]
     assert f"refused: {told}" in outputs[0]
 
 
@@ -340,7 +344,7 @@ def test_a_number_that_two_machines_have_is_refused_on_both(script):
         outputs = [said(process) for process in launched]
     assert [process.returncode for process in launched] == [2, 2]
     assert all(
-        "--node-rank has to number the machines from 0 to 1, each once; here h" in text for text in outputs
+        "invalid --node-rank: expected 0 to 1, each on one machine, got 1 on h" in text for text in outputs
     )
 
 
@@ -352,7 +356,7 @@ def test_the_self_check_trains_on_two_machines(cwd):
         checked = [host.accel(*command) for host in two]
         outputs = [said(process) for process in checked]
     assert [process.returncode for process in checked] == [0, 0], outputs
-    assert "2 machines met at h0:29400" in outputs[0]
+    assert "2 machines joined at h0:29400" in outputs[0]
 
 
 def test_nothing_of_the_hosts_is_left():

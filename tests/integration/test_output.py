@@ -202,8 +202,8 @@ def test_logs_shows_the_last_run(accel, script, cwd, home):
     assert accel("logs", "--run", first, "--attempt", 0).stdout == "first 0\n"
     for asked, said in [
         (("--rank", 5), "has no log of rank 5; ranks 0 and 1 ran on this machine"),
-        (("--attempt", 3), f"the run {second} has no attempt 3; its last is 0"),
-        (("--run", "x"), "there is no run 'x' in "),
+        (("--attempt", 3), f"run {second} has no attempt 3; the last is 0"),
+        (("--run", "x"), "run 'x' not found in "),
     ]:
         done = accel("logs", *asked)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
@@ -212,7 +212,7 @@ def test_logs_shows_the_last_run(accel, script, cwd, home):
 def test_logs_without_a_run_says_so(accel):
     done = accel("logs")
     assert done.returncode == 2
-    assert "accel: error: no run is kept in " in done.stderr
+    assert "accel: error: no runs found in " in done.stderr
 
 
 def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel, script, cwd):
@@ -232,7 +232,7 @@ def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel,
     ("asked", "said"),
     [
         (("--log-dir", "train.py/x"), "logs cannot be written to "),
-        (("--ranks", "2"), "ranks: 2 was asked for, but the last rank is 1"),
+        (("--ranks", "2"), "Invalid ranks '2': the last rank is 1"),
         (("--ranks", "first"), "expected all, none, or ranks as in 0,2"),
     ],
 )
@@ -250,4 +250,4 @@ def test_one_process_that_becomes_the_script_keeps_no_logs_and_says_so(accel, sc
     script("")
     done = accel("launch", *asked, "train.py")
     assert done.returncode == 2
-    assert f"{asked[0]} is for the launcher torchrun" in done.stderr
+    assert f"{asked[0]} needs launcher.kind: torchrun" in done.stderr

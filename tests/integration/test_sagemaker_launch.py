@@ -134,7 +134,7 @@ def test_a_job_is_submitted_and_its_name_is_all_there_is_on_stdout(aws, accel, l
     done = launched("--detach", "--job-name", "mine", "train.py", "--lr", "1e-4", accel=accel)
     assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
     assert jobs(aws) == ["mine"]
-    assert "accel jobs logs mine -f follows it, accel jobs stop mine ends it" in done.stderr
+    assert "Follow it with accel jobs logs mine -f or stop it with accel jobs stop mine" in done.stderr
 
 
 def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, forked, launched):
@@ -148,7 +148,7 @@ def test_how_to_find_a_job_again_is_said_as_it_was_launched(aws, here, forked, l
     told = [word for option in options for word in ("--set", option)]
     done = launched("--detach", *told, "--job-name", "mine", "train.py")
     again = "--launcher sagemaker --set launcher.region=eu-west-1"
-    assert f"accel jobs logs mine -f {again} follows it" in done.stderr, done.stderr
+    assert f"Follow it with accel jobs logs mine -f {again} or stop it" in done.stderr, done.stderr
     assert forked("jobs", "status", "mine", *again.split()).stdout.startswith("id\tmine\n")
 
 
@@ -156,7 +156,7 @@ def test_a_dry_run_shows_what_would_be_sent_and_changes_nothing(aws, here, launc
     before = world(aws)
     done = launched("--dry-run", "--job-name", "mine", "train.py", "--lr", "1e-4")
     assert done.returncode == 0, done.stderr
-    assert f"sent to: s3://{BUCKET}/accel/mine/bundle/" in done.stdout
+    assert f"bundle: s3://{BUCKET}/accel/mine/bundle/" in done.stdout
     assert "nothing was sent or changed" in done.stdout
     assert world(aws) == before
 
@@ -176,13 +176,13 @@ def test_offline_stdout_is_the_request(aws, launched, monkeypatch):
 @pytest.mark.parametrize(
     ("said", "environ", "words"),
     [
-        ("kind=sagemaker", {"AWS_DEFAULT_REGION": ""}, "no AWS region is known"),
+        ("kind=sagemaker", {"AWS_DEFAULT_REGION": ""}, "No AWS region is set"),
         (
             "kind=sagemaker",
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
-            "there are no AWS credentials: run aws",
+            "No AWS credentials found. Run aws",
         ),
-        ("role=trainr", {}, "the account has no role trainr; did you mean trainer?"),
+        ("role=trainr", {}, "The account has no role 'trainr'. Did you mean trainer?"),
     ],
 )
 def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, environ, words):
@@ -196,11 +196,11 @@ def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, envir
 @pytest.mark.parametrize(
     ("operation", "fault", "words"),
     [
-        ("s3:PutObject", {"kind": "denied", "after": 1}, "nothing of it is left there"),
+        ("s3:PutObject", {"kind": "denied", "after": 1}, "Nothing remains in S3."),
         pytest.param(
             "CreateTrainingJob",
             {"kind": "broken", "times": None},
-            "an error of its own, 500 InternalFailure",
+            "CreateTrainingJob: 500 InternalFailure",
             marks=pytest.mark.slow,
         ),
     ],
@@ -226,7 +226,7 @@ def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, 
     _, err = launch.communicate(timeout=200)
     aws.ask("clear")
     assert launch.returncode == 128 + number
-    assert "the upload is broken off; nothing of it is left there" in err
+    assert "The upload was interrupted. Nothing remains in S3." in err
     assert "Traceback" not in err
     assert world(aws) == before
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -239,7 +239,7 @@ def test_a_job_is_followed_to_its_end_and_the_model_comes_home(aws, here, launch
     assert done.returncode == 0, done.stderr
     assert {"algo-1 | one", "algo-1 | two", "algo-2 | three"} < set(done.stdout.splitlines())
     assert (here / "mine/weights.txt").read_text() == "w"
-    assert "what it left is in " in done.stderr
+    assert "results are in " in done.stderr
     assert "100 billable seconds on each of 2 instances" in done.stderr
 
 
@@ -255,7 +255,7 @@ def test_a_job_that_fails_is_exit_code_1_with_its_reason(aws, here, launched):
 def test_a_job_that_leaves_no_model_is_no_failure(aws, here, launched):
     done = launched("--job-name", "mine", "train.py")
     assert done.returncode == 0, done.stderr
-    assert "accel: job mine has left nothing in " in done.stderr
+    assert "accel: Job mine left nothing in " in done.stderr
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_two_hosts_of_two_processes_train_and_the_model_comes_home(aws, launched
     for rank in range(4):
         (line,) = [line for line in said if f"rank {rank} of 4 says {odd}" in line]
         # Without namespaces of their own, the hosts are addresses of the loopback.
-        host = f"127.0.0.{rank // 2 + 1}"
+        host = f"127.{rank // 2 + 1}"
         assert line.startswith(f"{host} | [{rank}] ")
         assert f"on {host}, loss" in line
     import torch

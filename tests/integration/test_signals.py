@@ -1,5 +1,6 @@
 """Signals for real: what reaches the processes, how long they have, and that nothing is left."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_a_signal_that_ends_the_run_reaches_each_process_once_with_time_to_save(
     assert not launched.left()
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else number.name
     assert launched.said == [
-        f"accel: {name}: the processes have 30 s to end; a second signal ends them at once"
+        f"accel: received {name}: the processes have 30 s to exit; a second signal kills them"
     ]
 
 
@@ -142,7 +143,33 @@ def test_ctrl_c_is_one_line_on_the_screen_for_a_script_that_knows_nothing_of_it(
     launched = launch().up().send(signal.SIGINT)
     assert launched.ended() == 130
     assert len(launched.said) == 1, launched.said
-    assert launched.said[0].startswith("accel: Ctrl-C (SIGINT)")
+    assert launched.said[0].startswith("accel: received Ctrl-C (SIGINT)")
+
+
+@pytest.mark.parametrize("package", ["typer", "torch"])
+def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
+    (tmp_path / package).mkdir()
+    slow = "import time\nprint('importing', flush=True)\ntime.sleep(120)\n"
+    (tmp_path / package / "__init__.py").write_text(slow)
+    (tmp_path / "train.py").touch()
+    command = [
+        sys.executable,
+        "-m",
+        "accel_cli",
+        "launch",
+        "-q",
+        "--cpu",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, **streams) as launcher:
+        assert launcher.stdout.readline() == "importing\n"
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.communicate() == ("", "")
+    assert launcher.returncode == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -171,7 +198,7 @@ def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
     launched = launch("--shutdown-timeout", "1").up()
     pids = [(launched.cwd / f"up{rank}").read_text() for rank in range(2)]
     assert launched.send(signal.SIGTERM).ended(20) == 143
-    assert launched.said[1:] == [f"accel: process {', '.join(pids)} did not end within 1 s, and was killed"]
+    assert launched.said[1:] == [f"accel: process {', '.join(pids)} did not exit within 1 s and was killed"]
 
 
 @pytest.mark.slow
@@ -282,7 +309,7 @@ def test_a_run_that_loses_its_guard_ends_as_it_would_with_it_and_says_so_once(sc
     said = [line for line in launched.said if "SIGTERM" not in line]
     assert len(said) == 1
     assert said[0].startswith(
-        "accel: the guard process of this run was ended by signal 9: the run continues, but its processes stay if"
+        "accel: the guard process of this run was terminated by signal 9: the run continues, but if accel launch is"
     )
 
 

@@ -156,7 +156,7 @@ def test_a_job_trains_on_two_nodes_with_what_was_typed(on_slurm, script, cwd, ho
     done = on_slurm("launch", "--cpu", "train.py", *nasty, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr + done.stdout
     assert re.match(
-        r"accel: slurm, 4 processes \(2 on each of 2 machines\), cpu, mixed precision bf16", done.stderr
+        r"accel: slurm, 4 processes \(2 on each of 2 nodes\), cpu, mixed precision bf16", done.stderr
     )
     told = [json.loads((cwd / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert all(said["argv"] == nasty for said in told)
@@ -199,13 +199,16 @@ def test_ctrl_c_leaves_a_job_that_can_be_followed_again_and_stopped_for_good(on_
     following.until("rank 0 runs")
     following.process.send_signal(signal.SIGINT)
     assert following.end() == 130
-    assert f"job {job} goes on; accel jobs logs {job} -f follows it again" in following.said
+    assert (
+        f"job {job} keeps running. Follow it with accel jobs logs {job} -f --launcher slurm or stop it with"
+        in following.said
+    )
     assert "Traceback" not in following.said
     row = next(line for line in on_slurm("jobs", "list").stdout.splitlines() if line.startswith(f"{job}\t"))
     assert row.split("\t")[1:3] == ["train.py", "RUNNING"]
     assert "rank 0 runs" in on_slurm("jobs", "logs", job).stdout
     stopped = on_slurm("jobs", "stop", job)
-    assert (stopped.returncode, stopped.stderr) == (0, f"accel: job {job} is asked to end\n")
+    assert (stopped.returncode, stopped.stderr) == (0, f"accel: job {job} is stopping\n")
     done = on_slurm("jobs", "logs", job, "-f", timeout=WAIT_S)
     assert "rank 0 saves" in done.stdout
     assert f"job {job} ended as CANCELLED" in done.stderr
@@ -221,14 +224,14 @@ def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slu
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
     assert (
-        f"job {job} is submitted; accel jobs logs {job} -f follows it, accel jobs stop {job} ends it"
+        f"job {job} is submitted. Follow it with accel jobs logs {job} -f --launcher slurm or stop it with accel jobs stop {job} --launcher slurm"
         in done.stderr
     )
     said = on_slurm("jobs", "status", job).stdout
     assert "state\tPENDING" in said
     assert "reason\tJobHeldUser: it is held until scontrol release" in said
     read = on_slurm("jobs", "logs", job)
-    assert (read.stdout, read.stderr) == ("", f"accel: job {job} has printed nothing; it is PENDING\n")
+    assert (read.stdout, read.stderr) == ("", f"accel: job {job} has no output; it is PENDING\n")
 
 
 @pytest.mark.slow
@@ -271,17 +274,17 @@ def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slur
     following.until(r"is PENDING \(BeginTime\), restart 1")
     following.start_now(job)
     assert following.end() == 0, following.said
-    assert f"SIGUSR1 to the scripts, then job {job} is run again" in following.said
+    assert f"sending SIGUSR1 to the scripts, then requeueing job {job}" in following.said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--set", "launcher.partition=none"), "Slurm refuses the job: sbatch: error: invalid partition"),
+        (("--set", "launcher.partition=none"), "Slurm rejects the job: sbatch: error: invalid partition"),
         (
             ("--set", "launcher.gpus_per_node=3"),
-            "Slurm refuses the job: sbatch: error: Batch job submission failed: Requested node configuration",
+            "Slurm rejects the job: sbatch: error: Batch job submission failed: Requested node configuration",
         ),
     ],
 )
@@ -297,7 +300,7 @@ def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, 
     script("")
     following = jobs("--nnodes", "3", "train.py")
     following.until(
-        r"is PENDING \(PartitionNodeLimit: the partition gives fewer nodes to a job; it does not start"
+        r"is PENDING \(PartitionNodeLimit: the job needs more nodes than the partition allows; the job does not start"
     )
 
 
@@ -305,7 +308,7 @@ def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, 
 def test_a_job_nobody_knows_is_an_error(on_slurm):
     done = on_slurm("jobs", "status", 999999)
     assert done.returncode == 2
-    assert "Slurm knows no job 999999" in done.stderr
+    assert "Unknown Slurm job 999999" in done.stderr
 
 
 @pytest.mark.slow
@@ -331,7 +334,7 @@ def test_inside_an_allocation_it_runs_as_the_agent_of_a_step_and_submits_nothing
     ran = subprocess.run(["srun", "-Q", "-N2", "--ntasks-per-node=1", *command], check=False, **in_job)
     assert ran.returncode == 0, ran.stderr
     assert json.loads((cwd / "rank1.json").read_text())["total"] == 1.0
-    assert ran.stderr.count("accel: torchrun, 2 processes (1 on each of 2 machines)") == 2
+    assert ran.stderr.count("accel: torchrun, 2 processes (1 on each of 2 nodes)") == 2
 
 
 def test_without_slurm_one_line_says_where_to_submit_from(cwd, script, tmp_path):
@@ -340,12 +343,12 @@ def test_without_slurm_one_line_says_where_to_submit_from(cwd, script, tmp_path)
     done = run("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "accel: error: sbatch was not found: launcher.kind: slurm submits jobs from a machine"
+        "accel: error: Cannot submit the job: sbatch not found. Log in to a node of a Slurm cluster"
     )
     assert len(done.stderr.splitlines()) == 1
     listed = run("jobs", "list", env=environ)
     assert (listed.returncode, len(listed.stderr.splitlines())) == (2, 1)
-    assert "scontrol was not found" in listed.stderr
+    assert "scontrol not found" in listed.stderr
 
 
 def test_a_dry_run_shows_the_script_and_submits_nothing(cwd, script, tmp_path):
@@ -362,7 +365,10 @@ def test_detach_belongs_to_launchers_that_submit(cwd, script):
     script("")
     done = run("launch", "--detach", "train.py")
     assert done.returncode == 2
-    assert "--detach is for launchers that submit a job; single runs the script here" in done.stderr
+    assert (
+        "Cannot use --detach with launcher.kind: single: it is an option of the launchers slurm and sagemaker."
+        in done.stderr
+    )
 
 
 def test_no_profile_reads_no_file(cwd, script, home):

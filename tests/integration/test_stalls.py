@@ -85,15 +85,15 @@ def test_a_stall_is_named_with_the_steps_the_collective_and_the_stack_of_who_dif
     index = next(i for i, note in enumerate(notes) if "in augment" in note)
     table = notes[index].splitlines()
     assert table[0].startswith("no process on this machine has made progress for ")
-    assert table[1].split() == ["rank", "steps", "batches", "last", "news", "where"]
+    assert table[1].split() == ["rank", "steps", "batches", "last", "progress", "location"]
     for rank, where in enumerate(["in", "after", "in"]):
         words = table[2 + rank].split()
         assert words[:3] == [str(rank), "3", "0"]
         assert f"{where} gather at train.py:14 (<module>)" in table[2 + rank]
     assert table[5] == "  rank 1, innermost call first:"
     assert 'train.py", line 5' in table[6]
-    assert "the others (ranks 0, 2) wait alike" in table[-1]
-    assert notes[index + 1].startswith("there is progress again")
+    assert "ranks 0 and 2 are at the same place" in table[-1]
+    assert notes[index + 1].startswith("progress resumed after")
 
 
 def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
@@ -104,7 +104,7 @@ def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
     assert [line.split() for line in lines[2:4]] == [
         [rank, "-", "-", "-", "no", "Accelerator", "yet"] for rank in "01"
     ]
-    assert lines[4] == "  ranks 0, 1, innermost call first:"
+    assert lines[4] == "  ranks 0 and 1, innermost call first:"
     assert 'train.py", line 6 in wait' in lines[5]
     assert 'train.py", line 9 in <module>' in lines[6]
     assert "worker.py" not in done.stdout
@@ -115,7 +115,7 @@ def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
     assert "rank 0" not in one
 
     wrong = accel("stacks", "--rank", 5)
-    assert (wrong.returncode, "has no rank 5 on this machine; it has 0, 1" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "does not run on this machine. Local ranks: 0, 1." in wrong.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -128,17 +128,17 @@ def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
             said = accel("stacks").stdout
         finally:
             (cwd / "go").touch()
-    assert "ranks 0, 1: it cannot be asked" in said
+    assert "ranks 0 and 1: stacks are not available" in said
     assert process.returncode == 0
 
 
 def test_where_nothing_runs_the_command_says_so(accel, script):
     script("")
-    assert "no run of `accel launch` is under way here" in accel("stacks").stderr
+    assert "No run of accel launch is in progress on this machine" in accel("stacks").stderr
     done = accel("stacks", "--run", "gone")
     assert (done.returncode, done.stderr) == (
         2,
-        "accel: error: --run: there is no run 'gone'; under way: none\n",
+        "accel: error: Run 'gone' not found. Running: none.\n",
     )
     assert accel("launch", "-q", "--nproc-per-node", 2, "train.py").returncode == 0
     assert accel("stacks").returncode == 2

@@ -24,7 +24,7 @@ if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 from pathlib import Path
 from accel_cli.runner import worker
-from accel_cli.runner.forkserver_process import ForkServer, start_fork_server
+from accel_cli.runner.forkserver import ForkServer, start_fork_server
 
 started = start_fork_server()
 if isinstance(started, ForkServer):
@@ -34,7 +34,7 @@ if isinstance(started, ForkServer):
     Path(sys.argv[1]).write_text(str(code))
     os._exit(0)
 started.enter()
-worker.main(started.arguments)
+worker.main(list(started.argv[2:]))
 """
 OURS = re.compile(r'  File "[^"]*(?:worker|driver)\.py", line .*\n(?:    .*\n)*')
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -415,7 +415,7 @@ def test_nothing_is_left_when_the_launcher_ends(accel, script):
 
 
 def test_the_server_ends_with_its_launcher_however_that_ends():
-    source = "from accel_cli.runner.forkserver_process import start_fork_server; print(start_fork_server()._pid, flush=True); input()"
+    source = "from accel_cli.runner.forkserver import start_fork_server; print(start_fork_server()._pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as launcher:
@@ -434,7 +434,7 @@ def test_a_process_whose_server_is_killed_before_it_may_begin_ends():
     """Its launcher has started another by exec."""
     source = """
 import os
-from accel_cli.runner import forkserver_process as server
+from accel_cli.runner import forkserver as server
 (go, begin), (born, announce) = os.pipe(), os.pipe()
 if pid := os.fork():
     os.close(begin)
@@ -454,7 +454,7 @@ def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_w
     script("")
     refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
     assert refused.returncode == 2
-    assert "start_method: forkserver was asked for, but a program is not known to be Python" in refused.stderr
+    assert "Cannot use start_method: forkserver: a program may not be Python" in refused.stderr
     said = launched(run, "--explain", "--no-python", "true").stdout
-    assert "start method: exec (a program is not known to be Python)" in said
+    assert "start method: exec (a program may not be Python)" in said
     assert "start method: forkserver (torch is imported once" in launched(run, "--explain", "train.py").stdout

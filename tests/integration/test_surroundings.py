@@ -106,7 +106,7 @@ def test_a_loopback_interface_that_is_down_is_named_with_its_cure(script):
     done = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 2
     assert done.stderr == (
-        "accel: error: the processes of this machine cannot reach each other: it has neither 127.0.0.1 nor ::1. Set its "
+        "accel: error: Cannot connect the processes of this machine: it has neither 127.0.0.1 nor ::1. Set its "
         "loopback interface up: ip link set lo up\n"
     )
 
@@ -138,7 +138,7 @@ def test_a_script_may_have_the_longest_name_that_a_file_has(accel, script):
     assert accel("logs").stdout == "ran\n"
 
 
-LIMITED = "The address space of a process is limited to 290 MiB; raise it: ulimit -v unlimited"
+LIMITED = "The address space of a process is limited to 290 MiB. Raise the limit: ulimit -v unlimited"
 
 
 @pytest.mark.slow
@@ -148,18 +148,16 @@ def test_a_limit_on_address_space_is_named_and_not_a_missing_torch(script):
     limited = ["sh", "-c", f'ulimit -v {290 * 1024}; exec "$@"', "sh", *accel]
     done = subprocess.run(limited, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("accel: error: torch cannot be imported: ")
+    assert done.stderr.startswith("accel: error: Cannot import torch: ")
     assert done.stderr.endswith(f"{LIMITED}\n")
 
 
 def test_memory_that_cannot_be_allocated_is_named_with_its_limit(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (290 << 20, resource.RLIM_INFINITY))
-    assert explain_os_error(MemoryError()) == f"memory cannot be allocated. {LIMITED}"
+    assert explain_os_error(MemoryError()) == f"Cannot allocate memory. {LIMITED}"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert explain_os_error(MemoryError()) == "memory cannot be allocated. Free memory."
-    assert explain_torch_error(MemoryError()).startswith(
-        "torch cannot be imported: MemoryError. Install it again: "
-    )
+    assert explain_os_error(MemoryError()) == "Cannot allocate memory. Free memory."
+    assert explain_torch_error(MemoryError()).startswith("Cannot import torch: MemoryError. Reinstall it: ")
 
 
 def test_a_data_loader_worker_that_was_killed_is_named_with_the_likely_reason(accel, script):
@@ -167,7 +165,7 @@ def test_a_data_loader_worker_that_was_killed_is_named_with_the_likely_reason(ac
     done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 1
     assert "accel: hint: data-loader worker " in done.stderr
-    assert "often the kernel's for memory: fewer workers (num_workers)" in done.stderr
+    assert "often for lack of memory. To use less memory, reduce num_workers" in done.stderr
 
 
 @pytest.mark.slow

@@ -4,10 +4,10 @@ import in_process
 import pytest
 from terminal import REAL
 
-from accel_cli.profile.layers import file, resolve
+from accel_cli.profile.layers import read_file, resolve
 
 ENTER, DOWN, CTRL_C = "\r", "\x1b[B", "\x03"
-KIND, NNODES, NPROC = "How should scripts run?", "How many machines?", "How many processes on each machine?"
+KIND, NNODES, NPROC = "How should scripts run?", "How many nodes?", "How many processes on each node?"
 PRECISION, WRITE = "Mixed precision?", "default.yaml?"
 FITS = "fit on one device?"
 
@@ -17,7 +17,7 @@ def test_enter_on_every_question_writes_a_profile_that_launches(terminal, writte
     for question in (KIND, PRECISION, WRITE):
         screen.answer(question, ENTER)
     assert screen.end() == 0
-    assert "is written; next: accel launch train.py" in screen.text().replace("\n", "")
+    assert "; next: accel launch train.py" in screen.text().replace("\n", "")
     assert written().model_dump(exclude_unset=True) == {
         "launcher": {"kind": "single"},
         "mixed_precision": "no",
@@ -29,13 +29,13 @@ def test_enter_on_every_question_writes_a_profile_that_launches(terminal, writte
 LOOKS_LONG = [
     "-c",
     "import time; from accel_cli import main; from accel_cli.planning import machine; "  # noqa: ISC004 - one argument
-    "machine._asked = lambda _: time.sleep(1) or machine.Machine(machine.cpus()); main.main()",
+    "machine._probe_torch = lambda _: time.sleep(1) or machine.Machine(machine.count_cpus()); main.main()",
 ]
 
 
 def test_keys_that_are_pressed_before_a_question_comes_are_no_answer_and_leave_no_line_behind(terminal):
     screen = terminal(start=LOOKS_LONG)
-    screen.answer("Looking at this machine", ENTER + DOWN + "x" + ENTER)
+    screen.answer("Detecting hardware", ENTER + DOWN + "x" + ENTER)
     screen.see(KIND)
     assert screen.text().startswith("This machine: ")
     assert "» One process" in screen.text()
@@ -70,7 +70,7 @@ def test_a_model_that_does_not_fit_is_divided_and_what_follows_is_asked(terminal
     screen.answer(PRECISION, ENTER)
     screen.answer(FITS, DOWN + ENTER)
     screen.answer("in host memory?", ENTER)
-    screen.answer("again in the backward pass?", DOWN + ENTER)
+    screen.answer("Recompute activations in the backward pass?", DOWN + ENTER)
     screen.see(WRITE)
     assert "dp_shard: auto" in screen.text()
     screen.answer(WRITE, ENTER)
@@ -134,10 +134,11 @@ def test_a_wrong_answer_is_asked_again_with_what_was_expected(terminal, written)
     screen.answer(KIND, DOWN + ENTER)
     screen.answer(NNODES, "2" + ENTER)
     screen.answer(NPROC, "0" + ENTER)
-    screen.see("expected a whole number of at least 1, or auto")
+    screen.see("expected at least 1 or auto")
     screen.process.send("\x7f2" + ENTER)
-    screen.answer("Where do they meet", "nowhere" + ENTER)
+    screen.answer("Rendezvous address", "nowhere" + ENTER)
     screen.see("expected host:port")
+    assert "for none" not in screen.question()  # several nodes need an address
     screen.process.send("\x15node0:29400" + ENTER)
     screen.answer(PRECISION, ENTER)
     screen.answer(FITS, ENTER)
@@ -166,11 +167,24 @@ def test_what_the_profile_said_is_what_enter_keeps(terminal, written, accel, hom
     assert screen.end() == 0
     assert "# mine\n" in comment.read_text()
     assert (
-        "  # Number of machines, or a range MIN:MAX within which machines may come and go\n  nnodes: 1\n"
+        "  # Number of nodes, or a range MIN:MAX within which nodes may join and leave\n  nnodes: 1\n"
         in comment.read_text()
     )
     kept = written()
     assert (kept.launcher.nproc_per_node, kept.mixed_precision, kept.env) == (3, "fp16", {"A": "1"})
+
+
+@pytest.mark.slow
+def test_a_file_without_values_keeps_its_comments(terminal, home):
+    (home / "profiles").mkdir(parents=True)
+    path = home / "profiles" / "default.yaml"
+    path.write_text("# mine\nschema_version: 1\n")
+    screen = terminal()
+    screen.answer(KIND, ENTER)
+    screen.answer(PRECISION, ENTER)
+    screen.answer("Replace", ENTER)
+    assert screen.end() == 0
+    assert path.read_text().startswith("# mine\nschema_version: 1\nlauncher:\n")
 
 
 @pytest.mark.slow
@@ -181,7 +195,7 @@ def test_a_profile_this_machine_cannot_run_is_not_suggested(terminal, written, a
     screen.answer(PRECISION, ENTER)
     screen.answer("Replace", ENTER)
     assert screen.end() == 0
-    assert "cannot be used here" in screen.text().replace("\n", "")
+    assert "on this machine, so the wizard suggests defaults" in screen.text().replace("\n", "")
     assert written().device == "auto"
 
 
@@ -200,6 +214,41 @@ def test_a_narrow_window_asks_the_same(terminal, written, columns):
 
 
 @pytest.mark.slow
+def test_a_narrow_window_shows_all_of_an_error(terminal):
+    screen = terminal(columns=36)
+    screen.answer(KIND, DOWN + ENTER)
+    screen.answer(NNODES, "x" + ENTER)
+    screen.see("expected a whole number of at least 1, or a range MIN:MAX such as 1:4")
+    screen.process.send(CTRL_C)
+    assert screen.end() == 130
+
+
+def test_a_home_that_cannot_be_written_is_an_error_before_the_first_question(terminal, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "file"))
+    screen = terminal(columns=200)
+    assert screen.end() == 2
+    assert screen.text().endswith("default.yaml: Not a directory.")
+    assert "This machine" not in screen.text()
+
+
+@pytest.mark.slow
+def test_a_value_of_the_profile_is_cleared(terminal, written, accel):
+    accel("config", "set", "launcher.kind=slurm", "launcher.partition=long", "launcher.gpus_per_node=1")
+    screen = terminal(columns=120)
+    for question in (KIND, NNODES, "How many GPUs on each node?"):
+        screen.answer(question, ENTER)
+    screen.see("- for none")
+    screen.answer("Which partition?", "-" + ENTER)
+    screen.see("Which account?")
+    assert "for none" not in screen.question()
+    for question in ("Which account?", "Which time limit?", PRECISION, "Replace"):
+        screen.answer(question, ENTER)
+    assert screen.end() == 0
+    assert (written().launcher.partition, written().launcher.gpus_per_node) == (None, 1)
+
+
+@pytest.mark.slow
 def test_a_named_profile_and_the_project_file_are_written_where_they_belong(terminal, written, cwd):
     for options, path in ((("--profile", "gpu"), None), (("--project",), cwd / "accel.yaml")):
         screen = terminal(*options)
@@ -207,7 +256,9 @@ def test_a_named_profile_and_the_project_file_are_written_where_they_belong(term
         screen.answer(PRECISION, ENTER)
         screen.answer("Write", ENTER)
         assert screen.end() == 0
-        profile = resolve([file(path, "file")]).profile if path else written("gpu")
+        profile = resolve([read_file(path, "file")]).profile if path else written("gpu")
+        launch = "accel launch train.py" if path else "accel launch --profile gpu train.py"
+        assert f"; next: {launch}" in screen.text().replace("\n", "")
         assert profile.launcher.kind == "single"
 
 
@@ -225,7 +276,7 @@ def test_a_tpu_is_suggested_with_what_is_missing_and_asked_for_what_matters(term
     screen = terminal(columns=120)
     screen.see(KIND)
     assert "This machine: TPU (PJRT_DEVICE=TPU)" in screen.text()
-    assert 'pip install "accel[tpu]"' in screen.text()
+    assert 'pip install "accel-runtime[tpu]"' in screen.text()
     screen.answer(KIND, ENTER)
     screen.answer("On how many TPU cores?", ENTER)
     screen.answer("How do the cores share the work?", DOWN + ENTER)

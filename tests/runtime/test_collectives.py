@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_runtime.backends import connect
-from accel_runtime.collectives.handshake import MismatchError
+from accel_runtime.collectives.handshake import MismatchError, scatter_objects
 from accel_runtime.collectives.metrics import (
     broadcast_object_list,
     gather_object,
     gather_samples,
 )
-from accel_runtime.collectives.objects import scatter_objects
 from accel_runtime.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_runtime.data.source import StepInfo
 from accel_runtime.env import Settings

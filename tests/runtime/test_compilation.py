@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin
-from accel_runtime.training.compilation import uncompiled_module
+from accel_runtime.training.forward import uncompiled_module
 
 X = torch.linspace(-1, 1, 48).view(6, 8)
 

@@ -25,9 +25,9 @@ from accel_runtime.parallel import grad_norm
 from accel_runtime.parallel.dtensor import gather_tensor
 from accel_runtime.rng import broadcast_rng_types
 from accel_runtime.topology import Topology
-from accel_runtime.training import precision
+from accel_runtime.training import forward
+from accel_runtime.training.forward import LossScaler
 from accel_runtime.training.gradients import LossWeight
-from accel_runtime.training.precision import LossScaler
 from accel_runtime.utils import is_bf16_available, is_cuda_available
 
 
@@ -177,7 +177,7 @@ class Copies(TorchDispatchMode):
 
 
 def test_offloaded_gradients_are_unscaled_by_a_scale_that_has_arrived(monkeypatch):
-    monkeypatch.setattr(precision, "has_dtensor", lambda _: True)
+    monkeypatch.setattr(forward, "has_dtensor", lambda _: True)
     monkeypatch.setattr(grad_norm, "unscale_gradients", lambda optimizer, unscale: unscale(optimizer))
     with FakeTensorMode(), Copies() as copies:
         offloaded = torch.nn.Parameter(torch.ones(3))

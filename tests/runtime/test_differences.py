@@ -116,7 +116,7 @@ def named_on_the_page():
     """Return what stands in the column `Names` of the tables of the page's last two sections."""
     text = PAGE.read_text(encoding="utf-8")
     names, column = [], None
-    for line in text[text.index("## What is not here") :].splitlines():
+    for line in text[text.index("## Unsupported names") :].splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if "Names" in cells:
             column = cells.index("Names")

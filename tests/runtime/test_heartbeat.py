@@ -42,11 +42,11 @@ def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     begun = Beat.read(folder)
     trained(accelerator, batches=6)
     beat = Beat.read(folder)
-    assert (beat.steps, beat.batches, beat.inside) == (3, 6, False)
-    assert beat.news > begun.news
-    assert begun.where == "no collective yet"
+    assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
+    assert beat.time > begun.time
+    assert begun.location == "no collective yet"
     accelerator.wait_for_everyone()
-    assert Beat.read(folder).where.startswith("after wait_for_everyone at test_heartbeat.py:")
+    assert Beat.read(folder).location.startswith("after wait_for_everyone at test_heartbeat.py:")
 
 
 def test_a_process_in_a_collective_says_which(folder):
@@ -58,7 +58,7 @@ def test_a_process_in_a_collective_says_which(folder):
         all_gather_slots(*args),
     )[1]
     accelerator.wait_for_everyone()
-    assert seen[0].where.startswith("in wait_for_everyone at test_heartbeat.py:")
+    assert seen[0].location.startswith("in wait_for_everyone at test_heartbeat.py:")
 
 
 def test_nothing_is_kept_where_no_launcher_watches(monkeypatch):

@@ -54,7 +54,7 @@ def test_any_other_name_is_an_attribute_error():
 
 
 def test_the_version_is_that_of_the_distribution():
-    assert accel_runtime.__version__ == version("accel")
+    assert accel_runtime.__version__ == version("accel-runtime")
 
 
 def test_scripts_that_compare_versions_of_accelerate_have_one_to_compare():

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.precision import Precision
+from accel_runtime.training.forward import Precision
 
 HUGE = 1e30  # times the scale it is no number of float32 any more
 

@@ -36,7 +36,9 @@ def test_without_torch_xla_the_message_says_what_to_install(monkeypatch, variabl
     with pytest.raises(RuntimeError) as raised:
         Accelerator()
     assert "No module named 'torch_xla'" in str(raised.value)
-    assert 'pip install "accel[xla]", which installs torch_xla 2.9.0 with torch 2.9.0' in str(raised.value)
+    assert 'pip install "accel-runtime[xla]", which installs torch_xla 2.9.0 with torch 2.9.0' in str(
+        raised.value
+    )
 
 
 def test_a_torch_that_does_not_fit_is_named(tmp_path):

@@ -131,7 +131,7 @@ def test_an_exception_while_the_other_replica_is_in_a_collective_ends_the_run_in
     assert "    raise ValueError('there is no data')" in lines
     assert "replicas.py" not in done.stderr
     assert screen(done) == ["begins 0"]
-    (where,) = (line for line in lines if line.startswith("accel: everything rank 1 wrote is in "))
+    (where,) = (line for line in lines if line.startswith("accel: full output of rank 1: "))
     assert where.endswith("attempt_0/rank_1/output.log")
     assert log(home, 1).startswith("begins 1\n")
     assert log(home, 1).count("ValueError: there is no data\n") == 1
@@ -153,7 +153,7 @@ def test_a_replica_that_a_signal_ends_is_named_with_the_signal(script, launch, n
     done = launch("train.py")
     assert done.returncode == 128 + number
     # Both are threads of the process that ended; the first of them stands for it.
-    assert re.search(rf"error: rank 0 of 2 on .* was ended by {number.name}", done.stderr)
+    assert re.search(rf"error: rank 0 of 2 on .* terminated by {number.name}", done.stderr)
 
 
 def test_what_keeps_torch_xla_from_starting_is_said_and_not_hidden(script, launch, monkeypatch):

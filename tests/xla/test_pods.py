@@ -40,7 +40,7 @@ def test_a_script_runs_on_a_worker_with_its_arguments_and_its_exit_code(tmp_path
         "ACCEL_HOME": str(tmp_path / "home"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", "launch", "--tpu-pod", "p", "--run-pod", "train.py", *ARGUMENTS],
+        [sys.executable, "-m", "accel_cli", "tpu-pod", "p", "--run", "--", "train.py", *ARGUMENTS],
         cwd=tmp_path / "me/project", env=os.environ | told, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 7, done.stderr

@@ -21,7 +21,6 @@ from accel_runtime import nested
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.ddp import BufferAveraging, GradientAveraging, operate_flat, split_by_size
 from accel_runtime.backends.distributed import StoreBackend
-from accel_runtime.backends.prefetch import prefetch_batches
 from accel_runtime.backends.single import Single
 from accel_runtime.backends.xla.host import (
     CompileCounts,
@@ -37,6 +36,7 @@ from accel_runtime.backends.xla.host import (
     read_timeout,
 )
 from accel_runtime.backends.xla.spmd import SPMDFunctions, SPMDPreparation, start_spmd
+from accel_runtime.data.iteration import prefetch_batches
 from accel_runtime.data.source import EpochIterator
 from accel_runtime.env import MixedPrecision, Settings
 from accel_runtime.heartbeat import keep_still
@@ -98,8 +98,8 @@ try:
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 except ImportError as error:
     raise RuntimeError(
-        f"torch_xla cannot be loaded with torch {torch.__version__}: {error}. The two are released in pairs. In an "
-        'environment of its own, run pip install "accel[xla]", which installs torch_xla 2.9.0 with torch 2.9.0.'
+        f"torch_xla cannot be loaded with torch {torch.__version__}: {error}. The two are released in pairs. In a "
+        'separate environment, run pip install "accel-runtime[xla]", which installs torch_xla 2.9.0 with torch 2.9.0.'
     ) from error
 
 
@@ -431,7 +431,7 @@ class XLABackend(_LazyBackend, StoreBackend):
         averaging = GradientAveraging(model.named_parameters(), self._average, self.handshake)
         self._averaging[model] = averaging
         if ddp_options.get("broadcast_buffers", True):
-            buffers = BufferAveraging(lambda: averaging.averages, self._broadcast_tensors)
+            buffers = BufferAveraging(lambda: averaging.is_active, self._broadcast_tensors)
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         return model
@@ -454,11 +454,15 @@ class XLABackend(_LazyBackend, StoreBackend):
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._averaging[model].no_sync() if model in self._averaging else nullcontext()
+        return self._set_sync(model, wanted=False)
 
     @override
     def sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._averaging[model].sync() if model in self._averaging else nullcontext()
+        return self._set_sync(model, wanted=True)
+
+    def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
+        averaging = self._averaging.get(model)
+        return nullcontext() if averaging is None else averaging.set_sync(wanted=wanted)
 
 
 def _read_counters() -> CompileCounts:

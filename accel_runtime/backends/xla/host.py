@@ -17,10 +17,9 @@ from typing_extensions import override
 
 from accel_runtime import nested
 from accel_runtime.backends.distributed import REDUCE_OPS
-from accel_runtime.backends.prefetch import is_strided_tensor
-from accel_runtime.collectives.handshake import Handshake
-from accel_runtime.collectives.objects import all_gather_objects
+from accel_runtime.collectives.handshake import Handshake, all_gather_objects
 from accel_runtime.collectives.transport import Transport, connect_transport
+from accel_runtime.data.iteration import is_strided_tensor
 from accel_runtime.env import ROUNDING, MixedPrecision, Settings
 from accel_runtime.heartbeat import TORCH, CallSite, call_site
 from accel_runtime.options import DDPCommunicationHookType

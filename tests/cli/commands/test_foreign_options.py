@@ -7,7 +7,7 @@ import pytest
 import typer
 from in_process import run
 
-from accel_cli.commands.options import FLAGS, RENAMED, normalize_option
+from accel_cli.commands.options import FOREIGN_FLAGS, FOREIGN_OPTIONS, normalize_option
 from accel_cli.main import app
 from accel_cli.profile.schema import known_keys
 
@@ -71,7 +71,7 @@ def test_every_option_of_other_launchers_is_one_here_or_is_named_with_what_to_us
     option = normalize_option(name)
     if f"--{option}" in {each for param in COMMANDS["launch",].params for each in param.opts}:
         return
-    value = () if option in FLAGS else ("1",)
+    value = () if option in FOREIGN_FLAGS else ("1",)
     done = launch(f"--{name}", *value, "train.py")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"accel: error: accel launch has no option --{name}\. [A-Z].*\.\n", done.stderr)
@@ -131,8 +131,8 @@ def test_an_option_that_is_not_known_is_named_as_typed_with_the_one_that_was_mea
         ("--world_size", "Use --nproc-per-node N and --nnodes N"),
         ("--config", "Use --profile NAME"),
         ("--backend", "Use --set process_group_backend="),
-        ("--main_process_port", "on one machine, leave it out."),
-        ("--master-port", "on one machine, leave it out."),
+        ("--main_process_port", "on one node, leave it out."),
+        ("--master-port", "on one node, leave it out."),
     ],
 )
 def test_names_that_people_try_are_named_with_what_to_use(launch, option, cure):
@@ -157,8 +157,9 @@ def test_commands_that_take_a_config_file_in_accelerate_name_the_profile(capfd, 
 
 
 def test_what_to_use_instead_names_keys_and_options_that_are_there():
-    options = {name for param in COMMANDS["launch",].params for name in param.opts}
-    for cure in RENAMED.values():
+    commands = (COMMANDS["launch",], COMMANDS["tpu-pod",])
+    options = {name for command in commands for param in command.params for name in param.opts}
+    for cure in FOREIGN_OPTIONS.values():
         for key in re.findall(r"--set ([\w.]+)=", cure):
             assert key in known_keys() or key.startswith("env.")
         for option in re.findall(r"(?<![\w-])(--[a-z-]+)", cure):

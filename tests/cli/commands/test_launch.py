@@ -5,6 +5,10 @@ from functools import partial
 import pytest
 from in_process import run
 
+from accel_cli.commands.launch import format_headline
+from accel_cli.planning import planner
+from accel_cli.planning.options import Request
+
 PRINTS = "import sys\nprint(sys.argv)\n"
 
 
@@ -29,8 +33,8 @@ def test_options_after_the_script_are_named(script, stderr_of, args, named):
     script(PRINTS)
     target = next(arg for arg in args if arg.startswith("train"))
     assert stderr_of(*args) == (
-        f"accel: options after {target} go to it, not to accel launch: {named}. To give them to accel launch, put them "
-        f"before {target}; to leave out this line, put -- before {target}.\n"
+        f"accel: options after {target} are passed to it, not to accel launch: {named}. Put them before {target} to pass them to "
+        f"accel launch, or put -- before {target} to silence this line.\n"
     )
 
 
@@ -66,3 +70,19 @@ def test_an_option_that_the_script_declares_too_is_not_named(script, stderr_of, 
 def test_a_method_of_the_same_name_declares_no_option(script, stderr_of):
     script("model.cpu()\nif args.log_directory == cpu:\n    pass\n")
     assert "not to accel launch: --cpu, --log-dir. " in stderr_of("train.py", "--cpu", "--log-dir", "x")
+
+
+def test_a_launch_that_is_refused_leaves_its_reason_in_the_file(cwd, capfd, monkeypatch):
+    monkeypatch.setenv("ACCEL_FAILURE_FILE", str(cwd / "failure"))
+    assert run(capfd, "launch", "--nproc-per-node", "2", "absent.py").returncode == 2
+    assert (cwd / "failure").read_text() == "Script not found: absent.py. Check its path."
+
+
+@pytest.mark.parametrize(
+    ("kind", "profile"), [("torchrun", "none"), (None, "none, detected defaults (accel")]
+)
+def test_the_headline_advises_a_profile_unless_an_option_names_the_launcher(cwd, kind, profile):
+    options = {"no_profile": True, "cpu": True, "set": [f"launcher.kind={kind}"] if kind else []}
+    resolved, plan = planner.prepare(Request("train.py", options=options), {})
+    assert f"; profile: {profile}" in format_headline(plan, resolved)
+    assert ("accel config" in format_headline(plan, resolved)) is (kind is None)

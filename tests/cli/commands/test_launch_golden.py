@@ -91,11 +91,6 @@ PLANS = {
         "--dry-run --set parallel.tp=2 --set parallel.dp_replicate=2 train.py",
         {},
     ),
-    "tpu-pod-command": (
-        "cpu",
-        "--dry-run --tpu-pod pod --zone z --pod-folder run --pod-setup 'cd x' train.py",
-        {},
-    ),
     "two-nodes": ("cpu", f"--dry-run {TWO_NODES} train.py", {}),
     "two-nodes-numbered": ("gpus", f"--explain {TWO_NODES} --node-rank 1 train.py", {}),
     "variables-of-accelerate": ("gpus", "--explain train.py", ACCELERATE),
@@ -119,8 +114,8 @@ def launch(cwd, home, script, capfd, monkeypatch):
     def call(machine, args, env):
         for name, value in env.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("accel_cli.planning.machine.glance", lambda _environ: MACHINES[machine])
-        monkeypatch.setattr("accel_cli.planning.machine.cpus", lambda: MACHINES[machine].cpus)
+        monkeypatch.setattr("accel_cli.planning.machine.detect_quickly", lambda _environ: MACHINES[machine])
+        monkeypatch.setattr("accel_cli.planning.machine.count_cpus", lambda: MACHINES[machine].cpus)
         done = in_process.run(capfd, "launch", *args)
         assert done.returncode == 0, done.stderr
         text = f"{done.stdout}\nstderr:\n{done.stderr}" if done.stderr else done.stdout

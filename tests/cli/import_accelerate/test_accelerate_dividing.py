@@ -5,8 +5,8 @@ import json
 import pytest
 
 from accel_cli.errors import ProfileError
-from accel_cli.import_accelerate import convert, named
-from accel_cli.launchers.base import Job
+from accel_cli.import_accelerate import convert, read_deepspeed_file
+from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
@@ -78,7 +78,7 @@ def test_a_copy_on_each_machine_is_kept():
         {"reshard_after_forward": False},
     )
     assert (
-        "parallel.dp_replicate: 2, a copy on each machine"
+        "parallel.dp_replicate: 2, one replica for each node"
         in reasons(result.mapped)["fsdp_config.fsdp_sharding_strategy"]
     )
 
@@ -87,11 +87,11 @@ def test_a_copy_on_each_machine_is_kept():
     ("word", "value", "why"),
     [
         ("backward_prefetch", "NO_PREFETCH", "always gathers the next module early"),
-        ("state_dict_type", "FULL_STATE_DICT", "save_model() writes whole weights"),
+        ("state_dict_type", "FULL_STATE_DICT", "use accelerator.save_model() for full weights"),
         ("use_orig_params", False, "always keep their names"),
-        ("cpu_ram_efficient_loading", True, "create the model on the meta device"),
+        ("cpu_ram_efficient_loading", True, "create the model with init_empty_weights()"),
         ("activation_checkpointing_offload", True, "on the device"),
-        ("ignored_modules", "model.(a|b)", "it is a regular expression"),
+        ("ignored_modules", "model.(a|b)", "regular expressions are not supported"),
         ("min_num_params", 5, "with SIZE_BASED_WRAP only"),
         ("transformer_layer_cls_to_wrap", "Block", "with TRANSFORMER_BASED_WRAP only"),
         ("verison", 2, "did you mean fsdp_version?"),
@@ -112,9 +112,9 @@ def test_a_word_of_fsdp_that_is_so_anyway_loses_nothing(word, value):
 def test_options_of_a_model_that_stays_whole_have_no_say_and_it_is_said():
     result = fsdp(sharding_strategy="NO_SHARD", offload_params=True, backward_prefetch="BACKWARD_PRE")
     assert reasons(result.left) == {
-        "fsdp_config.fsdp_offload_params": "it has no say, since nothing is sharded here"
+        "fsdp_config.fsdp_offload_params": "not used, because the model is not sharded"
     }
-    assert "every process keeps the whole model (DDP)" in reasons(result.mapped)["distributed_type"]
+    assert "models are replicated on every process (DDP)" in reasons(result.mapped)["distributed_type"]
 
 
 def test_a_section_that_accelerate_does_not_use_has_no_say():
@@ -123,8 +123,8 @@ def test_a_section_that_accelerate_does_not_use_has_no_say():
     )
     assert sections(result) == ({}, {})
     assert reasons(result.left) == {
-        "fsdp_config.fsdp_offload_params": "it has no say without distributed_type: FSDP",
-        "deepspeed_config.zero_stage": "it has no say without distributed_type: DEEPSPEED",
+        "fsdp_config.fsdp_offload_params": "used only with distributed_type: FSDP",
+        "deepspeed_config.zero_stage": "used only with distributed_type: DEEPSPEED",
     }
 
 
@@ -148,14 +148,14 @@ def test_a_file_for_deepspeed_says_line_by_line_what_became_of_it():
     result = convert(yaml_io.parse(DEEPSPEED, "x").data, "x")
     mapped, left = reasons(result.mapped), reasons(result.left)
     assert mapped["distributed_type"] == "launcher.kind: torchrun, parallel.dp_shard: auto"
-    assert mapped["deepspeed_config.zero_stage"] == "fully_shard.reshard_after_forward: true: ZeRO-3"
+    assert mapped["deepspeed_config.zero_stage"] == "fully_shard.reshard_after_forward: true"
     assert "fully_shard.cpu_offload: true" in mapped["deepspeed_config.offload_param_device"]
     assert (
         "Accelerator(gradient_accumulation_steps=...)" in left["deepspeed_config.gradient_accumulation_steps"]
     )
     assert "clip_grad_norm_" in left["deepspeed_config.gradient_clipping"]
-    assert mapped["deepspeed_config.offload_optimizer_device"] == "off in accel too"
-    assert mapped["deepspeed_config.zero3_init_flag"] == "off in accel too"
+    assert mapped["deepspeed_config.offload_optimizer_device"] == "off in accel as well"
+    assert mapped["deepspeed_config.zero3_init_flag"] == "off in accel as well"
 
 
 FILE = {
@@ -187,28 +187,28 @@ def test_the_json_file_of_deepspeed_is_read_and_said_too():
     assert result.data["mixed_precision"] == "bf16"
     mapped, left = reasons(result.mapped), reasons(result.left)
     at = "deepspeed_config_file"
-    assert mapped[f"deepspeed_config.{at}"] == "what it says is listed below"
+    assert mapped[f"deepspeed_config.{at}"] == "its keys are listed below"
     assert mapped[f"{at}.bf16.enabled"] == "mixed_precision: bf16"
-    assert mapped[f"{at}.zero_optimization.stage"] == "fully_shard.reshard_after_forward: true: ZeRO-3"
-    assert "Accelerate fills it in" in mapped[f"{at}.train_batch_size"]
-    assert mapped[f"{at}.wall_clock_breakdown"] == "off in accel too"
-    assert "communication" in left[f"{at}.zero_optimization.overlap_comm"]
-    assert "a plain optimizer of torch" in left[f"{at}.optimizer.type"]
+    assert mapped[f"{at}.zero_optimization.stage"] == "fully_shard.reshard_after_forward: 2"
+    assert "filled in from the script" in mapped[f"{at}.train_batch_size"]
+    assert mapped[f"{at}.wall_clock_breakdown"] == "off in accel as well"
+    assert "specific to DeepSpeed" in left[f"{at}.zero_optimization.overlap_comm"]
+    assert "an optimizer of torch" in left[f"{at}.optimizer.type"]
     assert "Accelerator(gradient_accumulation_steps=...)" in left[f"{at}.gradient_accumulation_steps"]
-    assert "DeepSpeed's own" in left[f"{at}.steps_per_print"]
+    assert "specific to DeepSpeed" in left[f"{at}.steps_per_print"]
 
 
 def test_a_number_format_that_the_config_itself_says_is_taken():
     said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}, "mixed_precision": "fp16"}
     result = imported("DEEPSPEED", FILE, **said)
     assert result.data["mixed_precision"] == "fp16"
-    assert "says otherwise" in reasons(result.left)["deepspeed_config_file.bf16.enabled"]
+    assert "takes precedence" in reasons(result.left)["deepspeed_config_file.bf16.enabled"]
 
 
 def test_a_json_file_that_is_not_here_is_said_and_needs_the_least_memory():
     result = zero(deepspeed_config_file="gone.json")
     assert sections(result) == ({"dp_shard": "auto"}, {})
-    assert "there is no such file here" in reasons(result.left)["deepspeed_config.deepspeed_config_file"]
+    assert "file not found" in reasons(result.left)["deepspeed_config.deepspeed_config_file"]
 
 
 def test_the_json_file_is_looked_for_here_and_beside_the_config(tmp_path, monkeypatch):
@@ -217,16 +217,41 @@ def test_the_json_file_is_looked_for_here_and_beside_the_config(tmp_path, monkey
     cwd.mkdir()
     monkeypatch.chdir(cwd)
     data = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
-    assert named(data, folder) is None
+    assert read_deepspeed_file(data, folder) is None
     (folder / "ds.json").write_text(json.dumps({"a": 1}))
-    assert named(data, folder) == {"a": 1}
+    assert read_deepspeed_file(data, folder) == {"a": 1}
     (cwd / "ds.json").write_text("{")
     with pytest.raises(ProfileError, match=r"ds\.json: this is not JSON"):
-        named(data, folder)
+        read_deepspeed_file(data, folder)
     (cwd / "ds.json").write_text("[]")
     with pytest.raises(ProfileError, match="expected keys and values"):
-        named(data, folder)
-    assert named({"deepspeed_config": None}, folder) is None
+        read_deepspeed_file(data, folder)
+    assert read_deepspeed_file({"deepspeed_config": None}, folder) is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "reshard"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 2}, 2),
+        ({"zero_hpz_partition_size": 2, "stage": 3}, 2),
+        ({"stage": 3, "zero_hpz_partition_size": 1}, None),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, False),
+    ],
+)
+def test_a_second_partition_counts_with_zero_3_only_in_any_order(zero, reshard):
+    file = {"zero_optimization": zero}
+    result = imported("DEEPSPEED", file, deepspeed_config={"deepspeed_config_file": "ds.json"})
+    assert sections(result)[1].get("reshard_after_forward") == reshard
+
+
+def test_a_key_with_and_without_its_prefix_is_refused():
+    with pytest.raises(ProfileError, match="fsdp_config: a key stands here with and without fsdp_"):
+        imported("FSDP", fsdp_config={"fsdp_offload_params": True, "offload_params": False})
+
+
+def test_a_list_for_a_single_value_is_a_problem_and_no_traceback():
+    with pytest.raises(ProfileError, match="fsdp_version: expected a whole number"):
+        imported("FSDP", fsdp_config={"fsdp_version": [2]})
 
 
 @pytest.mark.parametrize(
@@ -244,8 +269,8 @@ def test_a_mesh_becomes_the_sizes_of_parallel_and_launches(kind, mesh, parallel)
     result = imported(kind, parallelism_config=sized, mixed_precision="bf16")
     assert sections(result)[0] == parallel
     profile = Profile.model_validate(result.data)
-    job = Job("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
-    assert planner.plan_layout(profile.start, job).nproc_per_node == 4
+    job = LaunchSpec("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
+    assert planner.build_plan(profile.launcher, job).nproc_per_node == 4
 
 
 def test_the_mesh_of_early_releases_is_read_too():
@@ -264,8 +289,8 @@ def test_what_a_mesh_has_besides_its_sizes_is_said():
         },
     )
     left = reasons(result.left)
-    assert "gathers (allgather)" in left["parallelism_config.parallelism_config_cp_comm_strategy"]
-    assert "parallel.cp divides sequences too" in left["parallelism_config.parallelism_config_sp_size"]
+    assert "always uses allgather" in left["parallelism_config.parallelism_config_cp_comm_strategy"]
+    assert "use parallel.cp" in left["parallelism_config.parallelism_config_sp_size"]
     assert "did you mean parallelism_config_tp_size" in left["parallelism_config.tp_size"]
 
 
@@ -292,13 +317,13 @@ def test_where_there_is_nothing_to_divide_over_a_mesh_is_left(kind, why):
 @pytest.mark.parametrize(
     ("kind", "section", "expected"),
     [
-        ("FSDP", {"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: expected 1 or 2, got 3"),
+        ("FSDP", {"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: expected a whole number from 1 to 2, got 3"),
         ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "HALF"}}, "expected true, false, FULL_SHARD"),
-        ("FSDP", {"fsdp_config": {"fsdp_offload_params": "maybe"}}, "expected true or false, got maybe"),
-        ("FSDP", {"fsdp_config": {"fsdp_auto_wrap_policy": "BIG"}}, "expected TRANSFORMER_BASED_WRAP, "),
+        ("FSDP", {"fsdp_config": {"fsdp_offload_params": "maybe"}}, "expected true or false, got 'maybe'"),
+        ("FSDP", {"fsdp_config": {"fsdp_auto_wrap_policy": "BIG"}}, "expected SIZE_BASED_WRAP, "),
         ("FSDP", {"fsdp_config": {"fsdp_min_num_params": 0.5}}, "expected a whole number of at least 1, got 0.5"),
-        ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 4}}, "deepspeed_config.zero_stage: expected a ZeRO stage, 0 to 3, got 4"),
-        ("DEEPSPEED", {"deepspeed_config": {"offload_param_device": "disk"}}, "expected none, cpu or nvme, got disk"),
+        ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 4}}, "deepspeed_config.zero_stage: expected a whole number from 0 to 3, got 4"),
+        ("DEEPSPEED", {"deepspeed_config": {"offload_param_device": "disk"}}, "expected none, cpu or nvme, got 'disk'"),
         ("FSDP", {"parallelism_config": {"parallelism_config_tp_size": 0}}, "parallelism_config_tp_size: expected a whole number"),
     ],
 )  # fmt: skip
@@ -311,6 +336,7 @@ def test_a_value_that_cannot_be_understood_is_said_with_its_key(kind, section, e
 def test_a_value_of_the_json_file_that_cannot_be_understood_is_said_with_its_keys():
     said = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     with pytest.raises(
-        ProfileError, match=r"deepspeed_config_file\.zero_optimization\.stage: expected a ZeRO stage"
+        ProfileError,
+        match=r"deepspeed_config_file\.zero_optimization\.stage: expected a whole number from 0 to 3",
     ):
         imported("DEEPSPEED", {"zero_optimization": {"stage": 9}}, **said)

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import Job
-from accel_cli.launchers.gpus import VARIABLES
+from accel_cli.launchers.base import GPU_VARIABLES, LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.planner import Request, prepare
+from accel_cli.planning.options import Request
+from accel_cli.planning.planner import prepare
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import Settings
 
@@ -21,10 +21,12 @@ TWO = replace(GPUS, devices=("A", "B"))
 
 
 def job(found=GPUS, environ=None, env=None, **settings):
-    return Job("train.py", (), "script", Settings(**settings), env or {}, environ or {}, found, python="py")
+    return LaunchSpec(
+        "train.py", (), "script", Settings(**settings), env or {}, environ or {}, found, python="py"
+    )
 
 
-@pytest.mark.parametrize(("accelerator", "names"), VARIABLES.items())
+@pytest.mark.parametrize(("accelerator", "names"), GPU_VARIABLES.items())
 def test_the_variable_of_each_vendor_shows_the_processes_the_chosen_gpus(accelerator, names):
     found = replace(GPUS, rocm=True) if accelerator == "rocm" else replace(GPUS, accelerator=accelerator)
     plan = Torchrun(gpu_ids="0,2").plan(job(found))
@@ -43,19 +45,19 @@ def test_without_a_choice_no_variable_is_set(section):
 
 def test_a_number_of_processes_that_is_said_has_to_fit_the_chosen_gpus():
     assert Torchrun(gpu_ids="1,3", nproc_per_node=1).plan(job()).nproc_per_node == 1
-    with pytest.raises(UsageError, match=r"3 processes were asked for, but this machine has 2 cuda device"):
+    with pytest.raises(UsageError, match=r"Cannot start 3 processes: this machine has 2 cuda device"):
         Torchrun(gpu_ids="1,3", nproc_per_node=3).plan(job())
 
 
 @pytest.mark.parametrize(
     ("found", "environ", "ids", "said"),
     [
-        (GPUS, {}, "0,4", "launcher.gpu_ids: 0,4 was asked for, but this machine has no GPU 4. Choose among 0, 1, 2, 3."),
+        (GPUS, {}, "0,4", "Cannot use launcher.gpu_ids: 0,4: this machine has no GPU 4. Choose among 0, 1, 2, 3."),
         (GPUS, {}, "GPU-7f", "this machine has no GPU GPU-7f"),
         (GPUS, {}, "7,8", "no GPU 7 and no GPU 8"),
         (TWO, {CUDA: "4,6"}, "0", "CUDA_VISIBLE_DEVICES=4,6 shows no GPU 0. Choose among 4, 6."),
-        (Machine(cpus=8), {}, "0", "this machine has no GPUs to choose from (8 CPU cores). Leave out --gpu-ids, or the key"),
-        (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "no GPUs to choose from"),
+        (Machine(cpus=8), {}, "0", "this machine has no GPUs (8 CPU cores). Leave out --gpu-ids, or the key"),
+        (replace(GPUS, accelerator="mps", devices=("M",)), {}, "0", "this machine has no GPUs"),
     ],
 )  # fmt: skip
 def test_ids_that_are_no_gpus_of_this_launch_are_refused(found, environ, ids, said):
@@ -108,18 +110,22 @@ def test_a_list_of_gpus_is_what_their_ids_with_commas_are(ids):
 
 @pytest.fixture
 def four_gpus(monkeypatch, script):
-    monkeypatch.setattr(machine, "glance", lambda _: GPUS)
+    monkeypatch.setattr(machine, "detect_quickly", lambda _: GPUS)
     script("")
-    return lambda environ=None, **said: prepare(Request("train.py", **said), environ or {})
+    return lambda environ=None, **said: prepare(Request("train.py", options=said), environ or {})
 
 
 def test_the_option_starts_a_process_for_each_gpu_that_it_names(four_gpus, monkeypatch):
     resolved, plan = four_gpus(gpu_ids="0,2")
     assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("torchrun", 2, "0,2")
     assert resolved.source("launcher.gpu_ids") == "--gpu-ids"
-    monkeypatch.setattr(machine, "glance", lambda _: replace(GPUS, devices=("A",)))
+    monkeypatch.setattr(machine, "detect_quickly", lambda _: replace(GPUS, devices=("A",)))
     _, plan = four_gpus(gpu_ids="0")
     assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("single", 1, "0")
+
+
+def test_an_option_that_needs_an_agent_leaves_a_process_for_each_gpu(four_gpus):
+    assert four_gpus(gpu_ids="0,2", stall_timeout=5)[1].nproc_per_node == 2
 
 
 def test_several_gpus_are_several_processes_also_where_the_profile_says_one(four_gpus, cwd):
@@ -129,12 +135,12 @@ def test_several_gpus_are_several_processes_also_where_the_profile_says_one(four
 
 
 def test_one_process_that_is_asked_for_sees_all_chosen_gpus(four_gpus):
-    plan = four_gpus(gpu_ids="0,2", assignments=("launcher.kind=single",))[1]
+    plan = four_gpus(gpu_ids="0,2", set=("launcher.kind=single",))[1]
     assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("single", 1, "0,2")
 
 
 def test_the_cpu_and_gpus_are_not_asked_for_at_once(four_gpus):
-    with pytest.raises(UsageError, match=r"--cpu and --gpu-ids 0 contradict each other"):
+    with pytest.raises(UsageError, match=r"Cannot use --cpu with --gpu-ids 0: they select different devices"):
         four_gpus(gpu_ids="0", cpu=True)
 
 
@@ -142,4 +148,4 @@ def test_a_launcher_without_gpus_of_its_own_refuses_the_option(four_gpus):
     with pytest.raises(
         UsageError, match=r"--gpu-ids: launcher.gpu_ids: this key belongs to launcher.kind: single or torch"
     ):
-        four_gpus(gpu_ids="0", assignments=("launcher.kind=slurm",))
+        four_gpus(gpu_ids="0", set=("launcher.kind=slurm",))

@@ -1,7 +1,9 @@
 """Batch scripts are a pure function of the profile and what was typed: compared with files, and read by bash."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import Job
-from accel_cli.launchers.slurm import Slurm, quoted
+from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.slurm import Slurm
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import first_host
+from accel_cli.planning.plan import quote_for_bash
 from accel_runtime.env import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,19 +44,42 @@ PROFILES = {
 
 def job(*args, kind="script", environ=None, env=None, **told):
     environ = environ or {}
-    return Job(
+    return LaunchSpec(
         "train.py", args, kind, Settings(**told), env or {}, environ, Machine(2), python="/venv/bin/python"
     )
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_batch_script_is_this_one_and_bash_can_read_it(name):
-    script = PROFILES[name].plan(job("--lr", "-1", "a b", "it's", "$HOME")).script
+    script = PROFILES[name].plan(job("--lr", "-1", "a b", "it's", "$HOME")).job.script
     golden = GOLDEN / f"{name}.sh"
     if os.environ.get("WRITE_GOLDEN"):
         golden.write_text(script)
     assert script == golden.read_text()
     assert subprocess.run(["bash", "-n"], input=script.encode(), check=False).returncode == 0
+
+
+def test_a_job_that_saves_in_time_is_requeued_once(tmp_path):
+    stubs = {
+        "srun": f"touch {tmp_path}/started; while [ ! -e {tmp_path}/warned ]; do /bin/sleep 0.05; done",
+        "scancel": f"touch {tmp_path}/warned",
+        "scontrol": f'echo "$*" >> {tmp_path}/calls',
+        "sleep": f"while [ ! -e {tmp_path}/limit ]; do /bin/sleep 0.05; done",
+    }
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Slurm(requeue=True, signal="USR1@120").plan(job()).job.script
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "requeue_pid": "1"}
+    process = subprocess.Popen(["bash", "-c", script], env=environ)
+    while not (tmp_path / "started").exists():
+        time.sleep(0.05)
+    time.sleep(0.5)  # bash waits for srun now
+    process.send_signal(signal.SIGUSR1)
+    process.wait(60)
+    (tmp_path / "limit").touch()
+    time.sleep(0.5)
+    assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
 def test_every_file_is_of_a_profile():
@@ -64,7 +90,7 @@ def test_the_plan_says_processes_and_command_and_needs_no_gpu_here():
     plan = PROFILES["two-nodes"].plan(job(device="cuda"))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device) == ("slurm", 2, 4, "cuda")
     assert plan.argv == ("sbatch", "--parsable", "--export=ALL")
-    assert plan.output_dir == "logs/a b"
+    assert plan.job.output_dir == "logs/a b"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +109,7 @@ def test_auto_is_one_process_for_each_gpu_that_is_asked_for(launcher, told, coun
 
 def test_more_processes_than_gpus_are_refused_unless_they_compute_on_the_cpu():
     launcher = Slurm(gpus_per_node="a100:2", nproc_per_node=4)
-    with pytest.raises(UsageError, match=r"nproc_per_node is 4, but launcher.gpus_per_node asks for 2"):
+    with pytest.raises(UsageError, match=r"nproc_per_node 4: launcher.gpus_per_node requests 2"):
         launcher.plan(job())
     assert launcher.plan(job(device="cpu")).nproc_per_node == 4
 
@@ -97,28 +123,28 @@ def test_more_processes_than_gpus_are_refused_unless_they_compute_on_the_cpu():
     ],
 )
 def test_scripts_modules_and_programs_are_launched_as_they_were_typed(kind, said):
-    assert Slurm().plan(job("x", kind=kind)).script.endswith(said)
+    assert Slurm().plan(job("x", kind=kind)).job.script.endswith(said)
 
 
 def test_what_the_profile_sets_travels_in_the_environment_and_is_in_no_script():
     plan = Slurm().plan(job(env={"WANDB_API_KEY": "s3cret"}, mixed_precision="bf16"))
     assert plan.env["WANDB_API_KEY"] == "s3cret"
     assert plan.env["ACCEL_MIXED_PRECISION"] == "bf16"
-    assert "s3cret" not in plan.script + " ".join(plan.argv)
+    assert "s3cret" not in plan.job.script + " ".join(plan.argv)
 
 
 def test_a_script_whose_name_is_no_line_still_gives_a_job_a_name():
     target = "a\n#SBATCH --uid=0.py"
-    plan = Slurm().plan(Job(target, (), "script", Settings(), {}, {}, Machine(2), python="py"))
-    assert "#SBATCH '--job-name=a_#SBATCH --uid=0.py'\n" in plan.script
-    assert not [line for line in plan.script.splitlines() if line.startswith("#SBATCH --uid")]
+    plan = Slurm().plan(LaunchSpec(target, (), "script", Settings(), {}, {}, Machine(2), python="py"))
+    assert "#SBATCH '--job-name=a_#SBATCH --uid=0.py'\n" in plan.job.script
+    assert not [line for line in plan.job.script.splitlines() if line.startswith("#SBATCH --uid")]
 
 
 @settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.binary(max_size=8).map(
     lambda some: os.fsdecode(some.replace(b"\0", b""))), max_size=6))  # fmt: skip
 def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
-    line = " ".join(["printf '%s\\0'", *map(quoted, words)])
+    line = " ".join(["printf '%s\\0'", *map(quote_for_bash, words)])
     assert "\r" not in line
     assert "\n" not in line
     done = subprocess.run(["bash"], input=os.fsencode(line), capture_output=True, check=True)
@@ -130,19 +156,19 @@ def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
     [
         ("time", "4 hours", "expected minutes"),
         ("time", 0, "expected minutes"),
-        ("mem", "64 GB", "expected a size like 64G"),
-        ("gpus_per_node", "many", "a type and a number like a100:4"),
-        ("gpus_per_node", -1, "a type and a number like a100:4"),
+        ("mem", "64 GB", "expected a size such as 64G"),
+        ("gpus_per_node", "many", "a type and a number such as a100:4"),
+        ("gpus_per_node", -1, "a type and a number such as a100:4"),
         ("signal", "TERM@60", "expected USR1@SECONDS"),
         ("signal", "USR1", "expected USR1@SECONDS"),
         ("partition", "a\nb", "text on one line"),
         ("job_name", " ", "text on one line"),
         ("output_dir", "logs/%j", "expected a folder"),
-        ("output_dir", "~/logs", "expected a folder, without ~"),
+        ("output_dir", "~/logs", "expected a folder without % and without ~"),
         ("sbatch_args", ["a100"], "expected options of sbatch"),
-        ("sbatch_args", ["--nodes=4"], "sbatch_args may not have --nodes"),
-        ("sbatch_args", ["-p gpu"], "sbatch_args may not have -p"),
-        ("nproc_per_node", 0, "at least 1, or auto"),
+        ("sbatch_args", ["--nodes=4"], "cannot contain --nodes, which accel sets"),
+        ("sbatch_args", ["-p gpu"], "cannot contain -p"),
+        ("nproc_per_node", 0, "greater than or equal to 1"),
     ],
 )
 def test_a_value_that_slurm_would_trip_over_is_refused(key, value, said):
@@ -152,7 +178,7 @@ def test_a_value_that_slurm_would_trip_over_is_refused(key, value, said):
 
 @pytest.mark.parametrize("value", [30, "30", "30:00", "4:00:00", "2-12", "2-12:00:00", "UNLIMITED"])
 def test_a_time_limit_is_what_slurm_takes(value):
-    assert f"\n#SBATCH --time={value}\n" in Slurm(time=value).plan(job()).script
+    assert f"\n#SBATCH --time={value}\n" in Slurm(time=value).plan(job()).job.script
 
 
 # Inside an allocation -------------------------------------------------------------------
@@ -171,20 +197,20 @@ def step(**changes):
 def test_in_a_step_with_a_task_on_each_node_it_is_the_agent_of_its_node():
     plan = Slurm(nnodes=2, nproc_per_node=3, max_restarts=1).plan(job(environ=step()))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node) == ("torchrun", 2, 3)
-    told = {key: plan.agent[key] for key in ("run_id", "rdzv_endpoint", "max_restarts")}
-    assert told == {"run_id": "slurm-7.2", "rdzv_endpoint": "n03:10009", "max_restarts": 1}
+    agent = plan.agent
+    assert (agent.run_id, agent.rdzv_endpoint, agent.max_restarts) == ("slurm-7.2", "n03:20201", 1)
 
 
 def test_inside_a_job_but_not_in_a_step_nothing_is_submitted():
     with pytest.raises(
-        UsageError, match=r"inside the Slurm job 7 already.*srun --nodes=2 --ntasks-per-node=1"
+        UsageError, match=r"already inside the Slurm job 7.*srun --nodes=2 --ntasks-per-node=1"
     ):
         Slurm(nnodes=2).plan(job(environ={"SLURM_JOB_ID": "7"}))
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_STEP_NUM_TASKS": "4"}, {"SLURM_STEP_NUM_NODES": "1"}])
 def test_a_step_that_is_not_what_the_profile_wants_is_refused(changes):
-    with pytest.raises(UsageError, match="the profile wants one on each of 2: srun"):
+    with pytest.raises(UsageError, match=r"the profile needs one on each of 2\. Use srun"):
         Slurm(nnodes=2).plan(job(environ=step(**changes)))
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from accel_cli.commands.launch import described, headline
+from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.launchers.base import Job
+from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.xla import Xla
 from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.planning.nodes import Facts
+from accel_cli.planning.nodes import NodeLayout
+from accel_cli.planning.options import Request
 from accel_runtime.env import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
@@ -24,22 +25,22 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platf
 
 def job(kind="script", machine=TPU, env=None, environ=None, **settings):
     told = Settings(**settings)
-    return Job("train.py", ("--lr", "-1"), kind, told, env or {}, environ or {}, machine, python="py")
+    return LaunchSpec("train.py", ("--lr", "-1"), kind, told, env or {}, environ or {}, machine, python="py")
 
 
 def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute_on():
     plan = Xla().plan(job())
-    assert (plan.nproc_per_node, plan.nnodes, plan.runner) == (1, 1, "accel_cli.runner.agent:run")
+    assert (plan.nproc_per_node, plan.nnodes, plan.agent.start_method) == (1, 1, "torch_xla.launch")
     assert plan.argv[1].endswith("accel_cli/runner/xla_replicas.py")
     assert plan.argv[2:] == ("all", "", "script", "train.py", "--lr", "-1")
     assert plan.env == {**TOLD, **LOOPBACK, "PJRT_DEVICE": "TPU"}
-    assert plan.agent["replicas"] is True
+    assert plan.agent.starts_replicas
 
 
 def test_what_is_asked_of_the_replicas_is_in_the_command():
     assert Xla(replicas=1).plan(job()).argv[2:5] == ("1", "", "script")
     assert Xla(main_training_function="main").plan(job("module")).argv[2:5] == ("all", "main", "module")
-    check = replace(job("module"), as_a_whole=True)  # no script of the user's
+    check = replace(job("module"), is_builtin=True)  # no script of the user's
     assert Xla(main_training_function="main").plan(check).argv[2:5] == ("all", "", "module")
     plan = Xla(spmd=True).plan(job())
     assert plan.argv[2] == "spmd"
@@ -51,31 +52,34 @@ def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
     plan = Xla().plan(job(machine=NONE, environ=environ, env=env))
     assert plan.env["PJRT_DEVICE"] == "CPU"
     assert plan.device == "xla (PJRT_DEVICE=CPU)"
-    assert "  PJRT_DEVICE=CPU" in described(plan, None).splitlines()
+    assert "  PJRT_DEVICE=CPU" in format_plan(plan, None).splitlines()
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"kind": "program"}, "train.py is a program"),
-        ({"device": "cpu"}, "device: cpu contradicts launcher.kind: xla"),
-        ({"device": "cuda"}, "PJRT_DEVICE=CPU accel launch"),
-        ({"process_group_backend": "nccl"}, "process_group_backend: nccl has no say"),
-        ({"process_group_backend": "smddp"}, "process_group_backend: smddp has no say"),
-        ({"mixed_precision": "fp16"}, "on a TPU use bf16"),
-        ({"environ": {"XLA_USE_BF16": "1"}}, "XLA_USE_BF16=1 makes torch_xla round every float32 number"),
+        ({"device": "cpu"}, "Cannot use device: cpu with launcher.kind: xla"),
+        ({"device": "cuda"}, "Set PJRT_DEVICE=CPU"),
+        ({"process_group_backend": "nccl"}, "process_group_backend: nccl with launcher.kind: xla"),
+        ({"process_group_backend": "smddp"}, "process_group_backend: smddp with launcher.kind: xla"),
+        ({"mixed_precision": "fp16"}, "Use bf16, which"),
+        ({"environ": {"XLA_USE_BF16": "1"}}, "XLA_USE_BF16=1: torch_xla would round every float32 number"),
         ({"env": {"XLA_DOWNCAST_BF16": "1"}}, "use mixed_precision: bf16"),
         ({"environ": {"XLA_USE_F16": "1"}}, "XLA_USE_F16=1"),
         ({"environ": {"XLA_DOWNCAST_FP16": "1"}}, "XLA_DOWNCAST_FP16=1"),
-        ({"environ": {"WORLD_SIZE": "4"}}, "run accel launch once on each machine"),
+        ({"environ": {"WORLD_SIZE": "4"}}, "Run accel launch once on each node"),
         (
             {"environ": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}},
             "CPU_NUM_DEVICES=2: torch_xla's CPU device has no collectives between its replicas",
         ),
-        ({"env": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}}, "or set launcher.spmd to true"),
-        ({"machine": NONE}, "this machine has no TPU (8 CPU cores); PJRT_DEVICE=CPU accel launch"),
+        ({"env": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}}, "or set launcher.spmd: true"),
+        ({"machine": NONE}, "this machine has no TPU (8 CPU cores). Set PJRT_DEVICE=CPU"),
         ({"machine": replace(TPU, packages=Packages())}, "torch_xla is not installed"),
-        ({"machine": replace(TPU, packages=Packages("2.9.0", "2.13.0", "1"))}, "loads with torch 2.9 only"),
+        (
+            {"machine": replace(TPU, packages=Packages("2.9.0", "2.13.0", "1"))},
+            "needs torch 2.9, but torch 2.13.0 is installed",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(given, said):
@@ -105,9 +109,9 @@ def test_any_number_of_replicas_but_all_or_one_is_refused_with_the_reason(replic
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"replicas": 1, "spmd": True}, "spmd computes on all devices"),
-        ({"replicas": 1, "nnodes": 2}, "several machines train on all devices of each"),
-        ({"nnodes": "1:2"}, "the hosts of a TPU do not come and go"),
+        ({"replicas": 1, "spmd": True}, "spmd uses all devices"),
+        ({"replicas": 1, "nnodes": 2}, "several nodes use all devices of each"),
+        ({"nnodes": "1:2"}, "the hosts of a TPU do not change"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(given, said):
@@ -117,24 +121,22 @@ def test_keys_that_contradict_each_other_are_refused(given, said):
 
 def test_the_hosts_of_a_pod_meet_as_machines_do():
     plan = Xla(nnodes=2, rdzv_endpoint="host0:29400").plan(
-        replace(job(), nodes=Facts(node_rank=1, static=True))
+        replace(job(), nodes=NodeLayout(node_rank=1, static=True))
     )
-    assert (plan.nnodes, plan.agent["rdzv_endpoint"], plan.agent["node_rank"]) == (2, "host0:29400", 1)
+    assert (plan.nnodes, plan.agent.rdzv_endpoint, plan.agent.node_rank) == (2, "host0:29400", 1)
     assert LOOPBACK.keys().isdisjoint(plan.env)
 
 
 def prepared(*assignments, **options):
-    request = planner.Request(
-        "train.py", assignments=("launcher.kind=xla", *assignments), no_profile=True, **options
-    )
-    return planner.resolve(request, {}, TPU), request
+    typed = {"set": ("launcher.kind=xla", *assignments), "no_profile": True, **options}
+    return planner.prepare(Request("train.py", options=typed), {}, TPU)
 
 
 @pytest.mark.parametrize(("typed", "replicas"), [("1", 1), ("all", "all"), ("auto", "all")])
 def test_the_option_for_processes_says_the_replicas(typed, replicas):
-    resolved, request = prepared(nproc_per_node=typed)
+    resolved, plan = prepared(nproc_per_node=typed)
     assert resolved.profile.launcher.replicas == replicas
-    assert planner.make_plan(request, resolved, {}, TPU).argv[2] == str(replicas)
+    assert plan.argv[2] == str(replicas)
 
 
 def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
@@ -144,12 +146,12 @@ def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
 
 def test_a_typed_number_of_this_machine_reaches_the_plan():
     options = {"nnodes": "2", "rdzv_endpoint": "host0:29400", "node_rank": 1}
-    resolved, request = prepared(**options)
-    assert planner.make_plan(request, resolved, {"SLURM_JOB_ID": "1"}, TPU).agent["node_rank"] == 1
+    _, plan = prepared(**options)
+    assert plan.agent.node_rank == 1
 
 
 def test_the_line_at_the_start_says_no_number_that_nobody_knows():
-    resolved, request = prepared()
-    assert headline(planner.make_plan(request, resolved, {}, TPU), resolved).startswith(
+    resolved, plan = prepared()
+    assert format_headline(plan, resolved).startswith(
         "xla, a replica on every device, xla (PJRT_DEVICE=TPU), mixed precision no;"
     )

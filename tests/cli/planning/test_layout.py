@@ -2,14 +2,14 @@
 
 import pytest
 
-from accel_cli.commands.launch import described, headline
+from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.base import Job
+from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning import planner
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.planning.nodes import Facts
-from accel_cli.planning.planner import Request
+from accel_cli.planning.nodes import NodeLayout
+from accel_cli.planning.options import Request
 from accel_cli.profile.schema import Profile
 from accel_runtime.env import Settings
 
@@ -24,10 +24,18 @@ P4 = {"kind": "sagemaker", "instance_type": "ml.p4d.24xlarge", "instance_count":
 
 def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
     profile = Profile.model_validate({"launcher": launcher, **said})
-    job = Job(
-        "x.py", (), "script", profile.settings, {}, environ or {}, machine, "python", nodes=nodes or Facts()
+    job = LaunchSpec(
+        "x.py",
+        (),
+        "script",
+        profile.settings,
+        {},
+        environ or {},
+        machine,
+        "python",
+        nodes=nodes or NodeLayout(),
     )
-    return planner.plan_layout(profile.start, job)
+    return planner.build_plan(profile.launcher, job)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +97,13 @@ def test_what_cannot_be_divided_so_is_refused_before_anything_starts(
 @pytest.mark.parametrize("spmd", [True, False])
 def test_a_tpu_divides_models_in_a_way_of_its_own_which_the_refusal_names(said, spmd):
     launcher = {"kind": "xla", "spmd": spmd}
-    with pytest.raises(UsageError, match=r"TPU \(torch_xla\) has another: launcher.spmd: true"):
+    with pytest.raises(UsageError, match=r"TPU \(torch_xla\): it shards models by launcher.spmd: true"):
         planned(launcher, TPU, **said)
     assert planned(launcher, TPU).layout == ""
 
 
 def test_ranks_that_something_else_started_are_counted(monkeypatch):
-    around = Facts("mpirun", ranks={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    around = NodeLayout("mpirun", ranks={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     assert planned(SINGLE, nodes=around, parallel={"tp": 2}).layout == "tp 2"
     with pytest.raises(UsageError, match="there are 2 processes"):
         planned(SINGLE, nodes=around, parallel={"tp": 4})
@@ -104,36 +112,36 @@ def test_ranks_that_something_else_started_are_counted(monkeypatch):
 def test_only_one_library_divides_the_models_of_a_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launcher = P4 | {"image_uri": "my/image", "model_parallel": {"hybrid_shard_degree": 2}}
-    with pytest.raises(UsageError, match=r"launcher\.model_parallel .* take one out"):
+    with pytest.raises(UsageError, match=r"launcher\.model_parallel and parallel: both shard"):
         planned(launcher, parallel={"dp_shard": "auto"})
 
 
 def test_a_launch_is_refused_in_planning_and_says_its_layout_at_the_start(cwd):
-    request = Request(
-        "x.py", nproc_per_node="4", cpu=True, assignments=("parallel.dp_shard=2", "parallel.tp=2")
+    sizes = ("parallel.dp_shard=2", "parallel.tp=2")
+    resolved, plan = planner.prepare(
+        Request("x.py", options={"nproc_per_node": "4", "cpu": True, "set": sizes}), {}
     )
-    resolved, plan = planner.prepare(request, {})
-    assert "mixed precision no, dp_shard 2 x tp 2; profile" in headline(plan, resolved)
-    assert "layout: dp_shard 2 x tp 2" in described(plan, None).splitlines()
-    assert "parallel.dp_shard: 2  [--set]" in described(plan, resolved)
+    assert "mixed precision no, dp_shard 2 x tp 2; profile" in format_headline(plan, resolved)
+    assert "layout: dp_shard 2 x tp 2" in format_plan(plan, None).splitlines()
+    assert "parallel.dp_shard: 2  [--set]" in format_plan(plan, resolved)
     assert plan.env["ACCEL_PARALLEL_DP_SHARD"] == "2"
     with pytest.raises(UsageError, match="there are 3 processes"):
-        planner.prepare(Request("x.py", nproc_per_node="3", cpu=True, assignments=request.assignments), {})
+        planner.prepare(Request("x.py", options={"nproc_per_node": "3", "cpu": True, "set": sizes}), {})
 
 
 def test_a_launch_of_whole_models_says_nothing_of_it(cwd):
-    resolved, plan = planner.prepare(Request("x.py", nproc_per_node="2", cpu=True), {})
+    resolved, plan = planner.prepare(Request("x.py", options={"nproc_per_node": "2", "cpu": True}), {})
     assert plan.layout == ""
-    assert "layout" not in described(plan, None)
-    assert "dp_" not in headline(plan, resolved)
+    assert "layout" not in format_plan(plan, None)
+    assert "dp_" not in format_headline(plan, resolved)
 
 
 def test_words_of_fsdp1_are_refused_with_what_is_said_today(cwd):
     for key in ("fully_shard.sharding_strategy", "fully_shard.fsdp_backward_prefetch", "use_orig_params"):
-        with pytest.raises(ProfileError, match=f"{key}: this is a word of FSDP1; under fully_shard, "):
-            planner.prepare(Request("x.py", assignments=(f"{key}=x",)), {})
+        with pytest.raises(ProfileError, match=f"{key}: this is an option of FSDP1; under fully_shard, "):
+            planner.prepare(Request("x.py", options={"set": (f"{key}=x",)}), {})
 
 
 def test_every_launcher_says_whether_its_processes_can_divide_models():
-    assert [kind for kind, launcher in LAUNCHERS.items() if not launcher.divides] == ["xla"]
+    assert [kind for kind, launcher in LAUNCHERS.items() if not launcher.supports_sharding] == ["xla"]
     assert Settings().parallel.plain

@@ -1,11 +1,11 @@
-"""Node facts are a pure function of options and variables, so they are a table."""
+"""The nodes of a run are a pure function of options and variables, so the tests are tables."""
 
 from contextlib import suppress
 
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.nodes import Facts, Typed, facts
+from accel_cli.planning.nodes import NodeLayout, NodeOptions, find_nodes
 
 SLURM = {
     "SLURM_JOB_ID": "812", "SLURM_STEP_ID": "3", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_NODES": "2",
@@ -23,6 +23,7 @@ OMPI = {
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SKY = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
 DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "job"}
 PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "n0", "PET_MASTER_PORT": "9"}  # fmt: skip
 RANK = {
     "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -38,93 +39,110 @@ def place(*said):
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, Facts()),
-        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, Facts()),
-        ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, Facts()),
-        (SLURM, Facts("SLURM_* (step 812.3)", {"nnodes": 2, "rdzv_endpoint": "gpu03:21103", "rdzv_id": "812.3"}, 1)),
-        (TASKS, Facts("SLURM_* (step 812.3)", ranks=place(4, 1, 5, 2, "gpu03", 21103))),
-        (OMPI, Facts("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
+        ({}, NodeLayout()),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, NodeLayout()),
+        ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, NodeLayout()),
+        (SLURM, NodeLayout("SLURM_* (step 812.3)", {"nnodes": 2, "rdzv_endpoint": "gpu03:21103", "rdzv_id": "812.3"}, 1)),
+        (TASKS, NodeLayout("SLURM_* (step 812.3)", ranks=place(4, 1, 5, 2, "gpu03", 21103))),
+        (OMPI, NodeLayout("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
         (
             {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "7"},
-            Facts("OMPI_* (mpirun)", ranks=place(3, 1, 4, 2, "n0", 7)),
+            NodeLayout("OMPI_* (mpirun)", ranks=place(3, 1, 4, 2, "n0", 7)),
         ),
-        (PMI, Facts("PMI_* (mpirun)", ranks=place(1, 1, 2, 2, "127.0.0.1", 22759))),
-        (SKY, Facts("SKYPILOT_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 1)),
-        (DSTACK, Facts("DSTACK_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 0)),
-        ({**DSTACK, "DSTACK_NODES_NUM": "1"}, Facts()),
-        (PET, Facts("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
+        (PMI, NodeLayout("PMI_* (mpirun)", ranks=place(1, 1, 2, 2, "127.0.0.1", 22759))),
+        (SKY, NodeLayout("SKYPILOT_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 1)),
+        (DSTACK, NodeLayout("DSTACK_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 0)),
+        ({**DSTACK, "DSTACK_NODES_NUM": "1"}, NodeLayout()),
+        (SAGEMAKER, NodeLayout("SM_*", {"nnodes": 2, "rdzv_endpoint": "algo-1:29400", "rdzv_id": "job"}, 1)),
+        (
+            {**SAGEMAKER, "SM_MASTER_PORT": "7777", "TRAINING_JOB_NAME": ""},
+            NodeLayout("SM_*", {"nnodes": 2, "rdzv_endpoint": "algo-1:7777"}, 1),
+        ),
+        ({"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"}, NodeLayout()),
+        (PET, NodeLayout("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
         (
             {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "n0:5", "PET_RDZV_ID": "x", "PET_MAX_RESTARTS": "3", "PET_TEE": "3"},
-            Facts("PET_*", {"nnodes": "1:4", "rdzv_endpoint": "n0:5", "rdzv_id": "x", "max_restarts": 3}, unused=("PET_TEE",)),
+            NodeLayout("PET_*", {"nnodes": "1:4", "rdzv_endpoint": "n0:5", "rdzv_id": "x", "max_restarts": 3}, unused=("PET_TEE",)),
         ),
-        (RANK, Facts("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
+        (RANK, NodeLayout("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
         # The innermost launcher is the one that knows: a worker of torchrun in a Slurm step, mpirun in a Slurm job.
-        ({**SLURM, **RANK}, Facts("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
-        ({**SLURM, **OMPI}, Facts("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
-        ({**SLURM, **PET}, Facts("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
+        ({**SLURM, **RANK}, NodeLayout("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
+        ({**SLURM, **OMPI}, NodeLayout("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
+        ({**SLURM, **PET}, NodeLayout("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
         # A rank alone places nothing: shells have such variables.
-        ({"RANK": "1"}, Facts()),
+        ({"RANK": "1"}, NodeLayout()),
     ],
 )  # fmt: skip
 def test_the_first_source_that_speaks_is_used(environ, expected):
-    assert facts(Typed(), environ, parent=4711) == expected
+    assert find_nodes(NodeOptions(), environ, parent=4711) == expected
 
 
 def test_what_is_typed_stands_in_place_of_what_was_derived():
-    found = facts(Typed(nproc_per_node=3, rdzv_endpoint="other:1", max_restarts=2), SLURM)
+    found = find_nodes(NodeOptions(nproc_per_node=3, rdzv_endpoint="other:1", max_restarts=2), SLURM)
     assert found.values == {
         "nnodes": 2, "rdzv_endpoint": "other:1", "rdzv_id": "812.3", "nproc_per_node": 3, "max_restarts": 2,
     }  # fmt: skip
     assert (found.node_rank, found.static) == (1, False)
 
 
+@pytest.mark.parametrize("environ", [TASKS, OMPI])
+def test_the_endpoint_of_the_options_is_used_for_ranks_that_were_started(environ):
+    ranks = find_nodes(NodeOptions(rdzv_endpoint="[fd00::1]:5"), environ).ranks
+    assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"]) == ("fd00::1", "5")
+
+
 def test_a_typed_range_that_ends_where_the_step_does_is_honoured():
-    assert facts(Typed(nnodes="1:2"), SLURM).values["nnodes"] == "1:2"
+    assert find_nodes(NodeOptions(nnodes="1:2"), SLURM).values["nnodes"] == "1:2"
 
 
 def test_a_typed_number_of_this_machine_has_to_hold_exactly():
-    assert facts(Typed(nnodes=2, node_rank=1), {}) == Facts(node_rank=1, static=True)
+    assert find_nodes(NodeOptions(nnodes=2, node_rank=1), {}) == NodeLayout(node_rank=1, static=True)
 
 
 def test_one_task_on_each_machine_of_mpirun_is_an_agent_where_processes_are_asked_for():
     environ = {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    found = facts(Typed(nproc_per_node=2, rdzv_endpoint="n0:5"), environ)
+    found = find_nodes(NodeOptions(nproc_per_node=2, rdzv_endpoint="n0:5"), environ)
     assert found.values == {"nnodes": 4, "rdzv_endpoint": "n0:5", "nproc_per_node": 2}
     assert found.node_rank == 3
 
 
 def test_the_line_says_the_source_and_everything_derived():
-    assert facts(Typed(), SLURM).line == (
+    assert find_nodes(NodeOptions(), SLURM).summary == (
         "SLURM_* (step 812.3): nnodes 2, rdzv_endpoint gpu03:21103, rdzv_id 812.3, node_rank 1"
     )
-    assert "not used: PET_TEE" in facts(Typed(), {**PET, "PET_TEE": "3"}).line
-    assert Facts().line == ""
+    assert "not used: PET_TEE" in find_nodes(NodeOptions(), {**PET, "PET_TEE": "3"}).summary
+    assert NodeLayout().summary == ""
 
 
 @pytest.mark.parametrize(
     ("typed", "environ", "said"),
     [
-        (Typed(nnodes=3), SLURM, "--nnodes 3 contradicts SLURM_* (step 812.3), which says 2"),
-        (Typed(node_rank=0), SLURM, "--node-rank 0 contradicts SLURM_* (step 812.3), where this machine is 1"),
-        (Typed(nproc_per_node=2), TASKS, "--nproc-per-node 2 cannot be honoured: SLURM_* (step 812.3) says that this process is already rank 4 of 5"),
-        (Typed(max_restarts=1), RANK, "--max-restarts 1 cannot be honoured"),
-        (Typed(), {**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2 contradicts SLURM_STEP_NUM_NODES=2"),
-        (Typed(), {**TASKS, "SLURM_STEP_TASKS_PER_NODE": "3,3"}, "does not fit SLURM_STEP_NUM_TASKS=5"),
-        (Typed(), {**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS must be a whole number; it is 'two'"),
-        (Typed(), {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1 accel launch"),
-        (Typed(), {**PET, "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 contradicts PET_NNODES=2"),
-        (Typed(), {**PET, "PET_RDZV_BACKEND": "etcd"}, "PET_RDZV_BACKEND=etcd"),
-        (Typed(), {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "give --rdzv-endpoint HOST:PORT"),
-        (Typed(), {**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 contradicts OMPI_COMM_WORLD_SIZE=4"),
-        (Typed(), {"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID, MPI_LOCALNRANKS is not"),
-        (Typed(), {**SKY, "SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS does not say"),
-        (Typed(), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set"),
-        (Typed(), {**RANK, "RANK": "2"}, "RANK=2 contradicts WORLD_SIZE=2"),
+        (NodeOptions(nnodes=3), SLURM, "--nnodes 3 contradicts SLURM_* (step 812.3), which sets 2 nodes"),
+        (NodeOptions(node_rank=0), SLURM, "--node-rank 0 contradicts SLURM_* (step 812.3), in which this node has rank 1"),
+        (NodeOptions(nproc_per_node=2), TASKS, "Cannot use --nproc-per-node 2: this process is already rank 4 of 5 (SLURM_* (step 812.3))"),
+        (NodeOptions(rdzv_endpoint="n0:5"), RANK, "Cannot use --rdzv-endpoint n0:5"),
+        (NodeOptions(rdzv_id="x"), TASKS, "Cannot use --rdzv-id x"),
+        (NodeOptions(rdzv_endpoint="n0"), TASKS, "Invalid --rdzv-endpoint 'n0': expected host:port"),
+        (NodeOptions(max_restarts=1), RANK, "Cannot use --max-restarts 1"),
+        (NodeOptions(), {**SLURM, "SLURM_NODEID": "2"}, "SLURM_NODEID=2: expected less than SLURM_STEP_NUM_NODES (2)"),
+        (NodeOptions(), {**TASKS, "SLURM_STEP_TASKS_PER_NODE": "3,3"}, "contradicts SLURM_STEP_NUM_TASKS=5"),
+        (NodeOptions(), {**SLURM, "SLURM_STEP_NUM_TASKS": "two"}, "Invalid SLURM_STEP_NUM_TASKS='two': expected a whole number"),
+        (NodeOptions(), {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1 accel launch"),
+        (NodeOptions(), {**PET, "PET_NODE_RANK": "2"}, "PET_NODE_RANK=2: expected less than PET_NNODES (2)"),
+        (NodeOptions(), {**PET, "PET_RDZV_BACKEND": "etcd"}, "PET_RDZV_BACKEND=etcd"),
+        (NodeOptions(), {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "Give --rdzv-endpoint HOST:PORT"),
+        (NodeOptions(), {**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4: expected less than OMPI_COMM_WORLD_SIZE (4)"),
+        (NodeOptions(), {"PMI_RANK": "0", "PMI_SIZE": "2"}, "but not MPI_LOCALRANKID, MPI_LOCALNRANKS"),
+        (NodeOptions(), {**SKY, "SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS is not set"),
+        (NodeOptions(), {**SAGEMAKER, "SM_CURRENT_HOST": "algo-3"}, "JSON list that contains SM_CURRENT_HOST (algo-3)"),
+        (NodeOptions(), {**SAGEMAKER, "SM_HOSTS": "algo-1,algo-2"}, "Invalid SM_HOSTS=algo-1,algo-2: expected a JSON list"),
+        (NodeOptions(), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (NodeOptions(), {**RANK, "RANK": "2"}, "Invalid RANK=2: expected less than WORLD_SIZE (2)"),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
     with pytest.raises(UsageError) as error:
-        facts(typed, environ)
+        find_nodes(typed, environ)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -140,7 +158,7 @@ def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
     ],
 )
 def test_the_first_host_of_a_list_of_slurm_is_the_meeting_place(nodelist, head):
-    found = facts(Typed(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
+    found = find_nodes(NodeOptions(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
     assert found.values["rdzv_endpoint"] == f"{head}:21103"
 
 
@@ -151,6 +169,7 @@ CLUSTERS = (
     PMI,
     SKY,
     DSTACK,
+    SAGEMAKER,
     PET,
     RANK,
     {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"},
@@ -162,9 +181,9 @@ def test_no_variable_of_a_scheduler_is_a_traceback(value):
     for environ in CLUSTERS:
         for name in environ:
             with suppress(UsageError):
-                facts(Typed(), {**environ, name: value}, parent=1)
+                find_nodes(NodeOptions(), {**environ, name: value}, parent=1)
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(UsageError, match="DSTACK_NODES_NUM must be a whole number; it is 'x'"):
-        facts(Typed(), {"DSTACK_NODES_NUM": "x"})
+    with pytest.raises(UsageError, match="Invalid DSTACK_NODES_NUM='x': expected a whole number"):
+        find_nodes(NodeOptions(), {"DSTACK_NODES_NUM": "x"})

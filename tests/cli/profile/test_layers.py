@@ -5,7 +5,7 @@ import pytest
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile import validation_errors
-from accel_cli.profile.layers import assigned, environment, resolve, stack
+from accel_cli.profile.layers import parse_assignments, read_environment, read_layers, resolve
 from accel_cli.profile.schema import SECTIONS, known_keys
 from accel_cli.profile.store import Store, write
 from accel_runtime.env import Settings
@@ -25,7 +25,7 @@ def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store,
     put(cwd / "accel.yaml", "device: cpu\nprocess_group_timeout: 6\n")
     put(store.path("gpu"), "process_group_timeout: 7\n")
     environ = {"ACCEL_PROCESS_GROUP_BACKEND": "gloo", "ACCEL_PROFILE": "gpu"}
-    resolved = resolve(stack(store, environ, None, [assigned(["env.X=1=2"])]))
+    resolved = resolve(read_layers(store, environ, None, [parse_assignments(["env.X=1=2"])]))
     profile = resolved.profile
     assert (profile.mixed_precision, profile.device, profile.process_group_timeout) == ("fp16", "cpu", 7)
     assert (profile.process_group_backend, profile.env) == ("gloo", {"X": "1=2"})
@@ -40,13 +40,13 @@ def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store,
 def test_the_option_is_stronger_than_the_variable_that_names_a_profile(store):
     put(store.path("a"), "device: cpu\n")
     put(store.path("b"), "device: cuda\n")
-    assert resolve(stack(store, {"ACCEL_PROFILE": "a"}, "b")).profile.device == "cuda"
+    assert resolve(read_layers(store, {"ACCEL_PROFILE": "a"}, "b")).profile.device == "cuda"
 
 
 def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
     put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
     put(cwd / "accel.yaml", "launcher:\n  kind: single\n")
-    resolved = resolve(stack(store, {}, None))
+    resolved = resolve(read_layers(store, {}, None))
     assert resolved.profile.launcher.kind == "single"
     assert "launcher.nproc_per_node" not in resolved.sources
 
@@ -54,7 +54,7 @@ def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
 def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
     put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n")
     put(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
-    launcher = resolve(stack(store, {}, None)).profile.launcher
+    launcher = resolve(read_layers(store, {}, None)).profile.launcher
     assert (launcher.nproc_per_node, launcher.max_restarts) == (2, 2)
 
 
@@ -75,16 +75,16 @@ def test_a_project_file_that_others_could_have_written_is_not_used(store, cwd, c
     put(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
     inside = Store(store.home, cwd / "own")
     inside.cwd.mkdir(mode=0o700)
-    assert resolve(stack(inside, {}, None)).profile.env == {"PYTHONPATH": "planted"}
+    assert resolve(read_layers(inside, {}, None)).profile.env == {"PYTHONPATH": "planted"}
     change(cwd / which)
     capfd.readouterr()
-    assert resolve(stack(inside, {}, None)).profile.env == {}
+    assert resolve(read_layers(inside, {}, None)).profile.env == {}
     assert capfd.readouterr().err == (
         f"accel: {cwd}/accel.yaml is not used: {reason.format(cwd / which)}. "
         f"Set ACCEL_TRUSTED_PROJECTS={cwd} to use it.\n"
     )
     trusted = {"ACCEL_TRUSTED_PROJECTS": f"/somewhere{os.pathsep}{cwd}"}
-    assert resolve(stack(inside, trusted, None)).profile.env == {"PYTHONPATH": "planted"}
+    assert resolve(read_layers(inside, trusted, None)).profile.env == {"PYTHONPATH": "planted"}
     assert not capfd.readouterr().err
 
 
@@ -94,8 +94,8 @@ def test_the_user_who_called_sudo_is_trusted(store, cwd):
     put(cwd / "accel.yaml", "device: cpu\n")
     for path in (cwd, cwd / "accel.yaml"):
         os.chown(path, 12345, -1)
-    assert not resolve(stack(store, {"SUDO_UID": "1"}, None)).sources
-    assert resolve(stack(store, {"SUDO_UID": "12345"}, None)).profile.device == "cpu"
+    assert not resolve(read_layers(store, {"SUDO_UID": "1"}, None)).sources
+    assert resolve(read_layers(store, {"SUDO_UID": "12345"}, None)).profile.device == "cpu"
 
 
 def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(store, cwd):
@@ -114,33 +114,33 @@ def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(stor
             {"ACCEL_MIXED_PRECISION": "half"},
             "Invalid ACCEL_MIXED_PRECISION 'half': expected one of no, bf16, fp16.",
         ),
-        ({"ACCEL_PROFILE": "gone"}, "ACCEL_PROFILE asks for the profile 'gone'"),
-        ({"ACCEL_PROFILE": "a/b"}, "'a/b' is no profile name"),
+        ({"ACCEL_PROFILE": "gone"}, "Profile 'gone' (from ACCEL_PROFILE) not found"),
+        ({"ACCEL_PROFILE": "a/b"}, "Invalid profile name 'a/b'"),
         ({"ACCEL_MIXED_PRECISON": "bf16"}, "did you mean ACCEL_MIXED_PRECISION?"),
     ],
 )
 def test_a_variable_that_cannot_be_used_is_named(store, environ, said):
     with pytest.raises(UsageError, match=r"ACCEL|name") as caught:
-        stack(store, environ, None)
+        read_layers(store, environ, None)
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mixed_precision", "--set takes KEY=VALUE"),
+        ("mixed_precision", "--set: invalid assignment 'mixed_precision': expected KEY=VALUE"),
         (
             "mixed_precison=bf16",
-            "--set: mixed_precison: this key is not known (did you mean mixed_precision?)",
+            "--set: mixed_precison: unknown key (did you mean mixed_precision?)",
         ),
         ("nproc_per_node=2", "did you mean launcher.nproc_per_node?"),
-        ("device=[", "this is not YAML"),
+        ("device=[", "invalid YAML"),
         ("launcher.nprocs=2", "did you mean launcher.nproc_per_node?"),
     ],
 )
 def test_an_assignment_that_cannot_be_used_says_why(text, said):
     with pytest.raises(UsageError) as caught:
-        assigned([text])
+        parse_assignments([text])
     assert said in str(caught.value)
 
 
@@ -167,19 +167,19 @@ def test_an_assignment_that_cannot_be_used_says_why(text, said):
 )
 def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_first(key, kind, meant):
     with pytest.raises(ProfileError) as caught:
-        assigned([f"{key}=2"], kind=kind)
+        parse_assignments([f"{key}=2"], kind=kind)
     assert caught.value.problems[0].hint == (f"did you mean {meant}?" if meant else "")
 
 
 @pytest.mark.parametrize(
     ("key", "instead"),
     [
-        ("num_processes", "launcher.nproc_per_node, the number of processes on each machine"),
+        ("num_processes", "launcher.nproc_per_node, the number of processes on each node"),
         ("launcher.num_machines", "launcher.nnodes"),
         ("main_process_ip", "launcher.rdzv_endpoint, HOST:PORT"),
         (
             "launcher.node_rank",
-            "the option --node-rank of accel launch, if machines do not number themselves",
+            "the option --node-rank of accel launch, if the order of nodes must be fixed",
         ),
         ("use_cpu", "device: cpu"),
         ("distributed_type", "launcher.kind, and the sections parallel and fully_shard"),
@@ -188,8 +188,8 @@ def test_the_key_that_was_meant_is_guessed_among_those_of_the_active_launcher_fi
 )
 def test_a_key_of_accelerate_or_torchrun_is_named_with_what_it_is_called_here(key, instead):
     with pytest.raises(ProfileError) as caught:
-        assigned([f"{key}=2"])
-    assert str(caught.value) == f"--set: {key}: this key is not known (use {instead})"
+        parse_assignments([f"{key}=2"])
+    assert str(caught.value) == f"--set: {key}: unknown key (use {instead})"
 
 
 def test_what_foreign_keys_are_called_here_names_keys_and_sections_that_are_there():
@@ -202,10 +202,8 @@ def test_what_foreign_keys_are_called_here_names_keys_and_sections_that_are_ther
 
 def test_a_value_with_commas_that_yaml_divides_is_named_with_the_cure(store, cwd):
     put(cwd / "accel.yaml", "launcher: {kind: single, gpu_ids: 3,1}\n")
-    with pytest.raises(
-        ProfileError, match=r"launcher.1: this key is not known \(quote a value that has commas: '0,1'"
-    ):
-        resolve(stack(store, {}, None))
+    with pytest.raises(ProfileError, match=r"launcher.1: unknown key \(quote a value that has commas: '0,1'"):
+        resolve(read_layers(store, {}, None))
 
 
 @pytest.mark.parametrize(
@@ -215,20 +213,20 @@ def test_a_config_file_of_accelerate_in_place_of_a_profile_is_named_with_how_to_
     path = cwd / "accel.yaml"
     path.write_text(text)
     with pytest.raises(ProfileError) as caught:
-        resolve(stack(store, {}, None))
+        resolve(read_layers(store, {}, None))
     assert str(caught.value) == (
-        f"{path}:1: this is a config file of Accelerate, not a profile. Make a profile of it: accel config import FILE"
+        f"{path}:1: this is a config file of Accelerate, not a profile. Convert it with: accel config import FILE"
     )
 
 
 def test_the_launcher_that_an_assignment_names_is_the_active_one():
     with pytest.raises(ProfileError, match=r"did you mean launcher.time\?"):
-        assigned(["launcher.timeout=2", "launcher.kind=slurm"], kind="torchrun")
+        parse_assignments(["launcher.timeout=2", "launcher.kind=slurm"], kind="torchrun")
 
 
 def test_all_unknown_keys_of_assignments_are_named_at_once():
     with pytest.raises(ProfileError) as caught:
-        assigned(["devise=cpu", "device=cpu", "launcher.nprocs=2"])
+        parse_assignments(["devise=cpu", "device=cpu", "launcher.nprocs=2"])
     assert [problem.key for problem in caught.value.problems] == ["devise", "launcher.nprocs"]
 
 
@@ -237,19 +235,19 @@ def test_a_missing_version_does_not_hide_other_mistakes(store, cwd, version):
     path = cwd / "accel.yaml"
     path.write_text(f"{version}devise: cpu\nmixed_precision: half\n")
     with pytest.raises(ProfileError) as caught:
-        resolve(stack(store, {}, None))
+        resolve(read_layers(store, {}, None))
     keys = [problem.key for problem in caught.value.problems]
     assert (keys[0], sorted(keys)) == ("schema_version", ["devise", "mixed_precision", "schema_version"])
     path.write_text(f"{version}device: cpu\n")
     with pytest.raises(ProfileError) as caught:
-        resolve(stack(store, {}, None))
+        resolve(read_layers(store, {}, None))
     assert [problem.key for problem in caught.value.problems] == ["schema_version"]
 
 
 def test_a_wrong_value_is_reported_where_it_was_said(store, cwd):
     put(cwd / "accel.yaml", "device: gpu\n")
     with pytest.raises(ProfileError) as caught:
-        resolve(stack(store, {}, None, [assigned(["process_group_timeout=soon"])]))
+        resolve(read_layers(store, {}, None, [parse_assignments(["process_group_timeout=soon"])]))
     said = str(caught.value)
     assert f"{cwd / 'accel.yaml'}:2: device: expected auto, cpu, cuda, mps, xla or xpu, got 'gpu'" in said
     assert "--set: process_group_timeout: expected a whole number, got 'soon'" in said
@@ -264,7 +262,7 @@ def test_a_mistake_of_a_whole_section_is_reported_where_the_section_was_said(sto
         (("device=cpu",), f"{path}:2"),
     ):
         with pytest.raises(ProfileError) as caught:
-            resolve(stack(store, {}, None, [assigned(options)]))
+            resolve(read_layers(store, {}, None, [parse_assignments(options)]))
         assert (
             str(caught.value)
             == f"{place}: launcher: rdzv_endpoint (host:port) is needed if nnodes is above 1"
@@ -280,20 +278,20 @@ def test_a_wrong_kind_is_reported_where_it_was_said(store, cwd):
         (("device=cpu",), f"{path}:3"),
     ):
         with pytest.raises(ProfileError, match=f"^{place}: launcher.kind: expected single, "):
-            resolve(stack(store, {}, None, [assigned(options)]))
+            resolve(read_layers(store, {}, None, [parse_assignments(options)]))
 
 
 def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_it():
-    assert "spmd" not in environment(Settings(device="cpu").to_env()).values
-    with pytest.raises(UsageError, match=r"ACCEL_SPMD is what accel launch tells .* set launcher.spmd: true"):
-        environment({"ACCEL_SPMD": "1"})
+    assert "spmd" not in read_environment(Settings(device="cpu").to_env()).values
+    with pytest.raises(UsageError, match=r"Invalid ACCEL_SPMD: .* Set launcher.spmd: true"):
+        read_environment({"ACCEL_SPMD": "1"})
 
 
 def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
     put(store.path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n")
     put(cwd / "accel.yaml", "parallel:\n  dp_shard: 2\n")
     environ = {"ACCEL_FULLY_SHARD_CPU_OFFLOAD": "1", "ACCEL_PARALLEL_TP_PLAN": "a.*=colwise"}
-    resolved = resolve(stack(store, environ, None, [assigned(["parallel.cp=3"])]))
+    resolved = resolve(read_layers(store, environ, None, [parse_assignments(["parallel.cp=3"])]))
     parallel, options = resolved.profile.parallel, resolved.profile.fully_shard
     assert (parallel.dp_shard, parallel.tp, parallel.cp) == (2, 2, 3)
     assert (parallel.tp_plan, options.wrap, options.cpu_offload) == ({"a.*": "colwise"}, ["A", "B"], True)
@@ -314,9 +312,9 @@ def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
 )
 def test_a_variable_of_a_section_that_cannot_be_used_is_named(store, environ, said):
     with pytest.raises(UsageError) as caught:
-        stack(store, environ, None)
+        read_layers(store, environ, None)
     assert said in str(caught.value)
 
 
 def test_what_a_launch_of_whole_models_tells_its_processes_is_a_profile_of_whole_models():
-    assert resolve([environment(Settings().to_env())]).profile.settings.parallel.plain
+    assert resolve([read_environment(Settings().to_env())]).profile.settings.parallel.plain

@@ -10,7 +10,7 @@ from accel_cli.profile.store import Store
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä"])
 def test_a_name_that_could_not_be_a_file_everywhere_is_refused(tmp_path, name):
-    with pytest.raises(UsageError, match="is no profile name"):
+    with pytest.raises(UsageError, match="Invalid profile name"):
         Store(tmp_path, tmp_path).path(name)
 
 
@@ -34,7 +34,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(UsageError, match=r"x\.yaml cannot be written: No space left on device"):
+    with pytest.raises(UsageError, match=r"Cannot write .*x\.yaml: No space left on device"):
         store.write(path, "schema_version: 1\ndevice: cpu\n")
     assert path.read_text() == "schema_version: 1\n"
     assert sorted(item.name for item in tmp_path.iterdir()) == [".accel.schema.json", "x.yaml"]
@@ -61,8 +61,8 @@ def test_a_link_stays_a_link_and_the_mode_stays(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\xff\xfe", "is not text in UTF-8"),
-        (b"a: [", "this is not YAML"),
+        (b"\xff\xfe", "it is not UTF-8 text"),
+        (b"a: [", "invalid YAML"),
         (b"schema_version: 99\n", "schema_version"),
     ],
 )
@@ -76,11 +76,42 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, content, said):
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UsageError, match=r"Cannot read .*: Is a directory"):
         store.read(tmp_path)
 
 
 def test_a_folder_in_place_of_the_home_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match="Cannot write "):
         store.write(tmp_path / "file" / "x.yaml", "")
+
+
+def test_a_file_is_known_to_be_writable_before_it_is_written(tmp_path, monkeypatch):
+    store.check_writable(tmp_path / "a" / "b" / "x.yaml")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"Cannot write .*x\.yaml: Not a directory"):
+        store.check_writable(tmp_path / "file" / "a" / "x.yaml")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match=r"Cannot write .*x\.yaml: Permission denied"):
+        store.check_writable(tmp_path / "a" / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("device: cpu", "x.yaml:1: schema_version: missing. Add this line: schema_version: 1"),
+        ("device: cpu\nschema_version: '1'", "x.yaml:2: schema_version: expected a whole number above 0, got '1'"),
+        ("schema_version: true", "expected a whole number above 0"),
+        ("schema_version: 0", "expected a whole number above 0"),
+    ],
+)  # fmt: skip
+def test_a_version_that_is_missing_or_wrong_is_a_problem_and_the_rest_is_read(tmp_path, text, said):
+    document = store.parse(text, tmp_path / "x.yaml")
+    assert said in str(document.problems[0])
+    assert document.data.get("device", "cpu") == "cpu"
+
+
+def test_a_version_of_a_newer_accel_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="expected at most 1: the file was written by a newer accel, got 99"):
+        store.parse("schema_version: 99", tmp_path / "x.yaml")

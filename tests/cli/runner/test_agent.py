@@ -20,7 +20,7 @@ def few_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-PLAN = Plan(launcher="torchrun", runner="", argv=("python",), env={}, device="cpu", nproc_per_node=2)
+PLAN = Plan(launcher="torchrun", argv=("python",), env={}, device="cpu", nproc_per_node=2)
 
 
 def test_too_few_open_files_are_refused_before_anything_starts(few_files):

@@ -11,33 +11,32 @@ import pytest
 import accel_cli
 from accel_cli.runner import failures
 from accel_cli.runner.failures import Cause, ExceptionInfo, Failure
-from accel_cli.runner.rank_filter import format_ranks
-from accel_cli.runner.run_dir import RankFolder
+from accel_cli.runner.run_dir import RankFolder, format_ranks
 
 WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
 
 
-def failure(rank, time=1.0, exitcode=1, said="ValueError: boom\n", kind="builtins.ValueError", **more):
-    chain = (ExceptionInfo(kind, said),) if exitcode > 0 else ()
+def failure(rank, time=1.0, exitcode=1, text="ValueError: boom\n", kind="builtins.ValueError", **more):
+    chain = (ExceptionInfo(kind, text),) if exitcode > 0 else ()
     return Failure(rank, "box", 7, exitcode, time, "log", chain=chain, **more)
 
 
 LOST = {
     "kind": "builtins.RuntimeError",
-    "said": "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\n",
+    "text": "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1\n",
 }
 WAITED = {
     "kind": "builtins.RuntimeError",
-    "said": "RuntimeError: [gloo/pair.cc] Timed out waiting 30000ms for recv\n",
+    "text": "RuntimeError: [gloo/pair.cc] Timed out waiting 30000ms for recv\n",
 }
 
 TOLD_STALL = {
     "kind": "accel_runtime.collectives.handshake.StallError",
-    "said": "accel_runtime.collectives.handshake.StallError: rank 1 did not come to gather at train.py:9 in time\n",
+    "text": "accel_runtime.collectives.handshake.StallError: rank 1 did not come to gather at train.py:9 in time\n",
 }
 TOLD_LOSS = {
     "kind": "accel_runtime.collectives.handshake.RankLostError",
-    "said": "accel_runtime.collectives.handshake.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
+    "text": "accel_runtime.collectives.handshake.RankLostError: backward() at train.py:3 cannot complete: rank 0 ended\n",
 }
 
 
@@ -65,13 +64,13 @@ def test_the_first_is_the_earliest_of_those_nearest_to_the_root():
     ],
 )
 def test_a_connection_that_is_not_between_the_ranks_is_a_failure_of_its_own(kind, said):
-    assert failure(0, kind=kind, said=said).cause == Cause.OWN
+    assert failure(0, kind=kind, text=said).cause == Cause.PRIMARY
 
 
 def test_a_lost_peer_is_known_behind_what_was_made_of_it():
     lost = ExceptionInfo(**LOST)
     raised = ExceptionInfo("builtins.SystemExit", "SystemExit: 1\n")
-    assert Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, lost), exit=1).cause == Cause.LOST
+    assert Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, lost), exit=1).cause == Cause.LOST_PEER
 
 
 def left(folder, source, name="train.py"):
@@ -87,7 +86,9 @@ def left(folder, source, name="train.py"):
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
     assert done.stdout + done.stderr == b""
     failures.complete_log(rank)
-    return failures.read_failure(rank, 0.0, rank=0, host="box", pid=7, exitcode=done.returncode), rank
+    return failures.read_failure(
+        rank, Failure(0, "box", 7, done.returncode, 0.0), is_replica_host=False
+    ), rank
 
 
 def test_a_traceback_is_told_by_the_launcher_alone_and_is_in_the_log(tmp_path):
@@ -136,4 +137,4 @@ def test_ranks_are_named_in_words(ranks, said):
     ],
 )
 def test_a_data_loader_worker_that_sigkill_ended_is_known(said, worker):
-    assert failure(0, said=said, kind="builtins.RuntimeError").killed_worker == worker
+    assert failure(0, text=said, kind="builtins.RuntimeError").killed_worker == worker

@@ -10,8 +10,8 @@ from accel_cli.runner.failures import (
     Failure,
     Frame,
     find_first,
-    format_for_file,
-    format_in_line,
+    format_one_line,
+    format_reason,
     print_report,
 )
 
@@ -43,14 +43,14 @@ FAILURES = {
     "different": [FAILED, replace(FAILED, rank=0, time=3.0, chain=(ExceptionInfo("x.E", "x.E: other\n"),))],
     "timed-out": [replace(FAILED, chain=(STALLED,))],
     "killed": [replace(FAILED, chain=(), exitcode=-9)],
-    "killed-for-memory": [replace(FAILED, chain=(), exitcode=-9, memory=True)],
+    "killed-for-memory": [replace(FAILED, chain=(), exitcode=-9, out_of_memory=True)],
     "crashed": [replace(FAILED, chain=(), exitcode=-11, crash=(SCRIPT,))],
     "worker-killed": [replace(FAILED, chain=(WORKER,))],
-    "worker-killed-for-memory": [replace(FAILED, chain=(WORKER,), memory=True)],
+    "worker-killed-for-memory": [replace(FAILED, chain=(WORKER,), out_of_memory=True)],
     "out-of-memory": [replace(FAILED, chain=(OUT_OF_MEMORY,))],
     "exit-code": [replace(FAILED, chain=(), exitcode=3, exit=3)],
     "exit-text": [replace(FAILED, chain=(), exitcode=1, exit="no data in /data")],
-    "replicas": [replace(FAILED, processes=0)],
+    "replicas": [replace(FAILED, world_size=0)],
 }
 
 
@@ -58,12 +58,12 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_reported_as_in_its_golden_file(name, elsewhere, capfd):
     failures = FAILURES[name]
-    culprit = find_first(failures)
-    processes = 4 if culprit.processes is None else 0
-    print_report(culprit, failures[1:] if elsewhere else failures, processes=processes, shown=False)
+    first = find_first(failures)
+    world_size = 4 if first.world_size is None else 0
+    print_report(first, failures[1:] if elsewhere else failures, world_size=world_size, shown=False)
     out, err = capfd.readouterr()
     assert not out
-    text = f"{err}\nin a line:\n{format_in_line(culprit)}\n\nin a file:\n{format_for_file(culprit)}\n"
+    text = f"{err}\nin a line:\n{format_one_line(first)}\n\nin a file:\n{format_reason(first)}\n"
     golden.check(f"failures/{name}{'-elsewhere' if elsewhere else ''}.txt", text)
 
 

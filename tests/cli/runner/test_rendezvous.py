@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers.torchrun import Torchrun
-from accel_cli.runner import bootstrap as meetings
+from accel_cli.runner import bootstrap
 from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo
 from accel_cli.runner.rendezvous import (
     SHARED_STORE_OFF,
@@ -29,7 +30,7 @@ from accel_cli.runner.rendezvous import (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """`Handler` sets a variable for good; a launch is a process of its own."""
+    """`NodeRendezvous` sets a variable for good; a launch is a process of its own."""
     monkeypatch.setenv(SHARED_STORE_OFF, "0")
 
 
@@ -38,9 +39,10 @@ def said(**fields):
     launcher = Torchrun(allow_loopback=True, **fields)
     job = SimpleNamespace(
         nodes=SimpleNamespace(node_rank=None, static=False),
+        environ={},
         settings=SimpleNamespace(process_group_timeout=1800),
     )
-    return launcher.agent(job)
+    return launcher.build_agent_settings(job, ("exec", ""))
 
 
 def pair(port):
@@ -63,7 +65,7 @@ def left_behind(handler):
 
 
 def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
-    """The bug that `Handler` is there for (torch 2.13, pytorch#167288).
+    """The bug that `NodeRendezvous` is there for (torch 2.13, pytorch#167288).
 
     If this fails, torch has mended it: read docs/design/restarts.md for what can go.
     """
@@ -78,7 +80,7 @@ def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
 
 def test_every_attempt_of_machines_has_a_store_of_its_own(port):
     told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
-    handler = NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told)
+    handler = NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told)
     assert left_behind(handler) == (False, False)
     handler.shutdown()
 
@@ -101,31 +103,35 @@ def test_two_machines_of_one_address_and_process_id_are_two(port, monkeypatch):
     for _ in range(2):
         # As in two containers: torch's own number of a handler is the same in both, too.
         monkeypatch.setattr(NodeRendezvous, "_node_desc_generator", dynamic_rendezvous._NodeDescGenerator())
-        told = {**pair(port), "rdzv_timeout": 20}
-        handlers.append(NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told))
+        told = replace(pair(port), rdzv_timeout=20)
+        handlers.append(NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told))
     assert met(handlers) == [2, 2]
-    assert len({card.id for card in handlers[0].cards}) == 2
-    assert handlers[0].departed(handlers[1].beats()) != ""  # no time has passed, so there is no news
-    handlers[1].meeting.depart("its launcher got SIGTERM, and ended its processes")
-    assert f"{handlers[1].meeting.card.name}: its launcher got SIGTERM" in handlers[0].departed({})
+    assert len({node.id for node in handlers[0].nodes}) == 2
+    assert (
+        handlers[0].describe_departed(handlers[1].read_heartbeats()) != ""
+    )  # no time has passed, so there is no news
+    handlers[1].bootstrap.publish_departure("its launcher received SIGTERM and ended its processes")
+    assert f"{handlers[1].bootstrap.node.name}: its launcher received SIGTERM" in handlers[
+        0
+    ].describe_departed({})
     for handler in handlers:
         handler.shutdown()
 
 
 def test_a_machine_too_many_is_refused_and_the_others_run_on(port):
-    told = {**pair(port), "rdzv_timeout": 20}
-    handlers = [NodeRendezvous.of(BootstrapStore(told, 1, derived=False), told) for _ in range(3)]
+    told = replace(pair(port), rdzv_timeout=20)
+    handlers = [NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told) for _ in range(3)]
     assert met(handlers[:2]) == [2, 2]
-    with pytest.raises(UsageError, match=r"is one machine too many: the run has all 2 already \(.*, .*\)"):
+    with pytest.raises(UsageError, match=r"cannot join: the run already has all 2 machines \(.*, .*\)"):
         handlers[2].next_rendezvous()
     assert not handlers[0].is_closed()
     for handler in handlers[:2]:
         handler.shutdown()
 
 
-def test_a_card_of_another_version_is_read_as_far_as_it_is_known():
-    card = NodeInfo("h0", "10.0.0.1", 1, 1, "2", None, "2.9", "0.1")
-    assert NodeInfo.read(json.dumps({**json.loads(card.text()), "colour": "blue"})) == card
+def test_facts_of_a_node_with_another_version_are_read_without_the_unknown_ones():
+    node = NodeInfo("h0", "10.0.0.1", 1, 1, "2", None, "2.9", "0.1")
+    assert NodeInfo.from_json(json.dumps({**json.loads(node.to_json()), "colour": "blue"})) == node
 
 
 def outward():
@@ -147,28 +153,28 @@ def reachable(address, port):
 
 
 def test_machines_use_one_restart_for_what_several_of_them_saw():
-    meeting = BootstrapStore(said(), 1, derived=False)
-    machines = [RestartBudget(meeting, 3), RestartBudget(meeting, 3)]
-    machines[1].spend(0, RestartReason(follows=True, time=1.0, text="rank 1 lost a connection"))
-    machines[0].spend(0, RestartReason(follows=False, time=2.0, text="rank 0 ran out of memory"))
-    assert [(budget.spent, budget.left) for budget in machines] == [(1, 2), (1, 2)]
-    assert [budget.reason(0).text for budget in machines] == ["rank 0 ran out of memory"] * 2
-    assert machines[0].reason(1) is None
+    store = BootstrapStore(said(), 1, derived=False)
+    machines = [RestartBudget(store, 3), RestartBudget(store, 3)]
+    machines[1].use(0, RestartReason(is_consequence=True, time=1.0, text="rank 1 lost a connection"))
+    machines[0].use(0, RestartReason(is_consequence=False, time=2.0, text="rank 0 ran out of memory"))
+    assert [(budget.used, budget.remaining) for budget in machines] == [(1, 2), (1, 2)]
+    assert [budget.get_reason(0).text for budget in machines] == ["rank 0 ran out of memory"] * 2
+    assert machines[0].get_reason(1) is None
 
 
 def come(told):
-    """The first launcher at the meeting place, in a thread of this process."""
+    """The first launcher at the rendezvous, in a thread of this process."""
     first = []
-    thread = threading.Thread(target=lambda: first.append(BootstrapStore(dict(told), 1, derived=False)))
+    thread = threading.Thread(target=lambda: first.append(BootstrapStore(told, 1, derived=False)))
     thread.start()
     thread.join(20)
     return first[0]
 
 
-def test_the_thread_that_publishes_the_time_ends_with_its_meeting(port):
+def test_the_thread_that_publishes_the_time_ends_with_its_store(port):
     first = come(pair(port))
     clock = next(thread for thread in threading.enumerate() if thread.name == "clock")
-    assert abs(float(first.store.get(first.key("clock"))) - time.time()) < 30
+    assert abs(float(first.store.get(first.get_key("clock"))) - time.time()) < 30
     del first
     clock.join(20)
     assert not clock.is_alive()
@@ -177,10 +183,10 @@ def test_the_thread_that_publishes_the_time_ends_with_its_meeting(port):
 def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(port, monkeypatch):
     told = pair(port)
     first = come(told)
-    monkeypatch.setattr(meetings.torch, "__version__", "1.0")
+    monkeypatch.setattr(bootstrap.torch, "__version__", "1.0")
     with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
-        BootstrapStore(dict(told), 1, derived=False)
-    assert "has torch 1.0" in first.refused()
+        BootstrapStore(told, 1, derived=False)
+    assert "has torch 1.0" in first.get_value("refused")
 
 
 def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
@@ -191,25 +197,27 @@ def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
         monotonic=time.monotonic,
         sleep=time.sleep,
     )
-    monkeypatch.setattr(meetings, "time", other)
-    with pytest.raises(UsageError, match=r"the clock of .* is (99|10\d) s ahead of the others'"):
-        BootstrapStore(dict(told), 1, derived=False)
-    assert "clock" in first.refused()
+    monkeypatch.setattr(bootstrap, "time", other)
+    with pytest.raises(
+        UsageError, match=r"the clock of .* is (99|10\d) s ahead of that of the first machine"
+    ):
+        BootstrapStore(told, 1, derived=False)
+    assert "clock" in first.get_value("refused")
 
 
-def test_another_program_at_the_meeting_place_is_named_and_not_waited_for(monkeypatch):
-    monkeypatch.setattr(meetings, "_ANSWER_S", 1)
-    monkeypatch.setattr(meetings, "_STORE_S", 1)
+def test_another_program_at_the_port_of_the_rendezvous_is_named_and_not_waited_for(monkeypatch):
+    monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 1)
+    monkeypatch.setattr(bootstrap, "_STORE_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         told = said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(AccelError, match=r"something answers at .* that is no meeting place of torch"):
+        with pytest.raises(AccelError, match=r"port .* on 127.0.0.1 is used by another program"):
             BootstrapStore(told, 1, derived=False)
 
 
-def test_a_meeting_place_of_another_run_is_named_and_no_traceback(port, monkeypatch):
-    monkeypatch.setattr(meetings, "_STORE_S", 5)
+def test_a_rendezvous_of_another_run_is_named_and_no_traceback(port, monkeypatch):
+    monkeypatch.setattr(bootstrap, "_STORE_TIMEOUT_S", 5)
     told = pair(port)
-    other = come({**told, "run_id": "other"})
-    with pytest.raises(AccelError, match=r"answered, but not as that of this run"):
-        BootstrapStore({**told, "run_id": "mine"}, 1, derived=False)
-    assert other.hosts, "its store ends with it"
+    other = come(replace(told, run_id="other"))
+    with pytest.raises(AccelError, match=r"does not belong to run 'mine'"):
+        BootstrapStore(replace(told, run_id="mine"), 1, derived=False)
+    assert other.is_host, "its store ends with it"

@@ -67,11 +67,11 @@ def test_a_print_to_a_pipe_that_nobody_reads_fails_as_ever(tmp_path):
 
 def test_a_failure_is_left_whole_or_not_at_all_and_is_said_where_no_file_takes_it(tmp_path, monkeypatch):
     error = ValueError("no data")
-    worker.record(error, tmp_path / "error.json")
+    worker.record_failure(error, tmp_path / "error.json")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
     (tmp_path / "full.new").symlink_to("/dev/full")
     screen = tmp_path / "screen"
-    monkeypatch.setattr(worker, "_LAUNCHERS_SCREEN", str(screen))
-    worker.record(error, tmp_path / "full.json")
+    monkeypatch.setattr(worker, "_LAUNCHER_STDERR", str(screen))
+    worker.record_failure(error, tmp_path / "full.json")
     assert not (tmp_path / "full.json").exists()
     assert screen.read_text() == "ValueError: no data\n"

@@ -3,14 +3,14 @@ import socket
 import pytest
 
 from accel_cli.errors import ProfileError
-from accel_cli.launchers.base import Job
+from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.profile.layers import flat, to_data
-from accel_cli.profile.schema import describe
+from accel_cli.profile.layers import flatten, nest, to_data
+from accel_cli.profile.schema import Profile, describe
 from accel_cli.profile.store import render
 from accel_cli.profile.yaml_io import parse
-from accel_cli.wizard.steps import next_step, profile_from, suggested, suggested_values, told, values_from
+from accel_cli.wizard.steps import build_values, next_step, suggest_values
 
 MACHINES = [
     Machine(1),
@@ -21,12 +21,20 @@ MACHINES = [
 ]
 
 
+def suggested(machine, before=None):
+    return Profile.model_validate(nest(suggest_values(machine, before)))
+
+
+def profile_from(answers, before):
+    return Profile.model_validate(nest(build_values(answers, before)))
+
+
 def asked(answers):
     """The questions of a conversation with these answers, Enter on all others."""
     given, keys = {}, []
     while step := next_step(given):
         keys.append(step.key)
-        given[step.key] = answers.get(step.key, step.suggestion(MACHINES[-1], given, {}))
+        given[step.key] = answers.get(step.key, step.suggest(MACHINES[-1], given, {}))
     return keys
 
 
@@ -35,7 +43,9 @@ def asked(answers):
 def test_enter_on_every_question_gives_a_profile_that_launches(machine, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     profile = suggested(machine, {"launcher.kind": kind} if kind else None)
-    plan = profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, machine, "python"))
+    plan = profile.launcher.plan(
+        LaunchSpec("x.py", (), "script", profile.settings, {}, {}, machine, "python")
+    )
     assert plan.nnodes * plan.nproc_per_node >= 1
 
 
@@ -54,18 +64,18 @@ def test_where_machines_meet_is_suggested_by_an_address_that_others_reach(monkey
     step = next_step(answers)
     assert step.key == "launcher.rdzv_endpoint"
     for address, suggested_ in (("10.0.0.7", "10.0.0.7:29400"), ("fd00::7", "[fd00::7]:29400")):
-        monkeypatch.setattr(network, "own_address", lambda address=address: address)
-        assert step.suggestion(MACHINES[0], answers, {}) == suggested_
-    monkeypatch.setattr(network, "own_address", lambda: None)
+        monkeypatch.setattr(network, "find_own_address", lambda address=address: address)
+        assert step.suggest(MACHINES[0], answers, {}) == suggested_
+    monkeypatch.setattr(network, "find_own_address", lambda: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "node0")
-    assert step.suggestion(MACHINES[0], answers, {}) == "node0:29400"
-    assert step.problem("node0:29400", answers) is None
-    refused = step.problem("localhost:29400", answers)
-    assert refused == "only this machine reaches it: give an address that all machines reach"
-    assert step.problem("localhost", answers).startswith("expected host:port")
+    assert step.suggest(MACHINES[0], answers, {}) == "node0:29400"
+    assert step.find_problem("node0:29400", answers) is None
+    refused = step.find_problem("localhost:29400", answers)
+    assert refused == "only this machine reaches this address: give one that all nodes reach"
+    assert step.find_problem("localhost", answers).startswith("expected host:port")
     assert len(refused) < 80  # what the line of a terminal shows
     before = {"launcher.rdzv_endpoint": "localhost:29400"}
-    assert step.suggestion(MACHINES[0], answers, before) == "node0:29400"
+    assert step.suggest(MACHINES[0], answers, before) == "node0:29400"
 
 
 def test_a_cluster_is_asked_for_nodes_gpus_and_what_is_charged():
@@ -147,7 +157,7 @@ def test_what_the_profile_said_before_is_suggested_and_what_was_never_asked_stay
 
 @pytest.mark.parametrize("kind", ["single", "torchrun", "slurm", "sagemaker"])
 def test_only_what_was_answered_is_written(kind):
-    written = suggested_values(MACHINES[-1], {"launcher.kind": kind})
+    written = suggest_values(MACHINES[-1], {"launcher.kind": kind})
     assert set(written) <= set(asked({"launcher.kind": kind}))
     text = render(to_data(written), describe(kind))
     assert parse(text, "").data == to_data(written)
@@ -159,7 +169,7 @@ def test_only_what_was_answered_is_written(kind):
 
 
 def test_what_stands_in_the_file_stays_beside_the_answers():
-    written = values_from(
+    written = build_values(
         {"launcher.kind": "single", "mixed_precision": "no"}, {"env.A": "1", "resume": True}
     )
     assert written == {"env.A": "1", "resume": True, "launcher.kind": "single", "mixed_precision": "no"}
@@ -173,7 +183,7 @@ def test_an_answer_no_longer_asked_for_is_not_kept():
         "launcher.nproc_per_node": 2,
         "mixed_precision": "no",
     }
-    assert "launcher.rdzv_endpoint" not in flat(profile_from(answers, before).data())
+    assert "launcher.rdzv_endpoint" not in flatten(profile_from(answers, before).data())
 
 
 def test_another_launcher_keeps_nothing_of_the_one_before():
@@ -189,8 +199,8 @@ def test_an_answer_is_checked_by_the_field_it_fills(value, wrong):
     answers = {"launcher.kind": "torchrun", "launcher.nnodes": 1}
     step = next_step(answers)
     assert step.key == "launcher.nproc_per_node"
-    problem = step.problem(value, answers)
-    assert ("whole number" in problem) if wrong else problem is None
+    problem = step.find_problem(value, answers)
+    assert (problem.startswith("expected ") and problem.endswith(" or auto")) if wrong else problem is None
 
 
 TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
@@ -204,7 +214,9 @@ def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
     assert asked({"launcher.kind": "xla"}) == keys
     assert asked({"launcher.kind": "xla", "launcher.replicas": 1}) == [*keys[:2], keys[3]]
     assert (
-        profile.start.plan(Job("x.py", (), "script", profile.settings, {}, {}, TPU, "python")).launcher
+        profile.launcher.plan(
+            LaunchSpec("x.py", (), "script", profile.settings, {}, {}, TPU, "python")
+        ).launcher
         == "xla"
     )
 
@@ -226,8 +238,8 @@ def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
     answers = {"launcher.kind": "xla", "launcher.replicas": "all", "launcher.spmd": False}
     step = next_step(answers)
     assert [choice.value for choice in step.choices(TPU, answers)] == ["no", "bf16"]
-    assert step.suggestion(TPU, answers, {"mixed_precision": "fp16"}) == "bf16"
-    assert step.suggestion(TPU, answers, {"mixed_precision": "no"}) == "no"
+    assert step.suggest(TPU, answers, {"mixed_precision": "fp16"}) == "bf16"
+    assert step.suggest(TPU, answers, {"mixed_precision": "no"}) == "no"
     others = next_step({"launcher.kind": "single"})
     assert "fp16" in [choice.value for choice in others.choices(TPU, {"launcher.kind": "single"})]
 
@@ -239,8 +251,7 @@ SAGEMAKER = [
 MORE = [
     f"launcher.{key}"
     for key in (
-        "image_uri", "pytorch_version", "inputs", "metrics", "secrets", "model_dir", "checkpoint_dir", "tags",
-        "volume_size", "subnets", "volume_kms_key", "output_kms_key",
+        "image_uri", "pytorch_version", "inputs", "metrics", "secrets", "model_dir", "checkpoint_dir",
     )
 ]  # fmt: skip
 
@@ -255,8 +266,6 @@ def test_what_hangs_on_an_answer_is_asked_after_it():
     on_spot = asked({"launcher.kind": "sagemaker", "launcher.spot": True, "more": True})
     assert "launcher.max_wait" in on_spot
     assert "launcher.keep_alive" not in on_spot
-    in_vpc = asked({"launcher.kind": "sagemaker", "more": True, "launcher.subnets": ["subnet-1"]})
-    assert in_vpc[in_vpc.index("launcher.subnets") + 1] == "launcher.security_group_ids"
     own = asked({"launcher.kind": "sagemaker", "more": True, "launcher.image_uri": "mine:1"})
     assert "launcher.pytorch_version" not in own
 
@@ -264,32 +273,29 @@ def test_what_hangs_on_an_answer_is_asked_after_it():
 def step_of(key, answers):
     given = {"launcher.kind": "sagemaker", **answers}
     while (step := next_step(given)).key != key:
-        given[step.key] = step.suggestion(MACHINES[0], given, {})
+        given[step.key] = step.suggest(MACHINES[0], given, {})
     return step, given
 
 
 @pytest.mark.parametrize(
     ("key", "answers", "value", "wrong"),
     [
-        ("launcher.max_run", {}, "2 hours", "expected seconds, or text like 90m, 2h or 1d"),
+        ("launcher.max_run", {}, "2 hours", "expected seconds, or text such as 90m, 2h or 1d"),
         ("launcher.max_run", {}, 0, "at least 1"),
         ("launcher.max_run", {}, "1d", None),
         ("launcher.keep_alive", {}, "7h", "at most 21600"),
         ("launcher.max_wait", {"launcher.spot": True, "launcher.max_run": "2h", "more": True}, 60, "at least max_run, 7200"),
-        ("launcher.inputs", {"more": True}, {"accel": "s3://b/x"}, "'accel' is no name for a channel"),
+        ("launcher.inputs", {"more": True}, {"accel": "s3://b/x"}, "but not accel as the key"),
         ("launcher.inputs", {"more": True}, {"a": "https://b/x"}, "s3://bucket/folder"),
-        ("launcher.subnets", {"more": True}, ["subnet-1"], None),
-        ("launcher.security_group_ids", {"more": True, "launcher.subnets": ["s"]}, None, "expected both, or none"),
-        ("launcher.security_group_ids", {"more": True, "launcher.subnets": ["s"]}, ["sg-1"], None),
-        ("launcher.instance_type", {}, "ml.g5.xlrge", "did you mean ml.g5.xlarge"),
-        ("launcher.instance_type", {}, "g5xlarge", "did you mean ml.g5.xlarge"),
+        ("launcher.instance_type", {}, "ml.g5.xlrge", "Did you mean ml.g5.xlarge"),
+        ("launcher.instance_type", {}, "g5xlarge", "Did you mean ml.g5.xlarge"),
         ("launcher.instance_type", {}, "ml.trn1.2xlarge", "Neuron"),
         ("launcher.instance_type", {}, "ml.g5.xlarge", None),
     ],
 )  # fmt: skip
 def test_what_sagemaker_would_refuse_is_said_at_the_question(key, answers, value, wrong):
     step, given = step_of(key, answers)
-    problem = step.problem(value, given)
+    problem = step.find_problem(value, given)
     assert (wrong in problem) if wrong else problem is None
 
 
@@ -305,30 +311,23 @@ def test_what_an_answer_rules_out_is_not_kept():
     answers = {}
     while step := next_step(answers):
         spot = step.key == "launcher.spot"
-        answers[step.key] = False if spot else step.suggestion(MACHINES[0], answers, before)
+        answers[step.key] = False if spot else step.suggest(MACHINES[0], answers, before)
     assert profile_from(answers, before).launcher.max_wait is None
 
 
 def test_answers_that_do_not_fit_what_stays_are_said():
     before = {"launcher.kind": "sagemaker", "launcher.network_isolation": True}
     answers = {"launcher.kind": "sagemaker", "launcher.requirements": "more.txt", "mixed_precision": "no"}
-    with pytest.raises(ProfileError, match="network_isolation: requirements are fetched"):
+    with pytest.raises(ProfileError, match="network_isolation: requirements need a network"):
         profile_from(answers, before)
-
-
-def test_a_choice_is_told_what_the_profile_said_of_the_same_launcher():
-    before = {"launcher.kind": "sagemaker", "launcher.bucket": "mine", "launcher.region": "eu-west-1"}
-    said = told({"launcher.kind": "sagemaker", "launcher.region": "us-east-1"}, before)
-    assert (said["bucket"], said["region"]) == ("mine", "us-east-1")
-    assert "bucket" not in told({"launcher.kind": "slurm"}, before)
 
 
 def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeypatch):
     title = next_step({}).choices(MACHINES[0], {})[-1].title
     assert title == "A training job on Amazon SageMaker"
-    monkeypatch.setattr("accel_cli.launchers.sagemaker.asking.find_spec", lambda _: None)
+    monkeypatch.setattr("accel_cli.sagemaker.wizard.find_spec", lambda _: None)
     title = next_step({}).choices(MACHINES[0], {})[-1].title
-    assert title == "A training job on Amazon SageMaker (needs accel[sagemaker])"
+    assert title == "A training job on Amazon SageMaker (needs accel-runtime[sagemaker])"
 
 
 def test_a_profile_that_is_shown_leaves_out_what_is_empty():

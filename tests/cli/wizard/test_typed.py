@@ -40,7 +40,12 @@ def test_names_with_values_are_read_out_of_one_line(text, value):
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
-    [("a", "'a' is none"), ("a=", "'a=' is none"), ("=b", "is none"), ("a=1, a=2", "a comes twice")],
+    [
+        ("a", "invalid entry 'a'"),
+        ("a=", "invalid entry 'a='"),
+        ("=b", "invalid entry '=b'"),
+        ("a=1, a=2", "a is given twice"),
+    ],
 )
 def test_what_is_no_name_with_a_value_is_said(text, wrong):
     with pytest.raises(ValueError, match=wrong):

@@ -28,7 +28,7 @@ def transcribe(machine, answers):
     """Return one block of text for each question: its key, words, choices and suggestion."""
     given, blocks = {}, []
     while step := next_step(given):
-        suggestion = step.suggestion(machine, given, {})
+        suggestion = step.suggest(machine, given, {})
         lines = [f"{step.key}: {step.question.text}"]
         lines += [f"  hint: {step.question.hint}"] if step.question.hint else []
         lines += [f"  [{choice.value!r}] {choice.title}" for choice in step.choices(machine, given)]
@@ -40,7 +40,7 @@ def transcribe(machine, answers):
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_questions_are_those_of_their_golden_file(name, machine, monkeypatch, home):
-    monkeypatch.setattr(network, "own_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(network, "find_own_address", lambda: "10.0.0.7")
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     kind = name.partition("-")[0]
     text = transcribe(MACHINES[machine], {"launcher.kind": kind, **CONVERSATIONS[name]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 
 import cloudpickle
@@ -40,7 +41,7 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
             return None
         while not (folder / "sleeps").exists():
             time.sleep(0.01)
-        found = accelerator._backend._rank_monitor.service.ask([0, 1])
+        found = accelerator._backend.rank_monitor.service.ask([0, 1])
         (folder / "awake").touch()
         return {rank: (status.text, status.counts, status.ended) for rank, status in found.items()}
 
@@ -48,6 +49,25 @@ def test_a_rank_that_does_something_else_is_told_with_its_line_and_steps(pair, t
     assert text.startswith("is at test_status.py:")
     assert re.search(r" \(nap\) after \d+ steps? and \d+ batch(es)?$", text)
     assert (counts.backwards, counts.steps, ended) == (1, 1, False)
+
+
+def test_a_rank_in_a_library_is_told_with_the_line_of_the_script_that_called_it(pair, tmp_path):
+    def asked(folder):
+        accelerator = Accelerator()
+        if accelerator.process_index == 1:
+            (folder / "sleeps").touch()
+            while not (folder / "awake").exists():
+                threading.Event().wait(0.05)
+            return None
+        while not (folder / "sleeps").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until the other rank waits
+        text = accelerator._backend.rank_monitor.service.ask([1])[1].text
+        (folder / "awake").touch()
+        return text
+
+    text = pair.run(asked, tmp_path)[0]
+    assert re.match(r"is at test_status\.py:\d+ \(asked\) after", text)
 
 
 def test_an_error_of_a_collective_tells_where_all_ranks_are(pair, tmp_path):

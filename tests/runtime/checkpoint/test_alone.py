@@ -41,7 +41,7 @@ def learn(accelerator, model, optimizer, batch):
 def train_and_save_alone(folder, rank, metrics):
     accelerator, model, optimizer, loader = prepared(folder)
     saved, asked = [], 0
-    service = accelerator._backend._rank_monitor.service
+    service = accelerator._backend.rank_monitor.service
     ask = service.ask
 
     def count(*arguments):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_runtime.checkpoint.errors import CheckpointError, RequestError
-from accel_runtime.checkpoint.merge import MergeRequest, list_item_contents, merge_tensors
+from accel_runtime.checkpoint.safetensors_file import MergeRequest, list_item_contents, merge_tensors
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_parts_of_any_shape_become_the_whole_tensor_to_the_last_bit(checkpoint, 
 
 
 def test_a_part_is_larger_than_what_is_read_at_a_time(checkpoint, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr("accel_runtime.checkpoint.merge.BLOCK", 256)
+    monkeypatch.setattr("accel_runtime.checkpoint.safetensors_file.BLOCK", 256)
     model = {"wide": torch.randn(9, 31, generator=generator), "long": torch.randn(200, generator=generator)}
     found = checkpoint(tmp_path / "c", {"model": model}, cuts={"model/wide": (2, 3)})
     for dtype in (None, "float16"):
@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_what_is_merged(checkpoint, tmp_path):
         "import sys\n"
         "from pathlib import Path\n"
         "from accel_runtime.checkpoint.manifest import read_checkpoint\n"
-        "from accel_runtime.checkpoint.merge import MergeRequest, merge_tensors\n"
+        "from accel_runtime.checkpoint.safetensors_file import MergeRequest, merge_tensors\n"
         "def peak():\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return int(next(line for line in lines if line.startswith('VmHWM')).split()[1]) * 1024\n"

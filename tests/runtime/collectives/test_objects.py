@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.collectives.objects import deserialize_object, serialize_object
+from accel_runtime.collectives.handshake import deserialize_object, serialize_object
 
 
 def travelled(item):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from accel_runtime.collectives.tensors import (
     build_layout,
     pack_into,
-    unpack_combined,
     unpack_row,
     unpack_rows,
 )
@@ -58,7 +57,7 @@ def test_any_tensors_of_one_rank_come_back_as_views(specs):
 @given(SPECS, st.integers(1, 3))
 def test_any_tensors_are_combined_over_the_ranks(specs, world):
     rows, everyone = packed(specs, world)
-    last = unpack_combined(rows, planned(specs), lambda numbers: numbers[-1])
+    last = unpack_row(rows, planned(specs), lambda numbers: numbers[-1])
     for got, wanted in zip(last, everyone[-1], strict=True):
         assert torch.equal(got, wanted)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from walks import checked, chunks, walked
 
-import accel_runtime.accelerator.accelerator as facade
+import accel_runtime.accelerator as facade
 from accel_runtime import Accelerator, DataLoaderConfiguration, set_seed
 from accel_runtime.backends.single import Single
 from accel_runtime.data.map_style import MapStyleSource

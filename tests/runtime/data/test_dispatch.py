@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from walks import checked, chunks, walked
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
-from accel_runtime.data.dispatch import DispatchError
+from accel_runtime.data.prepare import DispatchError
 
 DATASETS = {"a stream": walks.Stream, "a map": range}
 

@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
-from accel_runtime.data.map_style import SampleOrder
+from accel_runtime.data.map_style import EpochOrder
 from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.data.sharding import BatchSharding
 from accel_runtime.topology import Topology
@@ -329,8 +329,9 @@ def test_a_permutation_from_the_middle_is_that_of_torch_and_leaves_the_generator
         torch.manual_seed(5)
         generator = torch.Generator().manual_seed(6) if own else None
         sampler = RandomSampler(range(count), generator=generator)
-        samples = SampleOrder(sampler, BatchSharding(0, 1, size), Single(Topology(), torch.device("cpu")))
-        drawn = [index for indices, _ in samples.iterate(position, 0, eager=False) for index in indices]
+        loader = DataLoader(range(count), batch_size=size, sampler=sampler)
+        samples = EpochOrder(loader, BatchSharding(0, 1, size), Single(Topology(), torch.device("cpu")))
+        drawn = [index for indices, _ in samples.iterate_steps(position, 0, eager=False) for index in indices]
         return drawn, torch.get_rng_state().tolist(), generator.get_state().tolist() if own else None
 
     whole, *states = order(0)

@@ -65,9 +65,8 @@ def test_the_parts_of_a_step_are_the_global_batch_of_one_process(world, split, d
 @every_division
 def test_the_number_of_steps_is_known_beforehand(world, split, drop_last, pad_last):
     for number, size, _, steps in every_epoch(world, split, drop_last, pad_last):
-        assert BatchSharding(world - 1, world, size, split, drop_last, pad_last).num_steps(number) == len(
-            steps
-        )
+        sharding = BatchSharding(world - 1, world, size, split, drop_last, pad_last)
+        assert sharding.num_steps(number, sharding.padded_size) == len(steps)
 
 
 @every_division
@@ -196,7 +195,7 @@ def test_batches_of_any_lengths_are_shared_out_once_and_in_order(
     steps = epoch(world, lambda s: s.group_batches(batches), **options)
     rounds = chunks(batches, world, drop_last=drop_last)
     assert [samples(step) for step in steps] == [list(chain.from_iterable(round_)) for round_ in rounds]
-    assert BatchSharding(0, world, **options).num_steps_of_batches(len(batches)) == len(steps)
+    assert BatchSharding(0, world, **options).num_steps(len(batches), world) == len(steps)
     for parts, shares in steps:
         assert [len(part) for part in parts] == list(shares[0].batch_sizes)
         steps_are_regular = batch_size is not None and set(map(len, batches)) == {batch_size}

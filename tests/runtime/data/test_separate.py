@@ -58,6 +58,17 @@ def weighed(found):
 
 
 @pytest.mark.parametrize("kind", ["a stream", "a map"])
+def test_a_batch_that_collates_to_none_is_not_the_end(kind):
+    """The batches after it are returned too, as by a bare loader."""
+    data = Offset(0, 6) if kind == "a stream" else range(6)
+    loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: None if 2 in rows else rows)
+    local = walks.read(loader, alone()) if kind == "a stream" else walks.dispatched(loader, alone())
+    source = PreshardedSource(local, loader, walks.Likewise(0, 2))
+    batches = [step.samples for step in walked(source, read=lambda batch: batch)]
+    assert batches == [[0, 1], None, [4, 5]]
+
+
+@pytest.mark.parametrize("kind", ["a stream", "a map"])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_every_rank_walks_its_own_samples_once_in_equally_many_steps(ranks, kind, counts):
     """A11, F1: Accelerate hangs where ranks have different numbers of batches."""

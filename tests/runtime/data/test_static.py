@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.metrics import gather_samples
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.iteration import ActiveLoops
 from accel_runtime.data.loader import LoaderOptions, skip_first_batches
 from accel_runtime.data.prepare import prepare_loader
 from accel_runtime.topology import Topology

@@ -24,6 +24,11 @@ VIT = {
     "num_attention_heads": 4, "intermediate_size": 64, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
 
+WAV2VEC = {
+    "model_type": "wav2vec2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 64, "vocab_size": 50, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -70,6 +75,26 @@ def test_sizes_that_are_said_win_and_the_file_itself_may_be_named(folder, transf
         "input_ids": [3, 7],
         "labels": [3, 7],
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "message"),
+    [
+        (
+            VIT,
+            {"seq_length": 7},
+            "--seq-length has no effect on ViTForImageClassification: its input pixel_values",
+        ),
+        (
+            {**WAV2VEC, "architectures": ["Wav2Vec2ForCTC"]},
+            {"batch_size": 2},
+            "--batch-size has no effect on Wav2Vec2ForCTC: no batch is known for its input input_values",
+        ),
+    ],
+)
+def test_a_size_that_the_model_has_no_use_for_is_refused(folder, transformers, config, sizes, message):
+    with pytest.raises(EstimateError, match=message):
+        build_from_configuration(str(folder(config)), sizes)
 
 
 def test_code_of_the_model_s_own_is_never_run(folder, transformers):

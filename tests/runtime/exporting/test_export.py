@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -307,12 +311,47 @@ def test_files_of_an_earlier_export_go_after_the_new_ones_are_in_place_and_nothi
         "pytorch_model.bin",
         "other-00001-of-00002.safetensors",
     ]
-    for name in [*others, ".model-00001-of-00009.safetensors.unfinished-0"]:
+    for name in others:
         (tmp_path / name).touch()
     old = [name for name in files(tmp_path) if name.startswith("model-0000")] + [INDEX]
     written(state, tmp_path, disk=Watching())
     assert gone == old
     assert files(tmp_path) == sorted([*others, SINGLE])
+
+
+def test_files_of_killed_exports_go_with_the_next_and_those_of_running_ones_stay(tmp_path):
+    state, node = {name: torch.zeros(4) for name in "abc"}, socket.gethostname()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stays = [f".{SINGLE}.{node}-{os.getppid()}.unfinished", f".{SINGLE}.other-{ended.pid}.unfinished"]
+    killed = [
+        f".{name}.{node}-{ended.pid}.unfinished" for name in (SINGLE, "model-00001-of-00009.safetensors")
+    ]
+    for name in stays + killed:
+        (tmp_path / name).touch()
+    written(state, tmp_path)
+    assert files(tmp_path) == sorted([*stays, SINGLE])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_export_ended_by_a_signal_leaves_nothing_after_the_next(tmp_path, number):
+    script = (
+        "import os, sys, torch\n"
+        "from pathlib import Path\n"
+        "from accel_runtime.checkpoint.filesystem import FileSystem\n"
+        "from accel_runtime.export.save_model import ExportPlan, export_model\n"
+        "class Ending(FileSystem):\n"
+        "    def sync(self, file):\n"
+        "        os.kill(os.getpid(), int(sys.argv[2]))\n"
+        "export_model(ExportPlan.from_state({'a': torch.ones(4)}, 100), Path(sys.argv[1]), Ending())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, str(int(number))], capture_output=True, check=False
+    )
+    assert done.returncode
+    assert not (tmp_path / SINGLE).exists()
+    written({"a": torch.zeros(4)}, tmp_path)
+    assert files(tmp_path) == [SINGLE]
 
 
 def test_shards_of_two_exports_do_not_pass_for_one(tmp_path):

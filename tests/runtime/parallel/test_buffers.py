@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_runtime.backends.fsdp import BufferBroadcast
+from accel_runtime.backends.fsdp import build_buffer_broadcast
 
 
 def test_what_is_saved_travels_together_and_tables_stay():
@@ -18,7 +18,7 @@ def test_what_is_saved_travels_together_and_tables_stay():
         sent.append(tensor.numel())
         return tensor + 1
 
-    BufferBroadcast(model, broadcast).broadcast_buffers()
+    build_buffer_broadcast(model, broadcast)(())
     assert sorted(sent) == [1, 4]
     assert model.running_mean.tolist() == [1, 1]
     assert model.running_var.tolist() == [2, 2]
@@ -28,13 +28,13 @@ def test_what_is_saved_travels_together_and_tables_stay():
 
 def test_a_buffer_that_is_another_tensor_now_travels_too():
     model = nn.BatchNorm1d(2)
-    shared = BufferBroadcast(model, lambda tensor: tensor + 1)
+    shared = build_buffer_broadcast(model, lambda tensor: tensor + 1)
     model.running_mean = torch.full((2,), 5.0)
-    shared.broadcast_buffers()
+    shared(())
     assert model.running_mean.tolist() == [6, 6]
 
 
 def test_what_has_no_values_stays():
     model = nn.BatchNorm1d(2, device="meta")
-    BufferBroadcast(model, lambda _: None).broadcast_buffers()
+    build_buffer_broadcast(model, lambda _: None)(())
     assert model.running_mean.is_meta

@@ -128,7 +128,10 @@ REFUSED = {
         {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
         "Remove sharding_strategy",
     ),
-    "a group of none": ({"reshard_after_forward": 0}, "a number above 1; it is 0"),
+    "a group of none": (
+        {"reshard_after_forward": 0},
+        "reshard_after_forward 0: expected True, False or a number above 1",
+    ),
     "no prefetching": ({"backward_prefetch": "NO_PREFETCH"}, "always gathers the next module"),
     "whole checkpoints": ({"state_dict_type": "FULL_STATE_DICT"}, r"get_state_dict\(\) and save_model\(\)"),
     "an object for checkpoints": ({"state_dict_config": object()}, "no such object"),
@@ -141,9 +144,9 @@ REFUSED = {
     "offloaded activations": ({"activation_checkpointing_offload": True}, "stay on the device"),
     "loading on the first": ({"cpu_ram_efficient_loading": True}, "meta device"),
     "a function": ({"auto_wrap_policy": always_wrap_policy}, "Name the classes"),
-    "another way": ({"auto_wrap_policy": "every_other"}, "it is 'every_other'"),
+    "another way": ({"auto_wrap_policy": "every_other"}, "auto_wrap_policy 'every_other': expected one of"),
     "no size": ({"auto_wrap_policy": "size_based_wrap"}, "needs min_num_params above 0"),
-    "a size below 0": ({"min_num_params": -1}, "a whole number; it is -1"),
+    "a size below 0": ({"min_num_params": -1}, "min_num_params -1: expected a whole number"),
     "names and a size": (
         {"transformer_cls_names_to_wrap": ["Block"], "min_num_params": 5},
         "exclude each other",
@@ -161,18 +164,18 @@ REFUSED = {
         "Pass cpu_offload=True",
     ),
     "memory that moves": ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "pinned"),
-    "a place": ({"cpu_offload": 5}, "it is 5"),
-    "no switch": ({"activation_checkpointing": "perhaps"}, "True or False; it is 'perhaps'"),
+    "a place": ({"cpu_offload": 5}, "cpu_offload 5: expected True, False"),
+    "no switch": ({"activation_checkpointing": "perhaps"}, "'perhaps': expected True or False"),
     "modules": ({"ignored_modules": [nn.Linear(1, 1)]}, "Pass names"),
     "an expression": ({"ignored_modules": r".*norm|head\d"}, "layers"),
     "a format of 8 bits": ({"mixed_precision_policy": "fp8"}, "one of fp32, bf16, fp16"),
     "a format of 64 bits": (
         {"mixed_precision_policy": {"param_dtype": torch.float64}},
-        "param_dtype must be one of",
+        "param_dtype torch.float64: expected one of",
     ),
     "a format of the first version": ({"mixed_precision_policy": MixedPrecision()}, "MixedPrecisionPolicy"),
     "buffers": ({"mixed_precision_policy": {"buffer_dtype": torch.float32}}, "buffers keep their own dtype"),
-    "no policy": ({"mixed_precision_policy": 16}, "it is 16"),
+    "no policy": ({"mixed_precision_policy": 16}, "mixed_precision_policy 16: expected"),
 }
 
 
@@ -185,7 +188,7 @@ def test_what_can_be_done_is_done(case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_do_nothing_is_refused_with_its_word(case):
     given, told = REFUSED[case]
-    with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin: .*{told}"):
+    with pytest.raises(ValueError, match=f"FullyShardedDataParallelPlugin.*{told}"):
         Plugin(**given)
 
 
@@ -210,11 +213,11 @@ def test_sizes_and_a_plan_become_settings():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"tp_size": 0}, "tp_size must be a whole number above 0; it is 0"),
+        ({"tp_size": 0}, "tp_size 0: expected a whole number above 0"),
         ({"tp_size": True}, "tp_size"),
-        ({"dp_shard_size": "all"}, "above 0, or auto; it is 'all'"),
-        ({"cp_backend": "ring"}, "cp_backend must be 'torch'"),
-        ({"sp_backend": "torch"}, "sp_backend must be 'deepspeed'"),
+        ({"dp_shard_size": "all"}, "'all': expected a whole number above 0, or auto"),
+        ({"cp_backend": "ring"}, "cp_backend 'ring': expected 'torch'"),
+        ({"sp_backend": "torch"}, "sp_backend 'torch': expected 'deepspeed'"),
         ({"sp_size": 2}, "cp_size"),
         ({"sp_handler": object()}, "DeepSpeed"),
     ],
@@ -230,9 +233,11 @@ def test_handlers_say_what_is_done_or_are_refused():
     )
     with pytest.raises(ValueError, match="enable_async_tp"):
         TorchTensorParallelConfig(enable_async_tp=True)
-    with pytest.raises(ValueError, match="invalid cp_comm_strategy 'alltoall'"):
+    with pytest.raises(ValueError, match="cp_comm_strategy 'alltoall': expected 'allgather'"):
         TorchContextParallelConfig("alltoall")
-    with pytest.raises(TypeError, match="cp_handler must be a TorchContextParallelConfig"):
+    with pytest.raises(
+        TypeError, match=r"ParallelismConfig.cp_handler .*: expected a TorchContextParallelConfig"
+    ):
         ParallelismConfig(cp_handler=SimpleNamespace())
 
 
@@ -263,7 +268,7 @@ def test_a_plugin_that_has_nothing_to_shard_is_refused():
 
 
 def test_an_object_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match="fsdp_plugin must be a FullyShardedDataParallelPlugin"):
+    with pytest.raises(TypeError, match=r"fsdp_plugin .*: expected a FullyShardedDataParallelPlugin"):
         merge_settings(Settings(), None, ParallelismConfig())
-    with pytest.raises(TypeError, match="Accelerator: parallelism_config must be a ParallelismConfig"):
+    with pytest.raises(TypeError, match=r"Accelerator.parallelism_config .*: expected a ParallelismConfig"):
         merge_settings(Settings(), Plugin(), None)

@@ -7,12 +7,12 @@
 
 echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2
 
-# srun answers with the highest exit code of the nodes: one that was only ended because another failed says 1.
-# Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
-one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
+# srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
+# Slurm signals every process of a node: the warning must not end those that do not handle it.
+node_command='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
 
 srun --nodes=1 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
-  bash -c "$one" accel \
+  bash -c "$node_command" accel \
   /venv/bin/python -m accel_cli launch --quiet --no-profile \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=1 \

@@ -8,24 +8,25 @@
 #SBATCH --open-mode=append
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((10000 + SLURM_JOB_ID % 20000))
+port=$((20000 + SLURM_JOB_ID % 10000))
 
 echo "accel: Slurm job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}" >&2
 
-again() {
-  warned=1
-  echo "accel: the time limit is near: SIGUSR1 to the scripts, then job $SLURM_JOB_ID is run again" >&2
+requeue_pid=
+requeue_before_limit() {
+  echo "accel: the time limit is near: sending SIGUSR1 to the scripts, then requeueing job $SLURM_JOB_ID" >&2
   scancel --signal=USR1 "$SLURM_JOB_ID"
   (sleep 105; scontrol requeue "$SLURM_JOB_ID") &
+  requeue_pid=$!
 }
-trap again USR1
+trap requeue_before_limit USR1
 
-# srun answers with the highest exit code of the nodes: one that was only ended because another failed says 1.
-# Slurm signals every process of a node; a warning is for the scripts that listen, and ends none of the others.
-one='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
+# srun exits with the highest exit code of the nodes: that of a node ended by the failure of another becomes 1.
+# Slurm signals every process of a node: the warning must not end those that do not handle it.
+node_command='trap : HUP INT TERM; trap "" USR1 USR2; "$@"; code=$?; exit $((code == 143 ? 1 : code))'
 
 srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
-  bash -c "$one" accel \
+  bash -c "$node_command" accel \
   /venv/bin/python -m accel_cli launch --quiet --no-profile \
   --set launcher.kind=torchrun \
   --set launcher.nnodes=2 \
@@ -37,5 +38,6 @@ srun --nodes=2 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
 
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
-[ -z "$warned" ] || scontrol requeue "$SLURM_JOB_ID"
+# Slurm may not kill the background process, which would requeue the next attempt.
+[ -z "$requeue_pid" ] || { kill "$requeue_pid"; scontrol requeue "$SLURM_JOB_ID"; }
 exit "$code"

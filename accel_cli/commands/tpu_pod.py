@@ -1,0 +1,232 @@
+"""`accel tpu-pod`: the gcloud command that runs `accel launch` on every worker of a TPU pod."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel_cli.commands.base import CommandApp
+from accel_cli.commands.launch import build_request, format_headline, format_plan
+from accel_cli.commands.options import CompatCommand
+
+if TYPE_CHECKING:
+    from accel_cli.planning.options import Request
+    from accel_cli.planning.plan import Plan
+    from accel_cli.profile.layers import Resolved
+
+__all__ = ["Pod", "app", "find_folder", "prepare"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.:-]*")
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A TPU pod, and how its workers run the script."""
+
+    name: str
+    folder: str
+    """The working folder on the workers, relative to the home of their user unless it is absolute."""
+    zone: str | None = None
+    project: str | None = None
+    setup: tuple[str, ...] = ()
+    """Shell commands that every worker runs before the launch."""
+
+
+app = CommandApp(rich_help_panel="Run")
+
+
+@app.command(
+    "tpu-pod",
+    cls=CompatCommand,
+    epilog="Example: accel tpu-pod my-pod --zone us-central2-b -- train.py --epochs 3",
+)
+def tpu_pod(  # noqa: PLR0913, PLR0917 - one parameter an option
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the TPU.")],
+    launch: Annotated[
+        list[str],
+        typer.Argument(metavar="LAUNCH", help="Arguments of accel launch: its options, SCRIPT and ARGS."),
+    ],
+    zone: Annotated[
+        str | None, typer.Option(metavar="ZONE", help="Use the TPU in this zone instead of gcloud's default.")
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="ID", help="Use this project instead of gcloud's default.")
+    ] = None,
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run in this folder of the workers, relative to the home; by default the current folder.",
+        ),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMMAND", help="Run a shell command on every worker before the launch; can be repeated."
+        ),
+    ] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run the command instead of printing it.")] = False,
+) -> None:
+    """Print the gcloud command that runs accel launch on every worker of a TPU pod.
+
+    Put -- before the arguments of accel launch, so that its options are not read as options of accel tpu-pod.
+    """
+    import os
+    import shlex
+    import shutil
+
+    from accel_cli import console
+    from accel_cli.errors import UsageError
+    from accel_cli.launchers.single import Single
+    from accel_cli.planning import planner
+
+    request = _parse_launch(context, launch)
+    if folder is None:
+        # In another folder, the workers may have a script that is missing here.
+        planner.check_target(request.target, request.kind)
+    pod = Pod(name, find_folder(folder), zone, project, tuple(setup or ()))
+    resolved, plan = prepare(pod, request, os.environ)
+    if "dry_run" in request.options or "explain" in request.options:
+        console.plain(format_plan(plan, resolved if "explain" in request.options else None))
+        return
+    quiet = "quiet" in request.options
+    if not run:
+        console.plain(shlex.join(plan.argv))
+        if not quiet:
+            console.note(
+                "nothing was run. Run this command, or add --run, to launch the script on every worker."
+            )
+        return
+    if not shutil.which("gcloud"):
+        raise UsageError(
+            "gcloud not found: accel tpu-pod --run needs it to reach the workers. Install the Google Cloud CLI "
+            "(https://cloud.google.com/sdk/docs/install), or leave out --run and run the printed command elsewhere."
+        )
+    if not quiet:
+        console.note(format_headline(plan, resolved))
+    raise typer.Exit(Single().run(plan))
+
+
+def _parse_launch(context: typer.Context, args: list[str]) -> Request:
+    """Return the request for arguments of `accel launch`."""
+    from dataclasses import replace
+
+    group: Any = context.find_root().command
+    command = group.get_command(context, "launch")
+    parsed = command.make_context("launch", args, parent=context.find_root())
+    options = command.take_options(parsed)
+    return replace(build_request(parsed.params["script"], parsed.params["args"], options), for_pod=True)
+
+
+def find_folder(folder: str | None) -> str:
+    """Return the working folder on the workers: relative to the home if it is in the home of this user.
+
+    Args:
+        folder: The folder; None takes the current one.
+    """
+    from pathlib import Path
+
+    path = Path.cwd() if folder is None else Path(folder).expanduser()
+    for home in (Path.home(), Path.home().resolve()):
+        if path.is_relative_to(home):
+            return str(path.relative_to(home))
+    return str(path)
+
+
+def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
+    """Return the resolved profile, and the plan whose command launches it on every worker.
+
+    Args:
+        pod: The pod.
+        request: The launch. The user's own profile does not apply, since it describes this machine.
+        environ: The environment.
+
+    Raises:
+        UsageError: The launch cannot run on a pod.
+    """
+    from accel_cli import launchers
+    from accel_cli.console import mask_secrets
+    from accel_cli.errors import UsageError
+    from accel_cli.planning import planner
+    from accel_cli.planning.machine import Machine, Packages, Tpu
+    from accel_cli.planning.plan import Plan
+
+    for option, value in (("NAME", pod.name), ("--zone", pod.zone), ("--project", pod.project)):
+        if value is not None and not _NAME.fullmatch(value):
+            raise UsageError(
+                f"Invalid {option} {value!r}: expected letters, digits, '-', '_', '.' and ':', as in names of Google Cloud."
+            )
+    if "node_rank" in request.options:
+        raise UsageError(
+            "Cannot use --node-rank with accel tpu-pod: it is for one node, and all of them are started. Leave it out."
+        )
+    # A worker is assumed to have the packages; its own `accel launch` checks them.
+    worker = Machine(1, tpu=Tpu(("TPU",), "accel tpu-pod"), packages=Packages("2.9.0", "2.9.0", "installed"))
+    resolved, plan = planner.prepare(request, environ, worker)
+    if plan.launcher != (needed := launchers.suggest(worker)):
+        raise UsageError(
+            f"Cannot run on a TPU pod with launcher.kind: {plan.launcher} (from {resolved.source('launcher.kind')}): it "
+            f"needs {needed}. Use --set launcher.kind={needed} for this run."
+        )
+    for name, value in resolved.profile.env.items():
+        if mask_secrets(name, value) != value:
+            raise UsageError(
+                f"Cannot send env.{name} to the workers: it looks like a secret, and command lines are visible to all users. Set "
+                "it in the environment of the workers, or in a file that a --setup command reads there."
+            )
+    return resolved, Plan(
+        launcher=plan.launcher,
+        argv=(
+            "gcloud",
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "ssh",
+            pod.name,
+            *_build_options(pod, request, resolved),
+        ),
+        env={},
+        device=f"TPU pod {pod.name}",
+        target=request.target,
+    )
+
+
+def _build_options(pod: Pod, request: Request, resolved: Resolved) -> Iterator[str]:
+    """Yield the options of gcloud, the last of which is the command for the shell of every worker."""
+    from accel_cli.planning.plan import quote_for_bash
+
+    if pod.zone:
+        yield f"--zone={pod.zone}"
+    if pod.project:
+        yield f"--project={pod.project}"
+    yield "--worker=all"
+    # The home is a variable, since users have other names on the workers.
+    home = "" if pod.folder.startswith("/") else '"$HOME"/'
+    # `python3 -m`, since the PATH of a command over ssh lacks the programs that pip installed for a user.
+    launch = ("python3", "-m", "accel_cli", "launch", "--no-profile", *_list_assignments(resolved))
+    kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[request.kind]
+    command = " ".join(map(quote_for_bash, (*launch, *kind, "--", request.target, *request.args)))
+    yield f"--command={' && '.join([f'cd {home}{quote_for_bash(pod.folder)}', *pod.setup, f'exec {command}'])}"
+
+
+def _list_assignments(resolved: Resolved) -> Iterator[str]:
+    """Yield every value that a layer has set, as options of `accel launch`."""
+    from accel_cli.profile.layers import flatten
+
+    values = flatten(resolved.profile.model_dump())
+    for key in resolved.sources:
+        yield from ("--set", f"{key}={_format_value(key, values[key])}")
+
+
+def _format_value(key: str, value: Any) -> str:
+    """Return the text that `--set` reads as a value."""
+    from accel_cli.profile import yaml_io
+
+    if key.startswith("env."):
+        return str(value)
+    return yaml_io.dump({"value": value}).removeprefix("value:").strip()

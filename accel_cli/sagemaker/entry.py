@@ -1,0 +1,357 @@
+"""The first process of a SageMaker container: unpack the job, install its packages, and run `accel launch`.
+
+The image's Python runs this file by path, before accel can be imported, so it needs the standard library only. It is
+`ROOT/input/data/accel/entry.py`, next to the other files of the bundle; ROOT is `/opt/ml` on the platform.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tarfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["JobError", "build_variables", "link_folder", "main", "needs_compat", "read_secrets"]
+
+_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2
+)  # fmt: skip
+_CHANNEL = "accel"
+_PORT = "7777"
+"""The port of the rendezvous, as in SageMaker's own launchers."""
+_PYTHON, _TORCH = (3, 10), (2, 9)
+"""The oldest versions that accel runs on."""
+_COMPAT, _DRIVER = Path("/usr/local/cuda/compat"), Path("/proc/driver/nvidia/version")
+_PIP = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+"""Options as variables, of which an old pip ignores those that it does not know."""
+
+
+class JobError(Exception):
+    """The job cannot start, for a reason that the user can change."""
+
+
+def main(root: Path) -> int:
+    """Run the job on this host, and return its exit code: 128 + n if signal n ended it."""
+    supervisor, host, reason = Supervisor(), socket.gethostname(), ""
+    try:
+        resources = _read_config(root, "resourceconfig")
+        host = resources["current_host"]
+        command, environ = _prepare(root, resources, supervisor)
+        code = supervisor.run(command, environ)
+        if code < 0:
+            name = signal.Signals(-code).name
+            reason = f"accel launch was ended by {name}; SIGKILL is often the out-of-memory killer"
+    except Exception as error:  # noqa: BLE001 - the user sees nothing but the reason
+        code = -supervisor.received[0] if supervisor.received else 1
+        name = "" if isinstance(error, JobError) else f"{type(error).__name__}: "
+        reason = f"the job cannot start: {name}{error}"
+    # A signal is how the platform ends a job, which is not a failure.
+    if reason and not supervisor.received:
+        _note(f"error: {reason}")
+        (root / "output").mkdir(parents=True, exist_ok=True)
+        # accel launch may have left a reason already.
+        with suppress(FileExistsError), (root / "output" / "failure").open("x", encoding="utf-8") as file:
+            file.write(f"{host}: {reason}")
+    code = code if code >= 0 else 128 - code
+    # A client that follows the job needs this line to know that the log of this host is complete.
+    sys.stdout.write(f"accel: {host} ended with exit code {code}\n")
+    sys.stdout.flush()
+    return code
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"accel: {text}\n")
+
+
+def _read_config(root: Path, name: str) -> dict[str, Any]:
+    """Read a file of the platform."""
+    return dict(json.loads((root / "input" / "config" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+class Supervisor:
+    """Process 1 of the container: forwards signals to its child, and reaps every process that exits."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._child = 0
+        # The kernel drops signals for which process 1 has no handler.
+        for number in _SIGNALS:
+            signal.signal(number, self._forward)
+
+    def run(self, argv: list[str], environ: Mapping[str, str], errors: Path | None = None) -> int:
+        """Run a program with its standard error in a file, and return its exit code, or -n if signal n ended it."""
+        if self.received:
+            return -self.received[0]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        actions = [(os.POSIX_SPAWN_OPEN, 2, str(errors), flags, 0o600)] if errors else []
+        # subprocess would wait for processes that are reaped below.
+        self._child = os.posix_spawn(argv[0], argv, environ, file_actions=actions)
+        for number in self.received:
+            os.kill(self._child, number)
+        while True:
+            pid, status = os.wait()
+            if pid == self._child:
+                self._child = 0
+                return os.waitstatus_to_exitcode(status)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        self.received.append(number)
+        if self._child:
+            with suppress(ProcessLookupError):  # reaped a moment ago
+                os.kill(self._child, number)
+
+
+def _prepare(
+    root: Path, resources: Mapping[str, Any], supervisor: Supervisor
+) -> tuple[list[str], dict[str, str]]:
+    """Unpack and install everything, and return the command of `accel launch` and its environment."""
+    _check_image()
+    bundle, accel, code = root / "input" / "data" / _CHANNEL, root / "accel", root / "code"
+    job = json.loads((bundle / "job.json").read_text(encoding="utf-8"))
+    _unpack(bundle / "accel.tar.gz", accel)
+    _unpack(bundle / "source.tar.gz", code)
+    for folder in (root / "model", root / "checkpoints", root / "output" / "data"):
+        folder.mkdir(parents=True, exist_ok=True)
+    options = [*job["options"], "--log-dir", str(root / "output" / "data" / "accel-runs")]
+    if any((root / "checkpoints").iterdir()):
+        options.append("--resume")
+        _note(
+            f"{root / 'checkpoints'} has checkpoints of an earlier run: accelerator.resume() continues from there"
+        )
+    for key, name in (("model_dir", "model"), ("checkpoint_dir", "checkpoints")):
+        if job[key]:
+            link_folder(code / job["cwd"] / job[key], root / name)
+    environ = {**build_variables(root, resources), **os.environ, **job["settings"], **job["env"]}
+    sys.path.insert(0, str(accel))
+    env = importlib.import_module("accel_runtime.env")
+    environ |= {
+        env.NODE_NAME: resources["current_host"],
+        env.FAILURE_FILE: str(root / "output" / "failure"),
+    }
+    # Requirements that name accel are satisfied by the one that was sent.
+    metadata = accel / f"accel_runtime-{env.__version__}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(
+        f"Metadata-Version: 2.1\nName: accel-runtime\nVersion: {env.__version__}\n", encoding="utf-8"
+    )
+    environ["PYTHONPATH"] = _prepend(accel, environ.get("PYTHONPATH"))
+    if needs_compat():
+        environ["LD_LIBRARY_PATH"] = _prepend(_COMPAT, environ.get("LD_LIBRARY_PATH"))
+    os.chdir(code)
+    # pip may need a secret for its index, and an image may lack boto3, which reads secrets.
+    has_boto3 = find_spec("boto3") is not None
+    if has_boto3:
+        environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
+    _install(job, bundle, accel, supervisor, environ)
+    if not has_boto3:
+        importlib.invalidate_caches()
+        environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
+    os.chdir(job["cwd"])
+    # A file of its own: with -m or -c, modules next to the script would hide those of Python.
+    launcher = accel / "accel"
+    launcher.write_text("from accel_cli.main import main\n\nmain()\n", encoding="utf-8")
+    return [sys.executable, str(launcher), "launch", *options, "--", job["target"], *job["args"]], environ
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        with tarfile.open(archive) as tar:
+            # Pythons before 3.10.12 and 3.11.4 have no filters. Who can change the archive can change this file too.
+            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            tar.extractall(folder, **safe)  # type: ignore[arg-type]  # noqa: S202
+    except (EOFError, tarfile.TarError) as error:
+        raise JobError(f"{archive.name} is damaged: {error}. Launch again.") from error
+
+
+def _prepend(folder: Path, path: str | None) -> str:
+    return f"{folder}{os.pathsep}{path}" if path else str(folder)
+
+
+def _check_image() -> None:
+    """Raise JobError if the image has no suitable Python and torch."""
+    cure = "Choose another image (launcher.image_uri), or leave image_uri out and accel chooses one."
+    if sys.version_info < _PYTHON:
+        raise JobError(
+            f"this image has Python {sys.version.split()[0]}, and accel needs 3.10 or newer. {cure}"
+        )
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        raise JobError(f"this image has no torch for {sys.executable}. {cure}") from None
+    if tuple(map(int, re.findall(r"\d+", torch)[:2])) < _TORCH:
+        raise JobError(f"this image has torch {torch}, and accel needs 2.9 or newer. {cure}")
+
+
+def build_variables(root: Path, resources: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that SageMaker's own containers set for scripts, and those of the network.
+
+    Args:
+        root: `/opt/ml`.
+        resources: The content of `resourceconfig.json`.
+    """
+    # algo-2 comes before algo-10.
+    hosts = sorted(resources["hosts"], key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+    host, interface = resources["current_host"], resources.get("network_interface_name") or ""
+    config = {}
+    for name in ("inputdataconfig", "hyperparameters"):
+        with suppress(FileNotFoundError):
+            config[name] = _read_config(root, name)
+    channels = {name: text for name, text in config.get("inputdataconfig", {}).items() if name != _CHANNEL}
+    folders = {name: str(root / "input" / "data" / name) for name in channels}
+    parameters = {name: _parse_parameter(text) for name, text in config.get("hyperparameters", {}).items()}
+    values: dict[str, Any] = {
+        "INPUT_DIR": str(root / "input"),
+        "INPUT_DATA_DIR": str(root / "input" / "data"),
+        "INPUT_CONFIG_DIR": str(root / "input" / "config"),
+        "MODEL_DIR": str(root / "model"),
+        "OUTPUT_DIR": str(root / "output"),
+        "OUTPUT_DATA_DIR": str(root / "output" / "data"),
+        "CHECKPOINT_DIR": str(root / "checkpoints"),
+        "HOSTS": hosts,
+        "HOST_COUNT": len(hosts),
+        "CURRENT_HOST": host,
+        "CURRENT_HOST_RANK": hosts.index(host),
+        "CURRENT_INSTANCE_TYPE": resources.get("current_instance_type", ""),
+        "NETWORK_INTERFACE_NAME": interface,
+        "NUM_GPUS": len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        "NUM_CPUS": len(os.sched_getaffinity(0)),
+        "MASTER_ADDR": hosts[0],
+        "MASTER_PORT": _PORT,
+        "RESOURCE_CONFIG": resources,
+        "INPUT_DATA_CONFIG": channels,
+    }
+    lower = {name.lower(): value for name, value in values.items()}
+    values["TRAINING_ENV"] = {**lower, "channel_input_dirs": folders, "hyperparameters": parameters}
+    values |= {"CHANNELS": list(channels), "HPS": parameters}
+    for kind, items in (("CHANNEL", folders), ("HP", parameters)):
+        # SageMaker's toolkit keeps the characters of a name, and a shell accepts only some of them.
+        values |= {f"{kind}_{name.upper()}": value for name, value in items.items() if "=" not in name}
+        values |= {
+            f"{kind}_{re.sub(r'[^A-Za-z0-9_]', '_', name).upper()}": value for name, value in items.items()
+        }
+    texts = {
+        f"SM_{name}": value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
+    }
+    if len(hosts) > 1 and interface in {name for _, name in socket.if_nameindex()}:
+        texts |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    # All hosts have the same host name, by which NCCL would take them for one node.
+    return {**texts, "NCCL_HOSTID": host}
+
+
+def _parse_parameter(text: str) -> Any:
+    """Return a hyperparameter; SageMaker's libraries write them as JSON."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
+
+
+def needs_compat(driver: Path = _DRIVER, compat: Path = _COMPAT) -> bool:
+    """Return True if the driver of this host is older than the driver libraries of the image."""
+    try:
+        loaded = re.search(
+            r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)", driver.read_text(encoding="utf-8")
+        )
+        libraries = [re.fullmatch(r"libcuda\.so\.(\d+(?:\.\d+)+)", path.name) for path in compat.iterdir()]
+    except OSError:
+        return False
+    versions = [tuple(map(int, match[1].split("."))) for match in (loaded, *libraries) if match]
+    return bool(loaded) and versions[0] < max(versions)
+
+
+def link_folder(folder: Path, target: Path) -> None:
+    """Replace a folder of the source by a link to one that the platform keeps.
+
+    Args:
+        folder: The folder of the source, existing or not; its files are copied.
+        target: The folder of the platform; files that it has already stay.
+    """
+    for path in sorted(folder.rglob("*")):
+        copy = target / path.relative_to(folder)
+        if path.is_dir() and not path.is_symlink():
+            copy.mkdir(exist_ok=True)
+        elif not os.path.lexists(copy):
+            shutil.copy2(path, copy, follow_symlinks=False)
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(target, target_is_directory=True)
+
+
+def read_secrets(secrets: Mapping[str, str], region: str | None) -> dict[str, str]:
+    """Read the values of secrets from AWS Secrets Manager.
+
+    Args:
+        secrets: The name or ARN of each secret, by variable; `ARN:key::` is the value of that key in a JSON object.
+        region: Their region.
+
+    Raises:
+        JobError: A secret cannot be read. The message has no value.
+    """
+    values = {}
+    for name, secret in secrets.items():
+        # An ARN has seven parts. Others after them are a key, a stage and a version, as in a task of ECS.
+        parts = secret.split(":") if secret.startswith("arn:") else [secret]
+        key, stage, version_id = (*parts[7:], "", "", "")[:3]
+        choice = {"VersionStage": stage, "VersionId": version_id}
+        try:
+            client = importlib.import_module("boto3").client("secretsmanager", region_name=region)
+            response = client.get_secret_value(
+                SecretId=":".join(parts[:7]), **{option: text for option, text in choice.items() if text}
+            )
+        except ImportError:
+            cure = "Add boto3 to the job's requirements, or choose an image that has it."
+            raise JobError(f"secrets.{name}: {secret} cannot be read without boto3. {cure}") from None
+        except Exception as error:  # noqa: BLE001 - botocore, which may be missing, has the classes
+            reason = f"{type(error).__name__}: {error}"
+            raise JobError(f"secrets.{name}: {secret} cannot be read: {reason}") from None
+        try:
+            value = json.loads(response["SecretString"])[key] if key else response["SecretString"]
+        except (LookupError, TypeError, ValueError):
+            reason = f"not a JSON object with the key {key}" if key else "binary, and a variable holds text"
+            raise JobError(f"secrets.{name}: {secret} is {reason}") from None
+        values[name] = value if isinstance(value, str) else json.dumps(value)
+    return values
+
+
+def _install(
+    job: Mapping[str, Any], bundle: Path, accel: Path, supervisor: Supervisor, environ: Mapping[str, str]
+) -> None:
+    """Install the packages of accel and of the job that the image lacks, and keep the image's torch.
+
+    Raises:
+        JobError: pip fails.
+    """
+    constraints, errors, requirements = accel / "constraints.txt", accel / "pip.log", job["requirements"]
+    constraints.write_text(f"torch=={version('torch')}\n", encoding="utf-8")
+    options = ["-c", str(constraints), "--find-links", str(bundle / "wheels"), *job["packages"]]
+    # The wheels of the bundle are enough for accel in most images, and the network may be closed.
+    attempts = [["-r", requirements]] if requirements else [["--quiet", "--no-index"], ["--quiet"]]
+    for attempt in attempts:
+        command = [sys.executable, "-m", "pip", "install", *attempt, *options]
+        code = supervisor.run(command, {**_PIP, **environ}, errors)
+        if code == 0:
+            return
+    lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
+    _note("\n".join(["pip failed:", *lines]))
+    causes = [line for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+    what = f"the packages of {requirements}" if requirements else "the packages that accel needs"
+    raise JobError(f"{what} could not be installed: {' '.join(causes[-3:])}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parents[3]))

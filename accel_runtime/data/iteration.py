@@ -1,0 +1,334 @@
+"""Iterations over prepared loaders: batches that are copied to the device ahead, and the steps that gathered data belong to."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from accel_runtime import nested
+from accel_runtime.data.source import EpochIterator, StepInfo
+
+__all__ = [
+    "ActiveLoops",
+    "ModelInputHook",
+    "StreamCopies",
+    "copy_each",
+    "is_strided_tensor",
+    "prefetch_batches",
+]
+
+
+_MAX_RECENT = 4
+"""Number of recent batches per loop, and of finished loops, whose tensors are recognized; scripts may look ahead."""
+
+
+class _LoopRecord:
+    """Batches and steps of one loop."""
+
+    def __init__(self, loop: EpochIterator) -> None:
+        self.loop = loop
+        self.recent: deque[tuple[list[weakref.ref[torch.Tensor]], StepInfo]] = deque(maxlen=_MAX_RECENT)
+        self.steps: list[tuple[StepInfo, int]] = []
+        """Run-length encoded steps so far: step info and number of repetitions."""
+        self.times = (0, 0)
+        """Times of the last two batches (newest first), counted over all loops."""
+
+    def find_step(self, tensor: torch.Tensor) -> StepInfo | None:
+        """Return the step whose batch contained this tensor, or the tensor it is a view of."""
+        same = (tensor, tensor._base)  # noqa: SLF001 - torch's documented attribute for the base of a view
+        for references, info in reversed(self.recent):
+            alive = [t for reference in references if (t := reference()) is not None]
+            if any(candidate is t for candidate in alive for t in same):
+                return info
+        return None
+
+    def num_rows(self, rank: int) -> int:
+        """Return how many samples this rank has received so far, padding included."""
+        return sum(info.batch_sizes[rank] * times for info, times in self.steps)
+
+    @property
+    def num_padding(self) -> int:
+        """Return how many padding samples all ranks have received so far."""
+        return sum(info.num_padding * times for info, times in self.steps)
+
+
+class ActiveLoops:
+    """Running loops (the innermost last) and recently finished ones.
+
+    Args:
+        rank: The rank of this process.
+        has_padding: If true, batches may contain padding; otherwise nothing is recorded.
+    """
+
+    def __init__(self, rank: int, *, has_padding: bool) -> None:
+        self._rank = rank
+        self.has_padding = has_padding
+        """If false, batches need not be recorded."""
+        self._open: list[_LoopRecord] = []
+        self._finished: deque[_LoopRecord] = deque(maxlen=_MAX_RECENT)
+        self._clock = 0
+        self._model_input: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def current_step(self) -> StepInfo | None:
+        """Return the newest step of the innermost loop; None outside of all loops."""
+        return self._open[-1].loop.step_info if self._open else None
+
+    @property
+    def model_step(self) -> StepInfo | None:
+        """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
+        return (self._find_model_step() if self.has_padding else None) or self.current_step
+
+    def open(self, loop: EpochIterator) -> _LoopRecord:
+        """Add a loop, and return its record for `record_batch` and `close`."""
+        record = _LoopRecord(loop)
+        self._open.append(record)
+        return record
+
+    def record_batch(self, record: _LoopRecord, batch: Any) -> None:
+        """Record a batch that is about to be returned to the script."""
+        info = record.loop.step_info
+        assert info is not None
+        self._clock += 1
+        record.times = (self._clock, record.times[0])
+        record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
+        if record.steps and record.steps[-1][0] is info:
+            record.steps[-1] = (info, record.steps[-1][1] + 1)
+        else:
+            record.steps.append((info, 1))
+
+    def close(self, record: _LoopRecord, *, finished: bool) -> None:
+        """Remove a loop that has reached its end, or was left by `break` or an exception."""
+        self._open.remove(record)
+        self._model_input = None
+        if finished and self.has_padding:
+            self._finished.append(record)
+
+    def record_model_input(self, inputs: Any) -> None:
+        """Record the inputs that a prepared model is about to compute on."""
+        tensor = next(_tensors(inputs), None)
+        self._model_input = None if tensor is None else weakref.ref(tensor)
+
+    def find_steps(self, data: Any, batch: Any = None) -> Sequence[StepInfo]:
+        """Return the steps that `data` was computed from; empty if it belongs to no loop or nothing is padded.
+
+        Checked in this order: the batch passed, tensors that came with a batch, the last input of a prepared model,
+        a loop that has just finished and returned as many samples, the innermost loop. Raises ValueError if the batch is
+        unknown, or if `data` may belong to several steps with different padding.
+        """
+        if not self.has_padding:
+            return []
+        if batch is not None:
+            if info := self._find_step(_tensors(batch)):
+                return [info]
+            raise ValueError(
+                "gather_for_metrics(batch=...) failed: the batch is unknown. Pass one of the last "
+                f"{_MAX_RECENT} batches of a prepared loader, unchanged and with a tensor in it."
+            )
+        if info := self._find_step(_tensors(data)) or self._find_model_step():
+            return [info]
+        return self._find_steps_by_rows(_count_rows(data))
+
+    def _find_step(self, tensors: Iterator[torch.Tensor]) -> StepInfo | None:
+        records = [*reversed(self._open), *reversed(self._finished)]
+        candidates = list(tensors)
+        steps = (record.find_step(tensor) for record in records for tensor in candidates)
+        return next((info for info in steps if info is not None), None)
+
+    def _find_model_step(self) -> StepInfo | None:
+        tensor = self._model_input() if self._model_input is not None else None
+        return self._find_step(iter([tensor])) if tensor is not None else None
+
+    def _find_steps_by_rows(self, num_rows: int | None) -> Sequence[StepInfo]:
+        """Return the steps of data of which only the number of rows is known."""
+        newest = self._open[-1] if self._open else None
+        since = newest.times[0] if newest else 0
+        for record in reversed(self._finished):
+            if num_rows and record.times[0] > since and num_rows == record.num_rows(self._rank):
+                steps = [info for info, times in record.steps for _ in range(times)]
+                if len(steps) == 1 and steps[0].num_padding:
+                    raise ValueError(
+                        "gather_for_metrics() cannot tell if the data come from the loop that has just ended: they have "
+                        f"{num_rows} rows, as its only batch, which was padded. Gather inside the loop or with batch=batch; "
+                        "use gather() for data that are not from the loop."
+                    )
+                return steps
+        if newest is None or newest.loop.step_info is None:
+            return []
+        info = newest.loop.step_info
+        # Loops that have advanced since this loop's last batch but one, so it is not nested in them.
+        before = newest.times[1]
+        others = [other.loop.step_info for other in self._open[:-1] if before and other.times[0] > before]
+        if any(other and other[:2] != info[:2] for other in others):
+            raise ValueError(
+                "gather_for_metrics() cannot tell which batch the data come from: several loops advance together (zip), and "
+                "the padding of their batches differs at this step. Pass the batch: gather_for_metrics(data, batch=batch)."
+            )
+        return [info]
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in nested.leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _count_rows(data: Any) -> int | None:
+    """Return the number of rows of some data, or None if it is unknown."""
+    leaves = nested.leaves(data)
+    if leaves and isinstance(leaves[0], torch.Tensor):
+        return leaves[0].shape[0] if leaves[0].dim() else None
+    return len(data) if isinstance(data, list) else None
+
+
+class ModelInputHook:
+    """Forward hook that records which batch a prepared model computes on."""
+
+    def __init__(self, loops: ActiveLoops) -> None:
+        self._loops = loops
+
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the inputs."""
+        self._loops.record_model_input((args, kwargs))
+
+    def __reduce__(self) -> tuple[type[ModelInputHook], tuple[ActiveLoops]]:
+        # A copy or a saved model belongs to no run.
+        return ModelInputHook, (ActiveLoops(0, has_padding=False),)
+
+
+class Carrier(Protocol):
+    """Copy batches to a device, in order."""
+
+    def put(self, batch: Any) -> None:
+        """Start to copy the tensors of a batch."""
+
+    def take(self, batch: Any) -> Any:
+        """Return the oldest batch on the device."""
+
+    def close(self) -> None:
+        """Stop copying."""
+
+
+class StreamCopies:
+    """Copy batches on a stream of their own, in parallel to the computation and without blocking the script.
+
+    Only plain CPU tensors are copied, also in lists, tuples and mappings. Objects that move themselves are not: memory that
+    they allocate could not be recorded for the current stream.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        # Not `with stream:`, which stores the previous stream in the stream itself, where another thread overwrites it.
+        self._module = torch.get_device_module(stream.device)
+        self._pending: deque[tuple[Any, list[torch.Tensor], torch.Event]] = deque()
+
+    def put(self, batch: Any) -> None:
+        """Start to copy the tensors of a batch."""
+        copies: list[torch.Tensor] = []
+
+        def copy_leaf(leaf: Any) -> Any:
+            if isinstance(leaf, UserDict):  # a BatchEncoding or BatchFeature of transformers
+                copied = copy.copy(leaf)
+                copied.data = nested.map_movable(copy_leaf, leaf.data)
+                return copied
+            if not _is_plain_on_cpu(leaf):
+                return leaf
+            copies.append(leaf.to(self._stream.device, non_blocking=True))
+            return copies[-1]
+
+        with self._module.stream(self._stream):
+            on_device = nested.map_movable(copy_leaf, batch)
+        self._pending.append((on_device, copies, self._stream.record_event()))
+
+    def take(self, batch: Any) -> Any:  # noqa: ARG002 - the batch was kept
+        """Return the oldest batch; only the current stream waits for its copies."""
+        on_device, copies, copied = self._pending.popleft()
+        current = self._module.current_stream(self._stream.device)
+        current.wait_event(copied)
+        for tensor in copies:
+            # Freed, its memory must not be used for a later copy before the current stream has read it.
+            tensor.record_stream(current)
+        return on_device
+
+    def close(self) -> None:
+        """Drop pending copies."""
+        self._pending.clear()
+
+
+def copy_each(batches: Iterator[Any], carrier: Carrier) -> Iterator[Any]:
+    """Yield the batches on the device, each copied on request."""
+    for batch in batches:
+        carrier.put(batch)
+        yield carrier.take(batch)
+
+
+def _is_plain_on_cpu(leaf: Any) -> bool:
+    # A copy of a tensor that requires gradients would be a step of the graph, which runs backward on the same stream.
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.is_cpu
+        and is_strided_tensor(leaf)
+        and not (leaf.is_nested or leaf.requires_grad)
+    )
+
+
+_END = object()
+
+
+class _PrefetchedBatch(NamedTuple):
+    """A batch whose copy is pending."""
+
+    batch: Any
+    step_info: StepInfo | None
+    state: dict[str, Any]
+
+
+def prefetch_batches(
+    batches_of: Callable[[EpochIterator], Iterator[Any]],
+    epoch: EpochIterator,
+    build_carrier: Callable[[], Carrier],
+) -> Iterator[Any]:
+    """Yield the batches of an epoch on the device, fetching and copying one ahead.
+
+    Batches are fetched in the script's thread, so random numbers are drawn in order. An error in fetching a batch is raised
+    after the batch before it.
+    """
+    ahead = EpochIterator(epoch.epoch)
+    batches, carrier = batches_of(ahead), build_carrier()
+
+    def fetch() -> _PrefetchedBatch | Exception | None:
+        try:
+            batch = next(batches, _END)
+            if batch is _END:
+                return None
+            carrier.put(batch)
+        except Exception as error:  # noqa: BLE001 - raised after the current batch
+            return error
+        return _PrefetchedBatch(batch, ahead.step_info, ahead.state_dict())
+
+    try:
+        following = fetch()
+        if not isinstance(following, _PrefetchedBatch):
+            epoch.state_at = _return_offset(ahead.state_dict())  # the start of the epoch
+        while following is not None:
+            if isinstance(following, Exception):
+                raise following
+            current, following = following, fetch()
+            batch = carrier.take(current.batch)
+            epoch.step_info, epoch.state_at = current.step_info, _return_offset(current.state)
+            yield batch
+    finally:
+        following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection
+        carrier.close()
+
+
+def _return_offset(position: dict[str, Any]) -> Callable[[StepInfo | None], dict[str, Any]]:
+    return lambda _: position
+
+
+def is_strided_tensor(leaf: Any) -> bool:
+    """Return whether a leaf is copied in the background; other tensors are copied later."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

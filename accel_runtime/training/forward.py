@@ -1,0 +1,386 @@
+"""The forward pass of a prepared model: autocast with loss scaling, `torch.compile` in place, and unwrapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from typing_extensions import override
+
+from accel_runtime import nested
+from accel_runtime.backends.base import Backend
+from accel_runtime.env import MixedPrecision
+from accel_runtime.nested import has_dtensor
+from accel_runtime.options import Configuration, KwargsHandler
+from accel_runtime.torch_internals import compile_call, is_compiled, uncompile_call
+
+__all__ = [
+    "FORMATS",
+    "AutocastForward",
+    "DynamoBackend",
+    "LossScaler",
+    "Precision",
+    "TorchDynamoPlugin",
+    "compile_in_place",
+    "uncompile",
+    "uncompiled_module",
+    "unwrap",
+    "unwrap_submodules",
+]
+
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PrecisionFormat:
+    """Meaning of a `mixed_precision` value."""
+
+    dtype: torch.dtype | None
+    """Dtype of autocast; None computes in the dtype of the model."""
+    scales_loss: bool
+    """If true, the loss is scaled, so that small gradients do not underflow."""
+
+
+FORMATS: dict[MixedPrecision, PrecisionFormat] = {
+    "no": PrecisionFormat(dtype=None, scales_loss=False),
+    "bf16": PrecisionFormat(dtype=torch.bfloat16, scales_loss=False),
+    "fp16": PrecisionFormat(dtype=torch.float16, scales_loss=True),
+}
+
+
+class LossScaler(torch.amp.GradScaler):
+    """GradScaler of torch, shared by optimizers that step separately.
+
+    The scale may change only when all optimizers of an iteration have stepped. These are known once every optimizer
+    has, or at the next backward pass.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._optimizers: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the scale only after steps of this optimizer too."""
+        self._optimizers.add(id(optimizer))
+
+    def begin_backward(self) -> None:
+        """Update the scale if optimizers have stepped since the last backward pass."""
+        if self._stepped:
+            self.update()
+
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients, unless that is done already."""
+        if id(optimizer) not in self._unscaled | self._stepped:
+            self.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step_unless_overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step unless the gradients have overflowed; return whether it did."""
+        self.step(optimizer)
+        found_infs = self._found_inf_per_device(optimizer) if self.is_enabled() else {}
+        overflowed = any(bool(count) for count in found_infs.values())
+        self._stepped.add(id(optimizer))
+        if self._stepped >= self._optimizers:
+            self.update()
+        return not overflowed
+
+    @override
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        def unscale(unscaled_optimizer: Any) -> dict[torch.device, torch.Tensor]:
+            return super(LossScaler, self)._unscale_grads_(
+                unscaled_optimizer, inv_scale, found_inf, allow_fp16
+            )
+
+        if not has_dtensor(p for group in optimizer.param_groups for p in group["params"]):
+            return unscale(optimizer)
+        from accel_runtime.parallel.grad_norm import unscale_gradients  # noqa: PLC0415 - its imports are slow
+
+        if any(
+            p.grad is not None and p.grad.is_cpu for group in optimizer.param_groups for p in group["params"]
+        ):
+            # GradScaler copies both to the CPU asynchronously, so offloaded gradients could be unscaled before the copy ends.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+
+        return unscale_gradients(optimizer, unscale)
+
+    @override
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        super().update(new_scale)
+        self._unscaled.clear()
+        self._stepped.clear()
+
+
+class Precision:
+    """Autocast and loss scaling on one device."""
+
+    def __init__(
+        self,
+        mixed_precision: MixedPrecision,
+        device: torch.device,
+        autocast_options: dict[str, Any],
+        scaler_options: dict[str, Any],
+    ) -> None:
+        self.format = FORMATS[mixed_precision]
+        self.scaler = LossScaler(device.type, **scaler_options) if self.format.scales_loss else None
+        """Loss scaler, or None if the format needs none."""
+        self._device_type = device.type
+        self.set_autocast(autocast_options)
+
+    def set_autocast(self, options: Mapping[str, Any]) -> None:
+        """Set the arguments for `torch.autocast`, also of models that are prepared already."""
+        self._options = dict(options)
+        self._fp32_outputs = bool(self._options.pop("fp32_outputs", True))
+
+    @property
+    def description(self) -> str:
+        """Return the format as text."""
+        if self.format.dtype is None:
+            return "no: what the models have"
+        scales_loss = ", the loss is scaled" if self.scaler is not None else ""
+        return f"autocast to {str(self.format.dtype).removeprefix('torch.')}{scales_loss}"
+
+    def autocast(self, options: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+        """Return the autocast context of the format; `options` replace the arguments for `torch.autocast` of the run."""
+        if self.format.dtype is None:
+            return nullcontext()
+        kwargs = (
+            self._options if options is None else {k: v for k, v in options.items() if k != "fp32_outputs"}
+        )
+        return torch.autocast(self._device_type, dtype=self.format.dtype, **kwargs)
+
+    def converts_outputs(self) -> bool:
+        """Return whether outputs in half precision are converted to float32."""
+        return self._fp32_outputs
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise ValueError if a trainable parameter is float16, as the loss scaler cannot unscale its gradients."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return
+        if any(p.requires_grad and p.dtype == torch.float16 for p in parameters):
+            raise ValueError(
+                "mixed_precision fp16 cannot train float16 parameters: the loss is scaled, and their gradients cannot be unscaled. "
+                "Keep the parameters in float32 (model.float(), or load with torch_dtype=torch.float32), as autocast computes in "
+                "float16 anyway, or use mixed_precision bf16."
+            )
+
+    def wrap(self, model: nn.Module) -> None:
+        """Make `model` compute in the format wherever it is called from; see `AutocastForward`."""
+        forward = model.forward
+        if isinstance(forward, AutocastForward):
+            # Prepared before, maybe in another format.
+            model.forward = forward.forward
+        if self.format.dtype is not None:
+            model.forward = AutocastForward(model.forward, self.autocast, self.converts_outputs)
+
+    def backward(self, loss: torch.Tensor, options: Mapping[str, Any] = _NO_OPTIONS) -> None:
+        """Run `loss.backward(**options)`, scaled if the format needs it."""
+        if self.scaler is not None:
+            self.scaler.begin_backward()
+            loss = self.scaler.scale(loss)
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    def scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor scaled like gradients before they are unscaled."""
+        return tensor if self.scaler is None else self.scaler.scale(tensor)
+
+
+class AutocastForward:
+    """Forward pass of a model under autocast.
+
+    Half-precision outputs are converted to float32: a loss computed from them outside the model would otherwise be
+    computed in half precision too.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        autocast: Callable[[], AbstractContextManager[Any]],
+        converts_outputs: Callable[[], bool],
+    ) -> None:
+        self.forward = forward
+        """Original forward pass."""
+        self._autocast = autocast
+        self._converts_outputs = converts_outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass, and convert half-precision outputs to float32 unless that is disabled."""
+        with self._autocast():
+            outputs = self.forward(*args, **kwargs)
+        return nested.map_tensors(_to_float32, outputs) if self._converts_outputs() else outputs
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+
+
+class DynamoBackend(str, Enum):
+    """Compilers named by Accelerate; any other that torch has can be passed by its own name."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+@dataclass
+class TorchDynamoPlugin(Configuration, KwargsHandler):
+    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=...)`.
+
+    Raises:
+        ValueError: A backend that this torch does not know, or `mode` together with `options`.
+    """
+
+    backend: DynamoBackend | str = DynamoBackend.NO
+    """Name of the compiler, in any case; `no` does not compile."""
+    mode: str | None = None
+    """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
+    fullgraph: bool = False
+    """If true, a graph break is an error."""
+    dynamic: bool | None = None
+    """If true, shapes may change; None lets torch detect it."""
+    options: dict[str, Any] | None = None
+    """Options of the compiler itself."""
+    disable: bool = False
+    """If true, do everything except compile, for tests."""
+    use_regional_compilation: bool = False
+    """If true, repeated blocks are compiled separately: the first is compiled, and the others reuse it."""
+
+    @override
+    def _check(self) -> None:
+        name = self.name
+        if self.mode is not None and self.options is not None:
+            raise ValueError("torch.compile takes either mode or options. Leave out one of them.")
+        if name != "no" and name not in (known := torch.compiler.list_backends(exclude_tags=())):
+            raise ValueError(
+                f"Unknown dynamo backend {name!r}: this version of torch has {', '.join(known)}. Use one of them, or no."
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the backend as torch spells it."""
+        backend = self.backend.value if isinstance(self.backend, DynamoBackend) else self.backend
+        return backend.lower()
+
+    @override
+    def to_dict(self) -> dict[str, Any]:
+        """Return a copy of the fields by name, with the backend as torch spells it."""
+        return super().to_dict() | {"backend": self.name}
+
+    @override
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments for `torch.compile`."""
+        return {
+            "backend": self.name,
+            "mode": self.mode,
+            "fullgraph": self.fullgraph,
+            "dynamic": self.dynamic,
+            "options": self.options,
+            "disable": self.disable,
+        }
+
+
+def compile_in_place(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
+    """Compile the model's calls, unless that is done already."""
+    if plugin.name == "no" or _is_compiled(model):
+        return
+    modules = list(_find_regions(model)) if plugin.use_regional_compilation else [model]
+    for module in modules:
+        if not _is_compiled(module):
+            compile_call(module, **plugin.to_kwargs())
+
+
+def uncompile(model: nn.Module) -> nn.Module:
+    """Return the model without compilation, by accel or by the script, of itself and its submodules."""
+    model = uncompiled_module(model)
+    for module in model.modules():
+        uncompile_call(module)
+    return model
+
+
+def uncompiled_module(model: nn.Module) -> nn.Module:
+    """Return the module inside the result of the script's `torch.compile(model)`, or the module itself."""
+    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return uncompiled_module(model) is not model or is_compiled(model)
+
+
+def _find_regions(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield repeated blocks one by one, and the modules around them in pieces as large as possible."""
+    if _is_repeated(model):
+        yield from model.children()
+    elif any(_is_repeated(module) for module in model.modules()):
+        for child in model.children():
+            yield from _find_regions(child)
+    else:
+        yield model
+
+
+def _is_repeated(module: nn.Module) -> bool:
+    kinds = [type(child) for child in module.children()]
+    return isinstance(module, nn.ModuleList) and len(kinds) > 1 and len(set(kinds)) == 1
+
+
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+"""Wrappers of torch that replicate a module, and have it as `module`."""
+
+
+def unwrap(model: nn.Module, backend: Backend, *, keep_autocast: bool, keep_compiled: bool) -> nn.Module:
+    """Return the module that was prepared, without the wrappers of accel and of the script that replicate it.
+
+    A wrapper that was compiled is removed with its compilation. Without `keep_autocast`, autocast of the forward pass
+    is removed too, without `keep_compiled` also `torch.compile`. Raises TypeError if `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwrap_model() failed: {model!r} is not a torch.nn.Module. Pass a model.")
+    original = _strip_wrappers(backend.unwrap_model(model))
+    if not keep_compiled:
+        original = uncompile(original)
+    forward = original.__dict__.get("forward")
+    if not keep_autocast and isinstance(forward, AutocastForward):
+        original.forward = forward.forward
+    return original
+
+
+def unwrap_submodules(model: nn.Module) -> nn.Module:
+    """Replace wrapped modules inside a model by the modules in them, and return the model."""
+    for name, child in list(model.named_children()):
+        if (inner := unwrap_submodules(_strip_wrappers(child))) is not child:
+            setattr(model, name, inner)
+    return model
+
+
+def _strip_wrappers(model: nn.Module) -> nn.Module:
+    while isinstance(wrapper := uncompiled_module(model), _WRAPPERS):
+        model = wrapper.module
+    return model

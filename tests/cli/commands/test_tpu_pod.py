@@ -1,0 +1,285 @@
+"""A pod's workers get the same `accel launch`: through gcloud and their own shells, byte for byte.
+
+gcloud is a stand-in: a program that gives the command to a real bash in another home, as ssh gives it to a worker's.
+The worker's `python3` writes down what it was called with.
+"""
+
+import os
+import shlex
+import subprocess
+from functools import partial
+
+import in_process
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_cli.commands import tpu_pod
+from accel_cli.errors import UsageError
+from accel_cli.planning import planner
+from accel_cli.planning.options import Request
+
+GCLOUD = """#!/bin/bash
+for word; do case $word in --command=*) command=${word#--command=} ;; esac; done
+printf '%s\\0' "$@" > "$RECORD/gcloud"
+HOME=$RECORD/worker PATH=$RECORD/worker/bin:$PATH bash -c "$command"
+"""
+PYTHON = """#!/bin/bash
+printf '%s\\0' "$@" > "$RECORD/argv"
+pwd > "$RECORD/pwd"
+exit "${CODE:-0}"
+"""
+POD = tpu_pod.Pod("my-pod", "my project", zone="us-central2-b")
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with gcloud, a worker's home with the project in it, and the environment in which they are found."""
+    folder = tmp_path_factory.mktemp("world")
+    program(folder / "bin/gcloud", GCLOUD)
+    program(folder / "worker/bin/python3", PYTHON)
+    (folder / "worker/my project").mkdir()
+    (folder / "home/my project/.git").mkdir(parents=True)
+    environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "RECORD": str(folder)}
+    return folder, environ | {"HOME": str(folder / "home")}
+
+
+def words(file):
+    return [os.fsdecode(word) for word in file.read_bytes().split(b"\0")[:-1]]
+
+
+def prepared(*args, pod=POD, environ=None, target="train.py", kind="script", **options):
+    request = Request(target, args, kind, options, for_pod=True)
+    return tpu_pod.prepare(pod, request, environ or {"ACCEL_HOME": "/nowhere"})[1]
+
+
+def received(world, plan, **more):
+    """What a worker's Python gets when the printed command is pasted into a shell."""
+    folder, environ = world
+    (folder / "argv").unlink(missing_ok=True)
+    done = subprocess.run(["bash", "-c", shlex.join(plan.argv)], env=environ | more, check=False)
+    assert done.returncode == int(more.get("CODE", 0))
+    return words(folder / "argv")
+
+
+def test_the_command_starts_the_same_launch_on_every_worker(world):
+    plan = prepared("--epochs", "3", mixed_precision="bf16")
+    assert plan.argv[:6] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-pod")
+    assert plan.argv[6:8] == ("--zone=us-central2-b", "--worker=all")
+    launch = "-m accel_cli launch --no-profile --set launcher.kind=xla --set mixed_precision=bf16 --"
+    assert received(world, plan) == [*launch.split(), "train.py", "--epochs", "3"]
+    assert (world[0] / "pwd").read_text() == f"{world[0]}/worker/my project\n"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", codec="utf-8")) | st.binary().map(os.fsdecode),
+        max_size=4,
+    )
+)
+def test_arguments_arrive_byte_for_byte(world, arguments):
+    arguments = [argument.replace("\0", "") for argument in arguments]
+    got = received(world, prepared(*arguments))
+    assert got[got.index("--") + 1 :] == ["train.py", *arguments]
+
+
+@pytest.mark.parametrize("target", ["-x.py", "a b/t'r.py", "$HOME.py"])
+def test_the_script_arrives_as_it_was_typed(world, target):
+    assert received(world, prepared(target=target))[-1] == target
+
+
+def test_a_module_stays_a_module(world):
+    assert received(world, prepared("x", target="pkg.train", kind="module"))[-4:] == [
+        "-m",
+        "--",
+        "pkg.train",
+        "x",
+    ]
+
+
+def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "accel.yaml").write_text(
+        "schema_version: 1\nlauncher:\n  kind: xla\n  spmd: true\nlog_level: info\n"
+    )
+    (tmp_path / "home/profiles").mkdir(parents=True)
+    (tmp_path / "home/profiles/default.yaml").write_text("schema_version: 1\nmixed_precision: fp16\n")
+    monkeypatch.chdir(tmp_path)
+    environ = {"ACCEL_HOME": str(tmp_path / "home"), "ACCEL_PROCESS_GROUP_TIMEOUT": "60"}
+    said = received(world, prepared(environ=environ, set=("env.A=b c",)))
+    given = {said[index + 1] for index, word in enumerate(said) if word == "--set"}
+    assert given == {
+        "launcher.kind=xla",
+        "launcher.spmd=true",
+        "log_level=info",
+        "process_group_timeout=60",
+        "env.A=b c",
+    }
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(["no", "true", "3", "0,2", "a: b", "#x", "", "~", "'", "[", "a\nb", "\u2028"])
+    | st.text(st.characters(codec="utf-8"), min_size=1)
+)
+def test_a_value_is_read_back_as_what_it_was(value):
+    text = tpu_pod._format_value("launcher.rdzv_id", value)
+    assert planner.layers.parse_assignments([f"launcher.rdzv_id={text}"]).values == {
+        "launcher.rdzv_id": value
+    }
+
+
+def test_lines_before_run_on_the_worker(world):
+    pod = tpu_pod.Pod("p", "my project", setup=("export CODE=5", "cd /"))
+    received(world, prepared(pod=pod), CODE="5")
+    assert (world[0] / "pwd").read_text() == "/\n"
+
+
+def test_zone_and_project_are_gclouds_own_unless_they_are_said():
+    assert [
+        w for w in prepared(pod=tpu_pod.Pod("p", ".")).argv if w.startswith(("--zone", "--project"))
+    ] == []
+    assert "--project=mine" in prepared(pod=tpu_pod.Pod("p", ".", project="mine")).argv
+
+
+def test_the_folder_is_the_one_here_seen_from_the_home(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / "a b").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "a b")
+    assert tpu_pod.find_folder(None) == "a b"
+    assert tpu_pod.find_folder("~/other") == "other"
+    assert tpu_pod.find_folder("/srv/run") == "/srv/run"
+    monkeypatch.chdir(tmp_path)
+    assert tpu_pod.find_folder(None) == str(tmp_path)
+
+
+def test_a_home_that_is_a_link_is_a_home(tmp_path, monkeypatch):
+    (tmp_path / "disk/me/work").mkdir(parents=True)
+    (tmp_path / "me").symlink_to(tmp_path / "disk/me")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path / "me/work")
+    assert tpu_pod.find_folder(None) == "work"
+
+
+def test_what_is_said_of_the_hosts_of_this_machine_does_not_travel(world):
+    environ = {"ACCEL_HOME": "/nowhere", "TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}
+    assert not [word for word in received(world, prepared(environ=environ)) if "nnodes" in word]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"pod": tpu_pod.Pod("-oProxyCommand=x", ".")}, "Invalid NAME '-oProxyCommand=x': expected letters"),
+        ({"pod": tpu_pod.Pod("p", ".", zone="a b")}, "Invalid --zone 'a b': expected letters"),
+        ({"node_rank": 0}, "Cannot use --node-rank with accel tpu-pod"),
+        ({"mixed_precision": "fp16"}, "fp16"),
+        ({"cpu": True}, "device: cpu"),
+        ({"set": ("launcher.kind=single",)}, "--set launcher.kind=xla"),
+        (
+            {"set": ("env.HF_TOKEN=hf_secret",)},
+            "Cannot send env.HF_TOKEN to the workers: it looks like a secret",
+        ),
+    ],
+)
+def test_what_cannot_run_on_a_pod_is_refused_here(said, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")) as caught:
+        prepared(**said)
+    assert "hf_secret" not in str(caught.value)
+
+
+# The command itself.
+
+
+@pytest.fixture
+def tpu_pod_command(cwd, capfd):
+    """Calls `accel tpu-pod` in this process."""
+    return partial(in_process.run, capfd, "tpu-pod")
+
+
+def test_the_command_is_printed_and_nothing_runs(tpu_pod_command, script, world):
+    script("")
+    done = tpu_pod_command("pod", "--zone", "z", "--", "train.py", "a  b", env=world[1])
+    assert done.returncode == 0
+    assert shlex.split(done.stdout)[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
+    assert "--run" in done.stderr
+    quiet = tpu_pod_command("pod", "--zone", "z", "--", "-q", "train.py", "a  b", env=world[1])
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+def test_options_of_the_launch_and_dashes_of_the_script_stand_behind_the_dashes(tpu_pod_command, script):
+    script("")
+    done = tpu_pod_command("pod", "--", "--mixed-precision", "bf16", "train.py", "--lr", "1", "--", "x")
+    assert done.stdout.endswith(
+        "--set launcher.kind=xla --set mixed_precision=bf16 -- train.py --lr 1 -- x'\n"
+    )
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_on_request_it_runs_and_its_exit_code_is_gclouds(accel, script, world, code, cwd):
+    script("")
+    folder, environ = world
+    (folder / "worker/elsewhere").mkdir(exist_ok=True)
+    options = ["pod", "--zone", "z", "--folder", "elsewhere", "--run", "--"]
+    done = accel("tpu-pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
+    assert done.returncode == code, done.stderr
+    assert words(folder / "argv")[-2:] == ["train.py", "a  b"]
+    assert (folder / "pwd").read_text() == f"{folder}/worker/elsewhere\n"
+    assert "TPU pod pod" in done.stderr
+
+
+def test_without_gcloud_one_message_says_where_it_is(tpu_pod_command, script, tmp_path):
+    script("")
+    (tmp_path / "empty").mkdir()
+    environ = {**os.environ, "PATH": str(tmp_path / "empty")}
+    done = tpu_pod_command("p", "--run", "--", "train.py", env=environ)
+    assert done.returncode == 2
+    assert "gcloud not found: accel tpu-pod --run needs it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_says_the_command_and_where_values_came_from(tpu_pod_command, script, world):
+    script("")
+    done = tpu_pod_command("p", "--run", "--", "--explain", "train.py", env=world[1])
+    assert "command: gcloud compute tpus tpu-vm ssh p" in done.stdout
+    assert "launcher.kind: xla  [detected]" in done.stdout
+    assert not (world[0] / "gcloud").exists() or "p" not in words(world[0] / "gcloud")
+
+
+@pytest.mark.parametrize(
+    ("option", "replacement"),
+    [
+        (["--tpu-pod", "p"], "accel tpu-pod NAME"),
+        (["--zone", "z"], "accel tpu-pod NAME --zone ZONE"),
+        (["--project", "p"], "accel tpu-pod NAME --project ID"),
+        (["--pod-folder", "d"], "accel tpu-pod NAME --folder DIR"),
+        (["--pod-setup", "x"], "accel tpu-pod NAME --setup COMMAND"),
+        (["--run-pod"], "accel tpu-pod NAME --run"),
+    ],
+)
+def test_the_options_that_accel_launch_had_for_pods_are_refused_with_the_command(
+    capfd, script, option, replacement
+):
+    script("")
+    done = in_process.run(capfd, "launch", *option, "train.py")
+    assert done.returncode == 2
+    assert f"accel launch has no option {option[0]}. Use {replacement}" in done.stderr
+
+
+def test_an_option_of_launchers_that_submit_jobs_is_refused(tpu_pod_command, script):
+    script("")
+    done = tpu_pod_command("p", "--", "--detach", "train.py")
+    assert done.returncode == 2
+    assert "Cannot use --detach with launcher.kind: xla" in done.stderr
+
+
+def test_a_script_that_is_not_here_is_refused_unless_the_workers_have_their_own_folder(tpu_pod_command):
+    assert "Script not found" in tpu_pod_command("p", "--", "train.py").stderr
+    assert tpu_pod_command("p", "--folder", "d", "--", "train.py").returncode == 0

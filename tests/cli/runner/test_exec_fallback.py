@@ -1,0 +1,91 @@
+"""When a script must not run in a process that has torch loaded already."""
+
+import os
+import sys
+import zipfile
+
+import pytest
+
+from accel_cli.planning.plan import Plan
+from accel_cli.runner import exec_fallback
+
+
+def reason(kind, target):
+    plan = Plan(launcher="torchrun", argv=("py", "worker.py", kind, target), env={}, device="cpu")
+    # What pytest has loaded stands for what torch loads; `string` is surely among it.
+    return exec_fallback.explain_fallback(plan, python_modules=set(sys.modules) - {"string", "json", "time"})
+
+
+@pytest.mark.parametrize("name", ["train.pyc", "train.zip"])
+def test_what_is_not_source_cannot_be_searched(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("__main__.py", "print()")
+    assert "is not source code" in reason("script", str(tmp_path / name))
+
+
+def test_a_script_that_is_a_pipe_is_left_to_the_process_that_runs_it(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert reason("script", str(tmp_path / "pipe")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'", "OMP_NUM_THREADS"),
+        ("from os import environ\nenviron['MKL_NUM_THREADS'] = '4'", "MKL_NUM_THREADS"),
+        ("import os\nos.environ.setdefault('TORCH_LOGS', 'dynamo')", "TORCH_LOGS"),
+        ("import os\nos.environ.update(PYTORCH_ALLOC_CONF='x')", "PYTORCH_ALLOC_CONF"),
+        ("import os\nos.environ.update({'KMP_AFFINITY': 'x', 'A': 'b'})", "KMP_AFFINITY"),
+        ("import os\nif 1:\n  os.putenv('OMP_DYNAMIC', '1')", "OMP_DYNAMIC"),
+        ("import os\ndel os.environ['OMP_NUM_THREADS']", "OMP_NUM_THREADS"),
+    ],
+)
+def test_a_variable_that_is_read_while_torch_is_loaded_is_found_where_a_script_sets_it(tmp_path, text, named):
+    (tmp_path / "train.py").write_text(text)
+    said = reason("script", str(tmp_path / "train.py"))
+    assert said
+    assert f"sets {named}, which is read while torch is loaded" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nprint(os.environ['OMP_NUM_THREADS'], os.environ.get('TORCH_LOGS'))",
+        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'",
+        "import os\nos.environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'",
+        "words = {}\nwords['environ'] = 'OMP_NUM_THREADS'",
+        "environ = (",
+        "",
+    ],
+)
+def test_what_is_only_read_or_is_read_later_is_no_reason(tmp_path, text):
+    (tmp_path / "train.py").write_text(text)
+    assert reason("script", str(tmp_path / "train.py")) is None
+
+
+@pytest.mark.parametrize("file", ["string.py", "string/__init__.py", "string.so"])
+def test_a_module_of_the_scripts_folder_that_is_loaded_by_then_is_a_reason(tmp_path, file):
+    (tmp_path / "train.py").touch()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert "has modules with the names of imported ones: string" in str(
+        reason("script", str(tmp_path / "train.py"))
+    )
+
+
+@pytest.mark.parametrize("file", ["time.py", "no_such_module.py", "string.txt", "string/data.csv"])
+def test_what_shadows_nothing_is_no_reason(tmp_path, file):
+    (tmp_path / "train.py").touch()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert reason("script", str(tmp_path / "train.py")) is None
+
+
+def test_a_module_is_looked_into_without_being_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("1 / 0")
+    (tmp_path / "package" / "__main__.py").write_text("import os; os.environ['OMP_NUM_THREADS'] = '2'")
+    (tmp_path / "package" / "run.py").write_text("")
+    assert "package sets OMP_NUM_THREADS" in str(reason("module", "package"))
+    assert reason("module", "package.run") is None

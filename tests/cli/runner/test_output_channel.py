@@ -1,0 +1,53 @@
+"""One way from a rank to the screen."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from accel_cli import console
+from accel_cli.runner.output import OutputChannel, get_file_identity
+
+
+@pytest.fixture
+def screen():
+    """The two ends of what stands for the launcher's own output."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def test_a_disk_that_is_full_ends_the_log_and_not_the_run(tmp_path, screen, capfd):
+    seen, shown = screen
+    channel = OutputChannel(tmp_path / "stdout", Path("/dev/full"), shown, None, console.note)
+    for word in (b"one", b"two"):
+        (tmp_path / "stdout").write_bytes(word)
+        assert channel.copy()
+        assert os.read(seen, 100) == word
+    channel.close()
+    assert capfd.readouterr().err.count("could not write: No space left on device") == 1
+
+
+def test_what_is_written_reaches_screen_and_log_and_a_closed_screen_ends_it(tmp_path, screen):
+    seen, shown = screen
+    channel = OutputChannel(tmp_path / "stdout", tmp_path / "log", shown, None, console.note)
+    rank = os.open(tmp_path / "stdout", os.O_WRONLY)
+    os.write(rank, b"\xff\r")
+    assert channel.copy()
+    assert (os.read(seen, 100), channel.is_line_partial) == (b"\xff\r", True)
+    os.close(seen)
+    os.write(rank, b"more")
+    assert not channel.copy()
+    assert (tmp_path / "log").read_bytes() == b"\xff\rmore"
+    channel.close()
+    os.close(rank)
+    assert not (tmp_path / "stdout").exists()
+
+
+def test_two_descriptors_of_one_file_are_one_screen(tmp_path, screen):
+    again = os.dup(screen[1])
+    assert get_file_identity(again) == get_file_identity(screen[1]) != get_file_identity(screen[0] + 1000)
+    os.close(again)

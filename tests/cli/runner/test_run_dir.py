@@ -1,0 +1,135 @@
+"""Runs leave a folder each, and the last ones stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from accel_cli.runner import run_dir
+from accel_cli.runner.run_dir import KEPT_RUNS, RunFolder, find_recent_runs, find_run, read_log
+
+
+def test_the_newest_comes_first_and_says_what_was_recorded(tmp_path):
+    for n in range(3):
+        RunFolder.create(tmp_path, f"s{n}.py", {"argv": ["python", f"s{n}.py"]}).update({"exit_code": n})
+    assert [run.record["exit_code"] for run in find_recent_runs(tmp_path)] == [2, 1, 0]
+    assert not any(run.is_running for run in find_recent_runs(tmp_path))
+
+
+def test_the_oldest_go_but_none_that_still_runs(tmp_path):
+    running = RunFolder.create(tmp_path, "long.py", {})
+    for n in range(KEPT_RUNS + 5):
+        RunFolder.create(tmp_path, f"s{n}.py", {}).update({"exit_code": 0})
+    left = find_recent_runs(tmp_path)
+    assert running.is_running
+    assert running.path in [run.path for run in left]
+    assert len(left) == KEPT_RUNS + 1
+
+
+def test_runs_that_begin_at_once_do_not_trip_over_what_another_lets_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir, "KEPT_RUNS", 1)
+
+    def begin(n):
+        RunFolder.create(tmp_path, f"s{n}.py", {"n": n}).update({"exit_code": 0})
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(begin, range(300)))
+    assert len(find_recent_runs(tmp_path)) >= 1
+
+
+def test_a_folder_that_another_launch_has_let_go_says_nothing(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    (run.path / "run.json").unlink()
+    assert run.record == {}
+    assert not run.is_running
+    assert find_recent_runs(tmp_path) == []
+
+
+def test_nobody_else_reads_what_a_run_leaves(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    assert os.stat(run.path).st_mode & 0o077 == 0  # noqa: PTH116
+
+
+def test_launchers_on_machines_that_share_a_folder_leave_each_other_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    monkeypatch.setattr("socket.gethostname", lambda: "h0")
+    away = RunFolder.create(tmp_path, "train.py", {})
+    monkeypatch.setattr("socket.gethostname", lambda: "h1")
+    here = [
+        RunFolder.create(tmp_path, "train.py", {}) for _ in range(KEPT_RUNS + 1)
+    ]  # of the same process id, too
+    for run in here:
+        run.update({"exit_code": 0})
+    RunFolder.create(tmp_path, "train.py", {})
+    assert (away.state, away.is_running) == ("not ended, on h0", False)
+    assert len(find_recent_runs(tmp_path)) == KEPT_RUNS + 1
+
+
+def test_folders_that_no_launch_of_this_user_made_are_never_removed(tmp_path):
+    """A folder of the user with a `run.json` of its own, a link, and a run of another user."""
+    mine = tmp_path / "exp"
+    mine.mkdir()
+    (mine / "run.json").write_text(json.dumps({"started": 1.0}))
+    (mine / "model.pt").touch()
+    (tmp_path / "20200101-000000-train-1").symlink_to(mine)
+    other = tmp_path / "20200101-000000-train-2"
+    other.mkdir()
+    (other / "run.json").write_text(json.dumps({"started": 2.0, "exit_code": 0}))
+    if os.getuid() == 0:
+        os.chown(other, 12345, 12345)
+    for number in range(KEPT_RUNS + 2):
+        RunFolder.create(tmp_path, f"train{number}.py", {"exit_code": 0})
+    assert (mine / "model.pt").exists()
+    assert other.exists() == (os.getuid() == 0)
+    assert len(find_recent_runs(tmp_path)) >= KEPT_RUNS
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "nonsense", '{"started": "x"}', "{}", None])
+def test_a_file_of_a_run_that_cannot_be_used_stops_no_launch(tmp_path, content):
+    broken = tmp_path / "20200101-000000-train-1"
+    broken.mkdir()
+    if content is None:
+        os.mkfifo(broken / "run.json")
+    else:
+        (broken / "run.json").write_text(content)
+    run = RunFolder.create(tmp_path, "train.py", {})
+    assert find_recent_runs(tmp_path) == [run]
+    assert find_run(tmp_path).path == run.path
+
+
+def test_a_run_of_a_clock_far_ahead_is_not_the_newest(tmp_path):
+    ahead = RunFolder.create(tmp_path, "ahead.py", {})
+    ahead.update({"started": time.time() + 365 * 24 * 3600, "exit_code": 0})
+    older, newer = (RunFolder.create(tmp_path, name, {}) for name in ("older.py", "newer.py"))
+    older.update({"started": time.time() - 60, "exit_code": 0})
+    assert find_recent_runs(tmp_path) == [newer, older, ahead]
+    assert find_run(tmp_path) == newer
+
+
+def test_a_log_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+    run = RunFolder.create(tmp_path, "train.py", {})
+    run.update({"exit_code": 0})
+    output = run.get_rank(0, 0).output
+    output.parent.mkdir(parents=True)
+    os.mkfifo(output)
+    assert list(read_log(run)) == []
+
+
+def test_the_name_of_a_run_is_short_enough_for_a_folder(tmp_path):
+    assert len(RunFolder.create(tmp_path, "a" * 255, {}).path.name) < 255
+
+
+def test_the_last_run_is_the_last_that_started_processes_or_may_still_do_so(tmp_path):
+    trained = RunFolder.create(tmp_path / "runs", "train.py", {"exit_code": 0})
+    trained.get_rank(0, 0).path.mkdir(parents=True)
+    alone = RunFolder.create(tmp_path / "runs", "never-met.py", {"exit_code": 1})
+    assert find_run(tmp_path / "runs") == trained
+    assert find_run(tmp_path / "runs", alone.path.name) == alone
+    waiting = RunFolder.create(tmp_path / "runs", "waits.py", {})
+    assert find_run(tmp_path / "runs") == waiting
+    only = RunFolder.create(tmp_path / "other", "never-met.py", {"exit_code": 1})
+    assert find_run(tmp_path / "other") == only

@@ -1,0 +1,145 @@
+"""The parts of the container's entry point that need no process."""
+
+import json
+
+import pytest
+
+from accel_cli.sagemaker import entry
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (user@host)\nGCC version: 12\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
+
+
+def variables(root, hosts=("algo-1",), **files):
+    """Return the variables of the last of some hosts."""
+    config = root / "input" / "config"
+    config.mkdir(parents=True)
+    for name, content in files.items():
+        (config / f"{name}.json").write_text(json.dumps(content))
+    return entry.build_variables(
+        root, {"hosts": list(hosts), "current_host": hosts[-1], "network_interface_name": "lo"}
+    )
+
+
+def test_hosts_are_ordered_by_number(tmp_path):
+    found = variables(tmp_path, ["algo-1", "algo-11", "algo-12", "algo-2", "algo-10"])
+    assert json.loads(found["SM_HOSTS"]) == ["algo-1", "algo-2", "algo-10", "algo-11", "algo-12"]
+    assert (found["SM_CURRENT_HOST"], found["SM_CURRENT_HOST_RANK"]) == ("algo-10", "2")
+    assert (found["NCCL_HOSTID"], found["NCCL_SOCKET_IFNAME"]) == ("algo-10", "lo")
+
+
+def test_one_host_needs_no_network_interface(tmp_path):
+    assert "GLOO_SOCKET_IFNAME" not in variables(tmp_path)
+
+
+def test_a_channel_of_any_name_has_a_variable_but_not_that_of_accel(tmp_path):
+    channels = {"my-data.v2": {"TrainingInputMode": "File"}, "accel": {}, "train": {}}
+    found = variables(tmp_path, inputdataconfig=channels)
+    folder = str(tmp_path / "input" / "data" / "my-data.v2")
+    # SageMaker's toolkit has the second name, which a shell does not accept.
+    assert found["SM_CHANNEL_MY_DATA_V2"] == found["SM_CHANNEL_MY-DATA.V2"] == folder
+    assert json.loads(found["SM_CHANNELS"]) == ["my-data.v2", "train"]
+    assert "SM_CHANNEL_ACCEL" not in found
+    whole = json.loads(found["SM_TRAINING_ENV"])
+    assert whole["channel_input_dirs"]["train"] == found["SM_CHANNEL_TRAIN"]
+    assert (whole["hosts"], whole["model_dir"]) == (["algo-1"], found["SM_MODEL_DIR"])
+
+
+def test_hyperparameters_have_the_values_of_the_toolkit_of_sagemaker(tmp_path):
+    given = {"lr": "0.1", "name": "it's", "mp_parameters": '{"hybrid_shard_degree": 2}', "a=b": "1"}
+    found = variables(tmp_path, hyperparameters=given)
+    assert (found["SM_HP_LR"], found["SM_HP_NAME"]) == ("0.1", "it's")
+    assert json.loads(found["SM_HP_MP_PARAMETERS"]) == {"hybrid_shard_degree": 2}
+    assert json.loads(found["SM_HPS"])["lr"] == 0.1
+    assert not [name for name in found if "=" in name]
+
+
+@pytest.mark.parametrize(
+    ("driver", "libraries", "needed"),
+    [
+        (CLOSED, ["libcuda.so", "libcuda.so.1", "libcuda.so.580.65.06"], True),
+        (OPEN, ["libcuda.so.1", "libcuda.so.580.65.06"], False),
+        (OPEN, ["libcuda.so.1", "libcuda.so.575.57.08"], False),
+        (OPEN, ["libcuda.so.1", "libcuda.so.580.100"], True),  # 100 is above 65
+        (OPEN, [], False),
+        ("", ["libcuda.so.580.65.06"], False),
+        (None, ["libcuda.so.580.65.06"], False),
+    ],
+)
+def test_the_driver_libraries_of_the_image_are_for_hosts_with_an_older_driver(
+    tmp_path, driver, libraries, needed
+):
+    compat = tmp_path / "compat"
+    compat.mkdir()
+    for name in libraries:
+        (compat / name).touch()
+    if driver is not None:
+        (tmp_path / "version").write_text(driver)
+    assert entry.needs_compat(tmp_path / "version", compat) is needed
+
+
+def test_a_linked_folder_keeps_the_files_of_the_source_and_those_of_the_platform_win(tmp_path):
+    runs, kept = tmp_path / "code" / "runs", tmp_path / "checkpoints"
+    for file, text in ((runs / "a/new", "new"), (runs / "a/both", "source"), (kept / "a/both", "saved")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (runs / "link").symlink_to("a/new")
+    entry.link_folder(runs, kept)
+    assert runs.resolve() == kept
+    assert {name: (kept / name).read_text() for name in ("a/new", "a/both", "link")} == {
+        "a/new": "new",
+        "a/both": "saved",
+        "link": "new",
+    }
+
+
+def test_a_folder_that_the_source_does_not_have_is_linked_and_a_file_is_kept(tmp_path):
+    (tmp_path / "model").mkdir()
+    entry.link_folder(tmp_path / "code" / "deep" / "out", tmp_path / "model")
+    (tmp_path / "code" / "deep" / "out" / "x").touch()
+    assert (tmp_path / "model" / "x").exists()
+    (tmp_path / "code" / "file").touch()
+    with pytest.raises(FileExistsError):
+        entry.link_folder(tmp_path / "code" / "file", tmp_path / "model")
+    assert (tmp_path / "code" / "file").is_file()
+
+
+def test_a_secret_has_a_name_or_an_arn_and_may_be_a_key_of_an_object(manager):
+    asked = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number:AWSCURRENT:"}
+    assert entry.read_secrets(asked, "us-east-1") == {
+        "A": manager["wandb"],
+        "B": manager[ARN],
+        "C": "inner",
+        "D": "7",
+    }
+
+
+@pytest.mark.usefixtures("manager")
+@pytest.mark.parametrize(
+    ("secret", "reason"),
+    [
+        ("absent", "secrets.KEY: absent cannot be read: ResourceNotFoundException: "),
+        ("forbidden", "forbidden cannot be read: ClientError: An error occurred (AccessDeniedException)"),
+        ("binary", "binary is binary, and a variable holds text"),
+        (f"{ARN}:other::", "is not a JSON object with the key other"),
+    ],
+)
+def test_a_secret_that_cannot_be_read_is_one_message_without_a_value(secret, reason):
+    with pytest.raises(entry.JobError) as caught:
+        entry.read_secrets({"KEY": secret}, "us-east-1")
+    assert reason in str(caught.value)
+    assert "inner" not in str(caught.value)
+
+
+def test_without_boto3_the_message_has_the_cure(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    with pytest.raises(entry.JobError, match=r"without boto3\. Add boto3 to the job's requirements"):
+        entry.read_secrets({"KEY": "wandb"}, "us-east-1")
+    assert entry.read_secrets({}, None) == {}
+
+
+def test_a_service_that_does_not_answer_is_named(manager, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(entry.JobError, match=r"EndpointConnectionError: .*127\.0\.0\.1:9"):
+        entry.read_secrets({"KEY": "wandb"}, "us-east-1")

@@ -1,0 +1,182 @@
+"""The section of the profile: what it takes, what it refuses before anything is asked of AWS, and the plan it makes."""
+
+import os
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import LaunchSpec
+from accel_cli.planning import planner
+from accel_cli.planning.machine import Machine
+from accel_cli.planning.options import Request
+from accel_cli.sagemaker.config import SageMaker
+from accel_runtime.env import Parallel, Settings
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder with a script, in which the launch is made."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "requirements.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(*args, target="train.py", kind="script", env=None, **told):
+    return LaunchSpec(
+        target, args, kind, Settings(**told), env or {}, {}, Machine(2), python="/venv/bin/python"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ({"max_wait": 90000}, "max_wait: only spot jobs wait"),
+        ({"spot": True, "max_run": 100, "max_wait": 99}, "max_wait: expected at least max_run, 100"),
+        ({"spot": True, "keep_alive": 60}, "keep_alive: spot instances cannot be kept"),
+        ({"subnets": ["subnet-1"]}, "subnets and security_group_ids need each other"),
+        ({"security_group_ids": ["sg-1"]}, "subnets and security_group_ids need each other"),
+        ({"network_isolation": True, "secrets": {"A": "b"}}, "network_isolation: secrets need a network"),
+        ({"network_isolation": True, "requirements": "r.txt"}, "network_isolation: requirements need a network"),
+        ({"instance_type": "g5.xlarge"}, "expected an instance type such as ml.g5.xlarge"),
+        ({"instance_count": 0}, "greater than or equal to 1"),
+        ({"nproc_per_node": 0}, "greater than or equal to 1"),
+        ({"job_name": "-a"}, "letters, digits and hyphens"),
+        ({"job_name": "a" * 64}, "at most 63"),
+        ({"inputs": {"accel": "s3://b/x"}}, "but not accel as the key, got 'accel'"),
+        ({"inputs": {"a b": "s3://b/x"}}, "as the key, got 'a b'"),
+        ({"inputs": {"train": "https://b/x"}}, "s3://bucket/folder"),
+        ({"inputs": {"train": {"uri": "s3://b/x", "input_mode": "Pipe"}}}, "'File' or 'FastFile'"),
+        ({"bucket": "s3://mine"}, "without s3://"),
+        ({"model_dir": "/opt/ml/model"}, "a folder below"),
+        ({"checkpoint_dir": "../runs"}, "a folder below"),
+        ({"checkpoint_dir": "."}, "a folder below"),
+        ({"secrets": {"A B": "x"}}, "the name of an environment variable as the key, got 'A B'"),
+        ({"region": "Frankfurt"}, "pattern"),
+        ({"pytorch_version": 2.9}, "expected text in quotes such as '2.9'"),
+        ({"exclude": ["../x"]}, "expected a pattern of files"),
+        ({"include": ["a", "!b"]}, "expected a pattern of files"),
+        ({"keep_alive": 21601}, "21600"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(said, wrong):
+    with pytest.raises(ValidationError, match=wrong.replace("(", r"\(")):
+        SageMaker(**said)
+
+
+def test_spot_waits_a_day_beyond_its_running_time_unless_it_is_said_otherwise():
+    assert SageMaker(max_run=100).total_limit is None
+    assert SageMaker(spot=True, max_run=100).total_limit == 100 + 86400
+    assert SageMaker(spot=True, max_run=100, max_wait=200).total_limit == 200
+
+
+def test_the_plan_says_instances_and_what_a_host_runs(tree):
+    said = SageMaker(
+        instance_type="ml.p4d.24xlarge",
+        instance_count=2,
+        requirements="requirements.txt",
+        checkpoint_dir="runs",
+    )
+    plan = said.plan(job("--lr", "1e-4", env={"NCCL_DEBUG": "INFO"}, mixed_precision="bf16"))
+    assert (plan.nnodes, plan.device, plan.process_description) == (
+        2,
+        "ml.p4d.24xlarge",
+        "a process for each GPU",
+    )
+    assert SageMaker(instance_type="ml.m5.large").plan(job()).process_description == ""
+    assert SageMaker(nproc_per_node=4).plan(job()).nproc_per_node == 4
+    run = plan.job.run
+    assert (run["kind"], run["target"], run["args"]) == ("script", "train.py", ["--lr", "1e-4"])
+    assert (run["cwd"], run["requirements"], run["checkpoint_dir"]) == (".", "requirements.txt", "runs")
+    # Every instance has a checkpoint folder of its own.
+    assert run["settings"] == Settings(mixed_precision="bf16", shared_files=False).to_env()
+    assert SageMaker().plan(job()).job.run["settings"] == Settings().to_env()
+    assert run["env"] == {"NCCL_DEBUG": "INFO"}
+    assert plan.job.section.instance_count == 2
+
+
+def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree, monkeypatch):
+    (tree / "work").mkdir()
+    (tree / "work" / "a.py").write_text("")
+    monkeypatch.chdir(tree / "work")
+    run = SageMaker(source_dir="..").plan(job(target=str(tree / "work" / "a.py"))).job.run
+    assert (run["cwd"], run["target"]) == ("work", "a.py")
+
+
+def test_with_an_image_of_ones_own_sagemakers_libraries_are_passed_on(tree):
+    said = SageMaker(image_uri="mine:1", model_parallel={"hybrid_shard_degree": 8})
+    run = said.plan(job(process_group_backend="smddp")).job.run
+    assert "smddp" in run["settings"].values()
+
+
+@pytest.mark.parametrize("shape", [{}, {"parallel": Parallel(dp_shard=8), "mixed_precision": "bf16"}])
+def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tree, home, shape):
+    section = SageMaker(instance_count=2, nproc_per_node=4, max_restarts=2, ranks="0,3", stall_timeout=60)
+    run = section.plan(job(**shape)).job.run
+    flag, *sets = run["options"]
+    assert (flag, set(sets[::2])) == ("--no-profile", {"--set"})
+    hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MASTER_PORT": "7777"}
+    request = Request("train.py", options={"no_profile": True, "set": sets[1::2]})
+    machine = Machine(8, "cuda", ("A100",) * 4)
+    resolved, plan = planner.prepare(request, {**hosts, **run["settings"]}, machine)
+    assert resolved.profile.settings == Settings(**shape, shared_files=False)
+    launcher = resolved.profile.launcher
+    assert (launcher.kind, launcher.nnodes, launcher.rdzv_endpoint) == ("torchrun", 2, "algo-1:7777")
+    assert (launcher.max_restarts, launcher.ranks, launcher.stall_timeout) == (2, "0,3", 60)
+    assert (launcher.shutdown_timeout, launcher.rdzv_timeout) == (110, 1800)
+    assert (plan.nproc_per_node, plan.device, plan.agent.node_rank) == (4, "cuda", 1)
+
+
+def test_a_module_and_a_program_are_launched_as_such(tree):
+    for kind, option in (("module", "--module"), ("program", "--no-python")):
+        run = SageMaker().plan(replace(job(), kind=kind)).job.run
+        assert run["options"][:2] == ["--no-profile", option]
+
+
+def test_what_is_of_accel_itself_sends_no_folder(tree):
+    whole = replace(job(target="accel_runtime.selfcheck", kind="module"), is_builtin=True)
+    plan = SageMaker(source_dir="/etc", requirements="gone.txt").plan(whole)
+    assert plan.job.source is None
+    assert plan.job.run["requirements"] is None
+    assert SageMaker().plan(job()).job.source == "."
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "wrong"),
+    [
+        ({}, {"target": "/etc/hosts"}, "The script /etc/hosts is not in"),
+        ({"source_dir": "sub"}, {}, "The script train.py is not in"),
+        ({"source_dir": "sub"}, {"kind": "module"}, "The current directory is not in"),
+        ({"requirements": "gone.txt"}, {}, "File not found: gone.txt"),
+        ({"requirements": "/etc/hosts"}, {}, "launcher.requirements /etc/hosts is not in"),
+        ({}, {"device": "mps"}, "device: mps is not available on SageMaker"),
+        ({}, {"process_group_backend": "smddp"}, "smddp needs an image with"),
+        ({"model_parallel": {"a": 1}}, {}, "launcher.model_parallel needs an image with"),
+        ({}, {"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
+        ({"secrets": {"A": "x"}}, {"env": {"A": "1"}}, "A is in both env and launcher.secrets"),
+        ({}, {"env": {"A": "1" * 131072}}, "env.A is too long"),
+    ],
+)  # fmt: skip
+def test_what_cannot_travel_is_refused_before_anything_is_asked(tree, said, given, wrong):
+    (tree / "sub").mkdir()
+    with pytest.raises(UsageError, match=wrong):
+        SageMaker(**said).plan(job(**given))
+
+
+def test_the_value_of_a_secret_is_in_no_message(tree):
+    with pytest.raises(UsageError) as refused:
+        SageMaker().plan(job(env={"HF_TOKEN": "hf_abc"}))
+    assert "hf_abc" not in str(refused.value)
+
+
+def test_an_argument_longer_than_linux_takes_is_refused_and_one_byte_less_travels(tree):
+    with pytest.raises(UsageError, match="Argument 2 of the script is too long: 131072 bytes"):
+        SageMaker().plan(job("a", "b" * 131072))
+    assert SageMaker().plan(job("b" * 131071)).job.run["args"] == ["b" * 131071]
+
+
+def test_bytes_that_are_no_text_travel_in_arguments(tree):
+    raw = os.fsdecode(b"\xff\xfe")
+    assert os.fsencode(SageMaker().plan(job(raw)).job.run["args"][0]) == b"\xff\xfe"

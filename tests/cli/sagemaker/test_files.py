@@ -1,0 +1,485 @@
+"""Which files of a folder are sent: in a repository and out of one, with links, secrets and what cannot be read."""
+
+import fnmatch
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accel_cli.errors import UsageError
+from accel_cli.sagemaker import files
+from accel_cli.sagemaker.files import select_files
+
+NOBODY = 65534
+
+
+def names(found):
+    return [file.name for file in found.files]
+
+
+def test_git_says_what_is_sent_and_what_is_not(tree, write, git):
+    write("train.py", "lib/a.py", "data/big.bin", "deleted.py", ".venv/bin/python")
+    write(".gitignore", text="data/\n.venv/\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    (tree / "deleted.py").unlink()
+    write("new.py", "lib/new.txt")
+    found = select_files(tree)
+    assert names(found) == [".gitignore", "lib/a.py", "lib/new.txt", "new.py", "train.py"]
+    assert found.notes == ()
+
+
+PARTS = st.binary(min_size=1, max_size=12).filter(lambda part: not {0, 47} & set(part)).map(os.fsdecode)
+NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1, max_size=3).map("/".join)
+
+
+def is_ordinary(name):
+    unwanted = any(
+        files.is_clutter(Path(part)) or part.lower() == ".gitignore" or fnmatch.filter([part.lower()], secret)
+        for part in name.split("/")
+        for secret in files.SECRETS
+    )
+    return not unwanted
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.sets(NAMES.filter(is_ordinary), max_size=6))
+def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(tmp_path_factory, git, said):
+    tree = tmp_path_factory.mktemp("tree")
+    there = set()
+    for name in said:
+        try:
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes(b"")
+        except OSError:  # a file where another needs a folder
+            continue
+        there.add(name)
+    without = select_files(tree)
+    git("init", below=tree)
+    assert set(names(without)) == there
+    assert names(select_files(tree)) == names(without)
+
+
+def test_of_a_folder_in_a_repository_only_that_folder_is_sent(tree, write, git):
+    write("other.py", "job/train.py", "job/lib/a.py")
+    git("init")
+    assert names(select_files(tree / "job")) == ["lib/a.py", "train.py"]
+
+
+def test_a_file_in_conflict_is_sent_once(tree, write, git):
+    git("init")
+    write("a.py", text="1\n")
+    git("add", ".")
+    git("commit", "-m", "1")
+    git("checkout", "-b", "other")
+    write("a.py", text="2\n")
+    git("commit", "-am", "2")
+    git("checkout", "main")
+    write("a.py", text="3\n")
+    git("commit", "-am", "3")
+    with pytest.raises(subprocess.CalledProcessError):
+        git("merge", "other")
+    assert names(select_files(tree)) == ["a.py"]
+
+
+def test_what_git_does_not_know_yet_is_sent_without_caches_and_environments(tree, write, git):
+    write("train.py", "__pycache__/train.pyc", "env3/pyvenv.cfg", "env3/lib/x.py", "wandb/run/log")
+    git("init")
+    assert names(select_files(tree)) == ["train.py"]
+
+
+def test_what_git_tracks_is_sent_whatever_its_name(tree, write, git):
+    write("wandb/setup.py", "train.py")
+    git("init")
+    git("add", ".")
+    assert names(select_files(tree)) == ["train.py", "wandb/setup.py"]
+
+
+@pytest.fixture
+def submodule(tree, write, git, tmp_path):
+    """A repository with another in it, as a submodule."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "lib.py").write_text("")
+    (library / "cache.bin").write_text("")
+    (library / ".gitignore").write_text("*.bin\n")
+    git("init", below=library)
+    git("add", ".", below=library)
+    git("commit", "-m", "x", below=library)
+    write("train.py")
+    git("init")
+    git("submodule", "add", str(library), "libs/library")
+    git("commit", "-am", "x")
+
+
+def test_a_submodule_is_sent_without_what_it_ignores(tree, write, submodule):
+    write("libs/library/new.py", "libs/library/x.bin")
+    assert names(select_files(tree)) == [
+        ".gitmodules", "libs/library/.gitignore", "libs/library/lib.py", "libs/library/new.py", "train.py",
+    ]  # fmt: skip
+
+
+def test_a_submodule_that_is_not_checked_out_is_said(tree, git, submodule):
+    git("submodule", "deinit", "-f", "--all")
+    found = select_files(tree)
+    assert names(found) == [".gitmodules", "train.py"]
+    assert "submodule libs/library is not checked out" in found.notes[0]
+    assert "git submodule update --init" in found.notes[0]
+
+
+def test_a_repository_that_only_lies_in_another_is_sent_too(tree, write, git):
+    write("train.py", "clone/lib.py", "clone/x.bin")
+    write("clone/.gitignore", text="*.bin\n")
+    git("init")
+    git("init", below="clone")
+    assert names(select_files(tree)) == ["clone/.gitignore", "clone/lib.py", "train.py"]
+
+
+def test_out_of_a_repository_all_is_sent_but_clutter(tree, write):
+    write(
+        "train.py",
+        "data/x.csv",
+        "__pycache__/a.pyc",
+        "b.pyc",
+        ".venv/x",
+        "my/pyvenv.cfg",
+        "my/lib/a.py",
+        "node_modules/a/b",
+    )
+    found = select_files(tree)
+    assert names(found) == ["data/x.csv", "train.py"]
+    assert found.notes == ()
+
+
+def test_without_git_all_is_sent_but_clutter_and_that_is_said(tree, write, git, monkeypatch, tmp_path):
+    write("train.py", "x.bin")
+    write(".gitignore", text="*.bin\n")
+    git("init")
+    (tmp_path / "env").symlink_to(shutil.which("env"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = select_files(tree)
+    assert names(found) == [".gitignore", "train.py", "x.bin"]
+    assert "git is not installed; all files but" in found.notes[0]
+
+
+def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git, monkeypatch, tmp_path):
+    write("train.py", "x.bin", "job/a.py")
+    write(".gitignore", text="*.bin\n")
+    git("init")
+    git("add", "train.py")
+    (tmp_path / "other").mkdir()
+    git("init", below=tmp_path / "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "nowhere"))
+    assert names(select_files(tree)) == [".gitignore", "job/a.py", "train.py"]
+    assert names(select_files(tree / "job")) == ["a.py"]
+
+
+def test_a_repository_that_git_does_not_trust_is_walked_and_that_is_said(tree, write, git):
+    write("train.py")
+    git("init")
+    (tree / ".git" / "HEAD").write_text("no head")
+    found = select_files(tree)
+    assert names(found) == ["train.py"]
+    assert "fatal: not a git repository" in found.notes[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
+def test_a_repository_of_another_user_is_walked_and_that_is_said(tree, write, git):
+    write("train.py")
+    git("init")
+    for path in (tree, tree / ".git"):
+        os.chown(path, NOBODY, NOBODY)
+    found = select_files(tree)
+    assert names(found) == ["train.py"]
+    assert "dubious ownership" in found.notes[0]
+
+
+def test_a_folder_that_a_repository_ignores_is_sent_all_the_same(tree, write, git):
+    write("out/job/train.py", "out/job/lib/a.py", "out/job/__pycache__/a.pyc")
+    write(".gitignore", text="out/\n")
+    git("init")
+    found = select_files(tree / "out" / "job")
+    assert names(found) == ["lib/a.py", "train.py"]
+    assert "git lists no file of" in found.notes[0]
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_include_adds_and_exclude_takes_away_whatever_else_holds(tree, write, git, repository):
+    write("train.py", "data/a.csv", "data/b.bin", "data/deep/c.csv", "wandb/a.log", "tests/x.py")
+    write(".gitignore", text="data/\n")
+    if repository:
+        git("init")
+    found = select_files(
+        tree, ["data/**/*.csv", "wandb/*"], ["tests", "data/deep", *([] if repository else ["*.bin"])]
+    )
+    assert names(found) == [".gitignore", "data/a.csv", "train.py", "wandb/a.log"]
+
+
+def test_include_of_a_name_holds_at_any_depth(tree, write, git):
+    write("train.py", "a.csv", "data/b.csv", ".venv/c.csv")
+    write(".gitignore", text="*.csv\n.venv\n")
+    git("init")
+    assert names(select_files(tree, ["*.csv"])) == [".gitignore", "a.csv", "data/b.csv", "train.py"]
+
+
+@pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
+def test_an_include_that_means_nothing_is_refused(tree, write, tmp_path, pattern):
+    write("train.py")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a").write_text("")
+    (tree / "link").symlink_to(tmp_path / "there")
+    with pytest.raises(UsageError, match=r"launcher.include \S+ matches no file in"):
+        select_files(tree, [pattern])
+
+
+def test_a_pattern_that_is_none_is_refused(tree):
+    with pytest.raises(UsageError, match=r"Invalid pattern in launcher.exclude: bad character range"):
+        select_files(tree, [], ["[z-a]"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*.csv", "data", "data/", "/data", "./data", "data/*.csv", "data/**", "**/a.csv", "x/**/z.bin", "?.bin"],
+)
+def test_patterns_mean_what_they_mean_in_a_gitignore(tree, write, git, pattern):
+    listed = ["a.csv", "data/a.csv", "data/b/a.csv", "x/data/a.csv", "x/y/z.bin", "z.bin", "data2/q"]
+    write(*listed)
+    excluded = {*listed} - {*names(select_files(tree, [], [pattern]))}
+    included = names(select_files(tree, [pattern]))
+    assert sorted(listed) == included
+    git("init")
+    (tree / ".git" / "info" / "exclude").write_text(f"{pattern.removeprefix('.')}\n")
+    assert excluded == {*listed} - {*names(select_files(tree))}
+
+
+def test_a_source_that_is_no_folder_is_refused(tree, write):
+    write("file")
+    with pytest.raises(UsageError, match="Folder not found"):
+        select_files(tree / "file")
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_what_may_hold_secrets_is_sent_only_where_include_names_it(tree, write, git, repository):
+    write("train.py", ".env", "conf/.env.prod", "conf/key.pem", ".aws/credentials", "credentials.json")
+    if repository:
+        git("init")
+        git("add", "-f", ".")
+    found = select_files(tree, ["conf/**"])
+    assert names(found) == ["train.py"]
+    assert found.notes == (
+        (
+            "not sent, since they may hold secrets: .aws/credentials, .env, conf/.env.prod, conf/key.pem, credentials.json; "
+            "add to launcher.include what the job needs"
+        ),
+    )
+    assert names(select_files(tree, ["*.pem"])) == ["conf/key.pem", "train.py"]
+    assert names(select_files(tree, [".env"], ["conf"])) == [".env", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".env", "conf/.env.local", "a.pem", "id_rsa", "id_ed25519.pub", ".aws/config", ".NETRC", "x/credentials.json",
+        "prod.env", ".envrc", "conf/secrets.yaml", "service-account.json", "service_account_prod.json", "token.txt",
+        "kaggle.json", "server.key", ".npmrc", ".pgpass", ".kube/config", ".docker/config.json",
+    ],
+)  # fmt: skip
+def test_names_under_which_secrets_are_kept(tree, write, name):
+    write(name)
+    assert select_files(tree).secrets == (name,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["env", "environment.yml", "a.pem.py", "aws/config", "grid_rsa", "tokens.py", "keys", "secrets.py"],
+)
+def test_names_that_are_like_those_of_secrets(tree, write, name):
+    write(name)
+    assert names(select_files(tree)) == [name]
+
+
+@pytest.mark.parametrize("pattern", ["*", "conf/**", "*.json", ".e*"])
+def test_a_pattern_that_only_happens_to_match_a_secret_does_not_send_it(tree, write, pattern):
+    write("conf/.env", "conf/kaggle.json", "conf/a.json", ".env")
+    found = select_files(tree, [pattern])
+    assert names(found) == ["conf/a.json"]
+    assert names(select_files(tree, [pattern, "conf/.env"])) == ["conf/.env", "conf/a.json"]
+
+
+def test_links_in_the_tree_stay_links(tree, write):
+    write("a/x.py", "b/y.py")
+    (tree / "b" / "up").symlink_to("../a/x.py")
+    (tree / "folder").symlink_to("a")
+    (tree / "b" / "absolute").symlink_to(tree / "a")
+    (tree / "round").symlink_to("../tree/a/x.py")
+    links = {file.name: file.link for file in select_files(tree).files if file.link}
+    assert links == {"b/up": "../a/x.py", "folder": "a", "b/absolute": "../a", "round": "a/x.py"}
+    assert "folder/x.py" not in names(select_files(tree))
+
+
+def test_links_that_lead_out_or_to_nothing_are_named_all_at_once(tree, write, tmp_path):
+    write("train.py")
+    (tmp_path / "data").mkdir()
+    (tree / "data").symlink_to(tmp_path / "data")
+    (tree / "gone").symlink_to("nothing")
+    (tree / "itself").symlink_to("itself")
+    with pytest.raises(UsageError, match=r"3 link\(s\) .* leave it or are broken") as error:
+        select_files(tree)
+    for said in (
+        f"data -> {tmp_path}/data",
+        "gone -> nothing",
+        "itself -> itself",
+        "launcher.exclude",
+        "launcher.inputs",
+    ):
+        assert said in str(error.value)
+    assert names(select_files(tree, [], ["data", "gone", "itself"])) == ["train.py"]
+
+
+def test_a_link_to_what_is_not_sent_is_said(tree, write):
+    write("runs/1/x", "train.py")
+    (tree / "last").symlink_to("runs/1")
+    assert select_files(tree).notes == ()
+    assert select_files(tree, [], ["runs"]).notes == (
+        "links to files that are not sent, so broken in the job: last",
+    )
+
+
+def test_a_tracked_file_behind_a_link_that_took_its_folder_s_place_is_gone(tree, write, git):
+    write("a/x.py", "b/x.py")
+    git("init")
+    git("add", ".")
+    shutil.rmtree(tree / "a")
+    (tree / "a").symlink_to("b")
+    assert names(select_files(tree)) == ["a", "b/x.py"]
+
+
+def test_pipes_and_sockets_are_not_sent(tree, write, monkeypatch):
+    write("train.py")
+    os.mkfifo(tree / "pipe")
+    monkeypatch.chdir(tree)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind("socket")
+        assert names(select_files(tree)) == ["train.py"]
+
+
+def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
+    name = os.fsdecode(b"caf\xe9\n.py")
+    (tree / name).write_text("")
+    for repository in (False, True):
+        if repository:
+            git("init")
+        assert names(select_files(tree)) == [name]
+        assert "'caf\\udce9\\n.py'" in files.describe_selection(select_files(tree))[1]
+
+
+@pytest.fixture
+def somebody(tmp_path):
+    """Whom the modes of files hold for, which they do not for root; the way to the tree is open to all."""
+    if os.geteuid() != 0:
+        yield
+        return
+    way = [(path, path.stat().st_mode) for path in (tmp_path, *tmp_path.parents)]
+    for path, mode in way:
+        path.chmod(mode | 0o055)
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+    for path, mode in way:
+        path.chmod(mode)
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_can_be_excluded(tree, write, request):
+    write("train.py", "private/x")
+    (tree / "private").chmod(0)
+    request.getfixturevalue("somebody")
+    with pytest.raises(UsageError, match=r"Cannot read folder \S+/private: Permission denied"):
+        select_files(tree)
+    assert names(select_files(tree, [], ["private"])) == ["train.py"]
+
+
+def test_a_file_in_a_folder_that_can_be_listed_but_not_entered_is_named(tree, write, request):
+    write("train.py", "private/x")
+    (tree / "private").chmod(0o644)
+    request.getfixturevalue("somebody")
+    with pytest.raises(UsageError, match=r"Cannot read \S+/private/x: Permission denied\. Make it readable"):
+        select_files(tree)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["train.py", "./train.py", "lib/../train.py", "job/../lib/a.py", "link.py", "folder/a.py", "lib", "."],
+)
+def test_a_script_that_is_sent_is_held(tree, write, target, tmp_path):
+    write("train.py", "lib/a.py", "job/x")
+    (tree / "link.py").symlink_to("train.py")
+    (tree / "folder").symlink_to("lib")
+    (tmp_path / "way").symlink_to(tree)
+    found = select_files(tree)
+    files.check_selected(found, target)
+    files.check_selected(found, tree / target)
+    files.check_selected(found, tmp_path / "way" / target)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            "ignored.py",
+            "ignored.py is needed, but not sent: it is ignored by git, a cache, empty, or matches",
+        ),
+        ("out/train.py", "out/train.py is needed, but not sent: it is ignored by git, "),
+        ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
+        ("empty", "empty is needed, but not sent: it is ignored by git, a cache, empty,"),
+        ("key.pem", "key.pem is needed, but not sent: it may hold secrets. Add it to launcher.include."),
+        ("nothing.py", "File not found: nothing.py in"),
+        ("../x.py", "../x.py is not in"),
+        ("/nowhere/x.py", "Set launcher.source_dir to a folder that contains it"),
+    ],
+)
+def test_a_script_that_is_not_sent_is_refused_with_the_reason(tree, write, git, target, said):
+    write("train.py", "ignored.py", "out/train.py", "excluded.py", "key.pem")
+    write(".gitignore", text="ignored.py\nout/\n")
+    (tree / "empty").mkdir()
+    git("init")
+    with pytest.raises(UsageError) as error:
+        files.check_selected(select_files(tree, [], ["excluded.py"]), target)
+    assert said in str(error.value)
+
+
+def test_more_than_was_allowed_is_refused_with_the_largest_files(tree, write):
+    for number in range(7):
+        write(f"part{number}.bin", text="x" * 200_000 * number)
+    found = select_files(tree)
+    files.check_size(found, 5)
+    with pytest.raises(UsageError) as error:
+        files.check_size(found, 4)
+    assert "The 7 files in" in str(error.value)
+    assert "have 4.2 MB: launcher.max_upload_size is 4 MB" in str(error.value)
+    assert (
+        "part6.bin (1.2 MB), part5.bin (1.0 MB), part4.bin (800.0 kB), part3.bin (600.0 kB), part2.bin (400.0 kB). Add"
+        in str(error.value)
+    )
+    for help_ in ("launcher.exclude", ".gitignore", "launcher.inputs", "raise launcher.max_upload_size"):
+        assert help_ in str(error.value)
+
+
+def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
+    write("train.py", "a.py", ".env", "big.bin")
+    write("lib/large.py", text="x" * 1234)
+    write(".gitignore", text="*.bin\n")
+    git("init")
+    assert files.describe_selection(select_files(tree, [], ["a.py"])) == [
+        f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored",
+        "     1.2 kB  lib/large.py",
+        "        6 B  .gitignore",
+        "        2 B  train.py",
+        "not sent, may hold secrets: .env",
+    ]

@@ -1,0 +1,195 @@
+import sys
+
+import pytest
+from sagemaker.core import image_uris
+
+from accel_cli.errors import UsageError
+from accel_cli.sagemaker import aws, images
+
+GPU, CPU = "ml.g5.2xlarge", "ml.m5.xlarge"
+
+
+def refused(*args, check=images.find_image, **options):
+    with pytest.raises(UsageError) as caught:
+        check(*args, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "region", "kind", "expected"),
+    [
+        ("2.13", "us-east-1", GPU, "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cu133-amzn2023-sagemaker"),
+        ("2.13", "us-east-1", CPU, "763104351884.dkr.ecr.us-east-1.amazonaws.com/pytorch:2.13-cpu-amzn2023-sagemaker"),
+        ("2.9", "eu-south-1", CPU, "692866216735.dkr.ecr.eu-south-1.amazonaws.com/pytorch-training:2.9.0-cpu-py312"),
+        ("2.10", "cn-north-1", GPU, "727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/pytorch-training:2.10.0-gpu-py313"),
+        ("2.12", "us-gov-west-1", CPU, "442386744353.dkr.ecr.us-gov-west-1.amazonaws.com/pytorch:2.12-cpu-amzn2023-sagemaker"),
+        ("2.11", "us-iso-east-1", CPU, "886529160074.dkr.ecr.us-iso-east-1.c2s.ic.gov/pytorch:2.11-cpu-amzn2023-sagemaker"),
+    ],
+)  # fmt: skip
+def test_an_image_has_the_account_and_domain_of_its_region(version, region, kind, expected):
+    assert images.find_image(version, region, kind) == expected
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["2.13", "2.13.0", "2.13.1", "2.13.0+cpu", "2.13.0+cu130", "2.13.0a0+git1234", "2.13.0.dev20260701"],
+)
+def test_a_local_torch_of_any_build_gets_the_image_of_its_version(version):
+    assert images.find_image(version, "us-east-1", GPU) == images.find_image("2.13", "us-east-1", GPU)
+
+
+def test_types_with_gpus_get_the_image_with_cuda():
+    gpus = ("ml.p4d.24xlarge", "ml.p6-b200.48xlarge", "ml.g4dn.xlarge", "ml.g7e.48xlarge")
+    assert {images.find_image("2.13", "us-east-1", kind) for kind in gpus} == {
+        images.find_image("2.13", "us-east-1", GPU)
+    }
+    assert "-cpu-" in images.find_image("2.13", "us-east-1", "ml.c7i-flex.xlarge")
+
+
+@pytest.mark.parametrize("version", ["2.99.0+cu140", "1.10.2", "2.8.0", "2,13", "newest"])
+def test_a_version_without_an_image_is_never_replaced_by_another(version):
+    said = refused(version, "us-east-1", GPU)
+    assert f"No image with torch {version} in us-east-1: of torch 2.9 and newer, " in said
+    assert "2.9, 2.10, 2.11, 2.12, 2.13, 2.14" in said
+    assert "launcher.image_uri" in said
+
+
+def test_an_unknown_region_has_no_image():
+    assert "in region 'us-eastt-1' (did you mean us-east-1?)" in refused("2.13", "us-eastt-1", GPU)
+
+
+def test_a_region_without_the_newest_image_says_those_it_has():
+    assert "2.12, 2.13. Set launcher.pytorch_version" in refused("2.14", "us-gov-west-1", GPU)
+    assert images.list_versions("us-gov-west-1")[-1] == "2.13"
+
+
+def test_v100_gpus_get_the_images_with_an_older_cuda():
+    assert images.find_image("2.9", "us-east-1", "ml.p3dn.24xlarge").endswith(
+        "pytorch-training:2.9.0-gpu-py312"
+    )
+
+
+def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
+    assert images.parse_python_version(images.find_image("2.10.0+cu128", "us-east-1", GPU)) == "3.13"
+    assert images.parse_python_version(images.find_image("2.13", "us-east-1", GPU)) == "3.12"
+    assert images.parse_python_version("1.dkr.ecr.eu-west-1.amazonaws.com/mine:2.7-gpu-py311-cu128") == "3.11"
+    assert images.parse_python_version("1.dkr.ecr.eu-west-1.amazonaws.com/mine:latest") is None
+    assert images.parse_python_version("1.dkr.ecr.eu-west-1.amazonaws.com/2.13") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("ml.trn1.32xlarge", "Neuron"),
+        ("ml.inf2.xlarge", "Neuron"),
+        ("ml.p2.xlarge", "K80"),
+        ("ml.p3.2xlarge", "CUDA 13 of AWS's image pytorch:2.13-cu133-amzn2023-sagemaker"),
+        ("ml.p6e-gb200.36xlarge", "Arm"),
+        ("p4d.24xlarge", "Unknown launcher.instance_type"),
+    ],
+)
+def test_types_that_no_image_runs_on_are_refused_though_the_sdk_has_one_for_them(kind, reason):
+    assert reason in refused("2.13", "us-east-1", kind)
+
+
+@pytest.mark.parametrize("kind", images.list_types())
+def test_types_with_gpus_and_only_those_get_an_image_with_cuda(kind):
+    if kind.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200.")):
+        return
+    image = images.find_image("2.10", "us-east-1", kind)
+    assert ("-gpu-" in image) == images.has_gpu(kind)
+    assert ("-cpu-" in image) != images.has_gpu(kind)
+
+
+def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():
+    regions = image_uris.config_for_framework("pytorch-amzn2023")["training"]["versions"]["2.13"][
+        "registries"
+    ]
+    for version in images.list_versions():
+        for region in regions:
+            if version in images.list_versions(region):
+                assert f".{region}." in images.find_image(version, region, GPU)
+
+
+def test_the_known_types_are_those_of_botocore():
+    assert len(images.list_types()) > 200
+    assert {"ml.g5.2xlarge", "ml.p5.48xlarge", "ml.m5.large"} <= set(images.list_types())
+
+
+@pytest.mark.parametrize("kind", sorted({*images.MODEL_PARALLEL_TYPES}))
+def test_every_type_that_is_spelled_here_exists(kind):
+    assert kind in images.list_types()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("ml.g5.3xlarge", "ml.g5."),
+        ("ml.p4dn.24xlarge", "ml.p4d.24xlarge"),
+        ("p4d.24xlarge", "ml.p4d.24xlarge"),
+        ("ml.m5.xlage", "ml.m5.xlarge"),
+    ],
+)
+def test_a_misspelt_type_is_refused_with_the_one_that_was_meant(typed, meant):
+    said = refused(typed, check=images.check_type)
+    assert typed in said
+    assert meant in said.partition("Did you mean")[2]
+
+
+def test_a_type_that_is_newer_than_boto3_is_taken_when_that_is_said():
+    said = refused("ml.g9.xlarge", check=images.check_type)
+    assert "launcher.allow_unknown_instance: true" in said
+    images.check_type("ml.g9.xlarge", allow_unknown=True)
+
+
+@pytest.mark.parametrize("kind", ["ml.trn1.2xlarge", "ml.trn2.48xlarge", "ml.inf2.xlarge"])
+def test_neuron_is_refused_even_where_unknown_types_are_allowed(kind):
+    assert "Neuron" in refused(kind, allow_unknown=True, check=images.check_type)
+
+
+@pytest.mark.parametrize("kind", images.list_types())
+def test_every_known_type_has_a_processor_or_is_neuron(kind):
+    if ".trn" not in kind:
+        gpu = kind.split(".")[1][0] in "gp"
+        assert images.has_gpu(kind) is gpu
+        images.check_type(kind)
+
+
+def test_arm_is_graviton_and_grace_and_nothing_else():
+    arm = ["ml.m7g.large", "ml.c6gn.xlarge", "ml.g5g.xlarge", "ml.t4g.medium", "ml.p6e-gb200.36xlarge"]
+    assert all(images.is_arm(kind) for kind in arm)
+    assert [kind for kind in images.list_types() if images.is_arm(kind)] == ["ml.p6e-gb200.36xlarge"]
+
+
+def test_gpus_are_counted_of_types_that_are_known_and_of_no_others():
+    counted = {
+        kind: images.count_gpus(f"ml.{kind}")
+        for kind in ("p4d.24xlarge", "g5.xlarge", "g5.12xlarge", "m5.large")
+    }
+    assert counted == {"p4d.24xlarge": 8, "g5.xlarge": 1, "g5.12xlarge": 4, "m5.large": 1}
+    assert images.count_gpus("ml.g99.xlarge") is None
+    assert images.count_gpus(None) is None
+    for family, sizes in images._GPUS.items():
+        for size in " ".join(sizes.values()).split():
+            assert images.count_gpus(f"ml.{family}.{size}")
+
+
+def test_the_types_whose_gpus_are_counted_are_types_of_aws():
+    names = [
+        f"ml.{family}.{size}"
+        for family, sizes in images._GPUS.items()
+        for size in " ".join(sizes.values()).split()
+    ]
+    assert {*names} <= {*images.list_types()}
+
+
+def test_without_boto3_the_message_says_what_to_install(monkeypatch):
+    aws.load_service_model.cache_clear()
+    monkeypatch.setitem(sys.modules, "botocore.loaders", None)
+    assert 'pip install "accel-runtime[sagemaker]"' in refused(check=images.list_types)
+
+
+def test_an_aws_profile_that_is_not_there_does_not_matter(monkeypatch):
+    aws.load_service_model.cache_clear()
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    assert images.list_types()

@@ -1,0 +1,195 @@
+"""The request is a pure function, and botocore's own model of the service takes it."""
+
+import json
+from datetime import datetime, timezone
+
+import botocore.session
+import pytest
+from botocore.validate import ParamValidator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.errors import UsageError
+from accel_cli.sagemaker.config import SageMaker
+from accel_cli.sagemaker.request import Submission, _find_problems, build_request, check_request, name_job
+
+NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=timezone.utc)
+ROLE = "arn:aws:iam::123456789012:role/train"
+
+
+def request(said=None, env=None):
+    section = SageMaker(**(said or {}))
+    facts = Submission("job-1", "eu-west-1", "123456789012", ROLE, "bucket", "image:1")
+    return build_request(section, env or {}, facts)
+
+
+@pytest.fixture(scope="module")
+def shape():
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    return model.operation_model("CreateTrainingJob").input_shape
+
+
+def test_the_least_request_says_what_it_must_and_no_more(shape):
+    made = request()
+    assert not ParamValidator().validate(made, shape).has_errors()
+    assert sorted(made) == [
+        "AlgorithmSpecification", "CheckpointConfig", "EnableInterContainerTrafficEncryption",
+        "EnableManagedSpotTraining", "EnableNetworkIsolation", "InputDataConfig", "OutputDataConfig",
+        "ResourceConfig", "RoleArn", "StoppingCondition", "TrainingJobName",
+    ]  # fmt: skip
+    assert made["ResourceConfig"] == {
+        "InstanceType": "ml.g5.xlarge",
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 30,
+    }
+    assert made["OutputDataConfig"] == {"S3OutputPath": "s3://bucket/accel/job-1/output"}
+    channel = made["InputDataConfig"][0]
+    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/accel/job-1/bundle/"
+
+
+def test_everything_that_can_be_said_has_its_place(shape):
+    made = request(
+        {
+            "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
+            "security_group_ids": ["sg-1"], "volume_kms_key": "k1", "output_kms_key": "k2", "encrypt_traffic": True,
+            "checkpoint_uri": "s3://other/place", "model_parallel": {"hybrid_shard_degree": 8},
+            "inputs": {"train": "s3://b/x", "big": {"uri": "s3://b/y", "input_mode": "FastFile"}},
+            "metrics": {"loss": "loss ([0-9.]+)"},
+        },
+        {"A": "1"},
+    )  # fmt: skip
+    assert not ParamValidator().validate(made, shape).has_errors()
+    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 86410}
+    assert made["CheckpointConfig"]["S3Uri"] == "s3://other/place"
+    assert made["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert [channel["InputMode"] for channel in made["InputDataConfig"]] == ["File", "File", "FastFile"]
+    assert made["AlgorithmSpecification"]["MetricDefinitions"] == [
+        {"Name": "loss", "Regex": "loss ([0-9.]+)"}
+    ]
+    assert json.loads(made["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+    assert made["Environment"] == {"A": "1"}
+
+
+def test_instances_are_kept_for_a_next_job_only_where_it_is_asked():
+    assert request({"keep_alive": 600})["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
+
+
+def test_variables_that_a_request_cannot_hold_travel_with_the_files_only():
+    made = request(env={"LONG": "x" * 513, "A.B": "1", **{f"N{n}": "" for n in range(120)}})["Environment"]
+    assert len(made) == 100
+    assert not {"LONG", "A.B"} & set(made)
+
+
+def test_no_argument_of_the_script_is_in_the_request():
+    made = request()
+    assert made["AlgorithmSpecification"]["ContainerArguments"] == [
+        "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"
+    ]
+
+
+def test_a_name_is_of_the_script_and_the_time():
+    assert name_job(None, "src/train_it.py", NOW) == "train-it-20261121-223015-678"
+    assert name_job("my-base", "x.py", NOW) == "my-base-20261121-223015-678"
+    assert name_job(None, "___", NOW) == "accel-20261121-223015-678"
+
+
+@given(st.text(), st.text(min_size=1))
+def test_every_name_is_one_that_sagemaker_takes(base, target):
+    import re
+
+    pattern = r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
+    assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
+
+
+# The check against the limits and patterns of botocore's model.
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"spot": True, "max_run": 60, "max_wait": 60},
+        {"keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""}},
+        {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"], "network_isolation": True, "encrypt_traffic": True},
+        {"model_parallel": {"hybrid_shard_degree": 8}, "volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
+    ],
+)  # fmt: skip
+def test_what_a_profile_makes_is_taken(said):
+    check_request(request(said))
+
+
+def changed(place, value):
+    """A good request with one place changed."""
+    made = request({"inputs": {"train": "s3://b/x"}})
+    *above, last = place.split(".")
+    inner = made
+    for name in above:
+        inner = inner[int(name)] if name.isdigit() else inner[name]
+    inner[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        ("TrainingJobName", "-a", "launcher.job_name (TrainingJobName): expected text that matches [a-zA-Z0-9]"),
+        ("TrainingJobName", "a" * 64, "launcher.job_name (TrainingJobName): expected at most 63 characters, got 64"),
+        ("RoleArn", "arn:aws:iam::1234:role/train", "launcher.role (RoleArn): expected text that matches"),
+        ("HyperParameters", {"mp_parameters": "x" * 2501}, "launcher.model_parallel (HyperParameters.mp_parameters): expected at most 2,500 characters"),
+        ("AlgorithmSpecification.TrainingImage", "x" * 256, "launcher.image_uri (AlgorithmSpecification.TrainingImage): expected at most 255"),
+        ("AlgorithmSpecification.MetricDefinitions", [{"Name": "loss", "Regex": "x" * 501}], "launcher.metrics (AlgorithmSpecification.MetricDefinitions[0].Regex): expected at most 500 characters"),
+        ("InputDataConfig.1.ChannelName", "tra in", "launcher.inputs (InputDataConfig[1].ChannelName): expected text that matches"),
+        ("OutputDataConfig.S3OutputPath", "bucket", "launcher.bucket (OutputDataConfig.S3OutputPath): expected text that matches"),
+        ("OutputDataConfig.KmsKeyId", "key!", "launcher.output_kms_key"),
+        ("ResourceConfig.KeepAlivePeriodInSeconds", 21601, "launcher.keep_alive (ResourceConfig.KeepAlivePeriodInSeconds): expected at most 21,600, got 21,601"),
+        ("ResourceConfig.InstanceCount", -1, "ResourceConfig.InstanceCount, value: -1"),
+        ("ResourceConfig.VolumeSizeInGB", "30", "ResourceConfig.VolumeSizeInGB, value: 30, type: <class 'str'>"),
+        ("VpcConfig", {"Subnets": ["s"]}, "SecurityGroupIds"),
+        ("VpcConfig", {"Subnets": ["s"] * 17, "SecurityGroupIds": ["g"]}, "launcher.subnets (VpcConfig.Subnets): expected at most 16 entries, got 17"),
+        ("CheckpointConfig.S3Uri", "bucket", "launcher.checkpoint_uri (CheckpointConfig.S3Uri): expected text that matches"),
+        ("Environment", {f"N{n}": "" for n in range(101)}, "env (Environment): expected at most 100 entries, got 101"),
+        ("Tags", [{"Key": "a!", "Value": ""}], "launcher.tags (Tags[0].Key): expected text that matches"),
+        ("Tags", [{"Key": str(n), "Value": ""} for n in range(51)], "launcher.tags (Tags): expected at most 50 entries, got 51"),
+        ("TrainingJobNam", "a", "TrainingJobNam"),
+    ],
+)  # fmt: skip
+def test_what_sagemaker_refuses_is_said_with_the_key_of_the_profile(place, value, said):
+    with pytest.raises(UsageError) as caught:
+        check_request(changed(place, value))
+    first, *problems = str(caught.value).splitlines()
+    assert first == "SageMaker would refuse this job; nothing was sent:"
+    assert any(said in each for each in problems), problems
+    assert len(problems) <= 2
+
+
+def test_everything_is_said_at_once():
+    made = changed("ResourceConfig.KeepAlivePeriodInSeconds", 10**9) | {"TrainingJobName": "-"}
+    with pytest.raises(UsageError) as caught:
+        check_request(made)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_secret_is_never_shown():
+    for made in (
+        changed("Environment", {"TOKEN": "hunter2" * 99}),
+        changed("OutputDataConfig.S3OutputPath", "ftp://me:hunter2@host/x"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            check_request(made)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_class_of_characters_that_python_does_not_have_is_left_to_sagemaker(shape, monkeypatch):
+    monkeypatch.setitem(shape.members["RoleArn"].metadata, "pattern", r"[\p{Han}]+")
+    member = StructureOf(RoleArn=shape.members["RoleArn"])
+    assert list(_find_problems(member, {"RoleArn": ROLE}, "")) == []
+
+
+class StructureOf:
+    """A shape with these members."""
+
+    type_name = "structure"
+
+    def __init__(self, **members):
+        self.members = members
+        self.metadata = {}

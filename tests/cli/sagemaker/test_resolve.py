@@ -1,0 +1,206 @@
+"""What a request needs and no profile says: asked of AWS, or said to be unknown; and everything that can be refused before."""
+
+import json
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from accel_cli.errors import UsageError
+from accel_cli.launchers.base import LaunchSpec
+from accel_cli.planning.machine import Machine
+from accel_cli.sagemaker import resolve, s3
+from accel_cli.sagemaker.aws import Account
+from accel_cli.sagemaker.config import SageMaker
+from accel_cli.sagemaker.request import Submission, build_request, check_request
+from accel_runtime.env import Settings
+
+NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)
+READS = {
+    "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
+    "sts:GetCallerIdentity",
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(cwd, script):
+    script("pass")
+
+    def make(settings=None, **said):
+        said = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | said
+        told = Settings(**(settings or {}))
+        return SageMaker(**said).plan(
+            LaunchSpec("train.py", (), "script", told, {}, {}, Machine(2), python="python")
+        )
+
+    return make
+
+
+@pytest.fixture
+def gather(aws, plan):
+    """What there is, asked of the plane; that nothing was changed by it is checked each time."""
+
+    def ask(settings=None, region=None, **said):
+        before = len(aws.calls())
+        try:
+            return resolve.resolve_submission(Account(region), plan(settings, **said).job, NOW)
+        finally:
+            assert set(aws.calls()[before:]) <= READS
+
+    return ask
+
+
+def test_aws_says_what_the_profile_does_not(aws, gather):
+    role = aws.role()
+    found = gather()
+    assert found == Submission(
+        name="train-20261121-223001-005",
+        region="us-east-1",
+        account="123456789012",
+        role_arn=role,
+        bucket="sagemaker-us-east-1-123456789012",
+        image_uri=found.image_uri,
+        caller=found.caller,
+        bucket_exists=False,
+    )
+    assert ".dkr.ecr.us-east-1.amazonaws.com/pytorch" in found.image_uri
+    assert found.caller.startswith("arn:aws:sts::123456789012:")
+
+
+def test_the_profiles_own_word_is_taken(aws, gather):
+    aws.role("one")
+    two = aws.role("two")
+    aws.client("s3", "eu-west-1").create_bucket(
+        Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
+    )
+    found = gather(
+        region="eu-west-1", role="two", bucket="my-bucket", job_name="mine", image_uri="x/y:z", pytorch_version=None
+    )  # fmt: skip
+    of = found
+    assert (of.role_arn, of.bucket, of.name, of.image_uri, of.region) == (
+        two, "my-bucket", "mine", "x/y:z", "eu-west-1",
+    )  # fmt: skip
+    assert found.bucket_exists
+
+
+def test_a_name_that_is_taken_is_refused(aws, gather):
+    aws.role()
+    aws.bucket("sagemaker-out")
+    aws.client("sagemaker").create_training_job(**aws.request("mine"))
+    aws.ask("clear")
+    with pytest.raises(
+        UsageError, match=r"A training job mine exists already in us-east-1.*Choose another --job-name"
+    ):
+        gather(job_name="mine")
+
+
+def test_a_bucket_that_was_named_and_is_not_there_is_not_made(aws, gather):
+    aws.role()
+    with pytest.raises(
+        UsageError, match=r"Bucket not found: my-bucket \(launcher\.bucket\)\. Remove the key"
+    ):
+        gather(bucket="my-bucket")
+
+
+def test_a_bucket_of_somebody_else_is_refused(aws, gather):
+    aws.fault("s3:HeadBucket", "error", code="403", status=403)
+    with pytest.raises(
+        UsageError,
+        match="Cannot access bucket sagemaker-us-east-1-123456789012: account 123456789012 does not own it",
+    ):
+        gather()
+
+
+def test_a_bucket_of_another_region_is_refused_with_both_ways_out(aws, gather):
+    aws.bucket("my-bucket")
+    with pytest.raises(
+        UsageError,
+        match=r"Bucket my-bucket is in us-east-1, and the job would run in eu-west-1.*launcher\.region to us-e",
+    ):
+        gather(region="eu-west-1", bucket="my-bucket")
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "eu-west-1"])
+def test_the_default_bucket_is_created_in_the_region_of_the_job(aws, region):
+    account, name = Account(region), f"sagemaker-{region}-123456789012"
+    assert not s3.check_bucket(account, name, "123456789012")
+    s3.create_bucket(account, name)
+    found = aws.client("s3", region).get_bucket_location(Bucket=name)["LocationConstraint"]
+    assert (found or "us-east-1") == region
+    assert s3.check_bucket(account, name, "123456789012")
+    s3.create_bucket(Account(region), name)  # as after another launch that was faster
+
+
+def test_a_bucket_whose_name_somebody_has_is_refused(aws):
+    aws.fault("s3:CreateBucket", "error", code="BucketAlreadyExists", status=409)
+    with pytest.raises(UsageError, match="BucketAlreadyExists"):
+        s3.create_bucket(Account(), "taken")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("expired", "have expired. Run aws sso login"), ("invalid", "AWS refused GetCallerIdentity with")],
+)
+def test_credentials_that_are_none_are_found_out_first(aws, gather, kind, words):
+    aws.fault("*", kind, times=None)
+    with pytest.raises(UsageError, match=words):
+        gather()
+    assert aws.calls() == ["sts:GetCallerIdentity"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "words"),
+    [
+        ({}, {"instance_type": "ml.g5.xlage"}, r"Unknown launcher.instance_type \'ml\.g5\.xlage\'.*Did you mean ml\.g5\.xlarge"),
+        ({"process_group_backend": "nccl"}, {}, r"nccl needs GPUs, and ml\.m5\.large has none"),
+        ({"process_group_backend": "nccl", "device": "cpu"}, {"instance_type": "ml.g5.xlarge"}, "device: cpu uses none"),
+        ({"process_group_backend": "smddp"}, {"instance_type": "ml.g5.xlarge", "image_uri": "x/y:1"}, r"smddp needs launcher\.instance_type"),
+        ({"mixed_precision": "fp16"}, {}, "fp16 needs GPUs"),
+        ({"device": "cuda"}, {}, "device: cuda needs GPUs"),
+        ({}, {"model_parallel": {"hybrid_shard_degree": 2}, "image_uri": "x/y:1"}, r"launcher\.model_parallel needs"),
+        ({}, {"pytorch_version": "1.13"}, "of torch 2.9 and newer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_anybody_is_asked(aws, gather, settings, said, words):
+    with pytest.raises(UsageError, match=words):
+        gather(settings, **said)
+    assert aws.calls() == []
+
+
+def test_the_image_follows_the_torch_that_is_here_which_is_not_imported(plan, monkeypatch):
+    monkeypatch.setattr(resolve, "version", lambda _: "2.9.1+cpu")
+    assert resolve.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW).image_uri == (
+        resolve.assume_submission(Account("us-east-1"), plan(pytorch_version="2.9").job, NOW).image_uri
+    )
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(resolve, "version", absent)
+    with pytest.raises(UsageError, match=r"torch is not installed here. Set launcher\.pytorch_version"):
+        resolve.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW)
+
+
+@pytest.mark.parametrize(
+    ("region", "said", "expected"),
+    [
+        ("us-east-1", {}, ("arn:aws:iam::<account>:role/<role>", "sagemaker-us-east-1-<account>")),
+        ("cn-north-1", {"role": "r"}, ("arn:aws-cn:iam::<account>:role/r", "sagemaker-cn-north-1-<account>")),
+        ("us-gov-west-1", {"role": "arn:x:role/r", "bucket": "mine"}, ("arn:x:role/r", "mine")),
+    ],
+)
+def test_offline_what_only_aws_knows_is_recognisable(plan, monkeypatch, region, said, expected):
+    monkeypatch.setattr("socket.socket.connect", None)
+    of = resolve.assume_submission(Account(region), plan(**said).job, NOW)
+    assert (of.role_arn, of.bucket) == expected
+    assert of.account == "<account>"
+
+
+def test_a_request_of_assumed_facts_is_checked_with_their_places_filled(plan):
+    made = plan()
+    request = build_request(
+        made.job.section, {}, resolve.assume_submission(Account("us-east-1"), made.job, NOW)
+    )
+    with pytest.raises(UsageError, match="RoleArn"):
+        check_request(request)
+    check_request(json.loads(resolve.fill_placeholders(json.dumps(request))))

@@ -1,0 +1,353 @@
+"""A submission: whole, or nothing of it is left; and looking before it, which changes nothing."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.jobs.base import UnreachableError
+from accel_cli.launchers.base import LaunchSpec
+from accel_cli.planning.machine import Machine
+from accel_cli.sagemaker import bundle, submit
+from accel_cli.sagemaker.config import SageMaker
+from accel_runtime.env import Settings
+
+BUCKET = "sagemaker-us-east-1-123456789012"
+READS = {
+    "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
+    "sts:GetCallerIdentity",
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(aws, cwd, script, monkeypatch, tmp_path):
+    """A folder with a script, an account with a role, a folder of its own for what is temporary, and no network."""
+    script("pass")
+    aws.role()
+    for name in ("scratch", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bundle, "fetch_wheels", lambda *_: "")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    return cwd
+
+
+@pytest.fixture
+def plan(here):
+    from dataclasses import replace
+
+    def make(*args, detach=True, env=None, target="train.py", is_builtin=False, **said):
+        said = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | said
+        job = LaunchSpec(
+            target,
+            args,
+            "script",
+            Settings(),
+            env or {},
+            {},
+            Machine(2),
+            python="python",
+            is_builtin=is_builtin,
+        )
+        plan = SageMaker(**said).plan(job)
+        return replace(plan, job=replace(plan.job, detach=detach))
+
+    return make
+
+
+def objects(aws):
+    """Everything in every bucket, with what was begun only."""
+    s3 = aws.client("s3")
+    found = {}
+    for bucket in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
+        found[bucket] = [item["Key"] for item in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
+        begun = s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        found[bucket] += [f"begun: {item['Key']}" for item in begun]
+    return found
+
+
+def jobs(aws):
+    return [
+        job["TrainingJobName"] for job in aws.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    ]
+
+
+def world(aws):
+    roles = [role["RoleName"] for role in aws.client("iam").list_roles()["Roles"]]
+    return objects(aws), jobs(aws), roles
+
+
+def scratch():
+    return list(Path(tempfile.gettempdir()).iterdir())
+
+
+def submitted(aws, plan, capfd):
+    """Submit; the job as AWS knows it, and what was said."""
+    assert submit.submit(plan) == 0
+    out, err = capfd.readouterr()
+    assert scratch() == []
+    return aws.client("sagemaker").describe_training_job(TrainingJobName=out.strip()), err
+
+
+def body(aws, name, file):
+    return aws.client("s3").get_object(Bucket=BUCKET, Key=f"accel/{name}/bundle/{file}")["Body"].read()
+
+
+def test_a_job_is_sent_and_started(aws, plan, capfd):
+    told, said = submitted(aws, plan("--lr", "1e-4", "it's", "\udcff", env={"A": "b"}), capfd)
+    name = told["TrainingJobName"]
+    assert told["Environment"] == {"A": "b"}
+    assert (
+        told["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+        == f"s3://{BUCKET}/accel/{name}/bundle/"
+    )
+    files = ["accel.tar.gz", "entry.py", "job.json", "source.tar.gz"]
+    assert objects(aws) == {BUCKET: [f"accel/{name}/bundle/{file}" for file in files]}
+    run = json.loads(body(aws, name, "job.json"))
+    assert (run["args"], run["target"]) == (["--lr", "1e-4", "it's", "\udcff"], "train.py")
+    assert f"bucket {BUCKET} is created" in said
+    assert f"accel jobs logs {name} -f" in said
+    assert f"https://console.aws.amazon.com/sagemaker/home?region=us-east-1#/jobs/{name}" in said
+
+
+def test_a_job_goes_where_the_profile_says(aws, plan, capfd, monkeypatch):
+    aws.client("s3", "eu-west-1").create_bucket(
+        Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
+    )
+    assert submit.submit(plan(region="eu-west-1", bucket="my-bucket", job_name="mine")) == 0
+    told = aws.client("sagemaker", "eu-west-1").describe_training_job(TrainingJobName="mine")
+    assert told["OutputDataConfig"]["S3OutputPath"] == "s3://my-bucket/accel/mine/output"
+    assert "is created" not in capfd.readouterr().err
+
+
+def test_a_module_of_accel_sends_no_folder(aws, plan, capfd, here):
+    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    told, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
+    assert len(body(aws, told["TrainingJobName"], "source.tar.gz")) < 200
+
+
+def test_looking_changes_nothing_at_aws(aws, plan):
+    before, calls = world(aws), len(aws.calls())
+    said = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
+    assert set(aws.calls()[calls:]) <= READS
+    assert world(aws) == before
+    assert scratch() == []
+    for words in (
+        "account: 123456789012 in us-east-1, as arn:aws:sts::123456789012:",
+        "1 x ml.m5.large, for at most 1d, spot: including waits at most 1d 1h",
+        "role: arn:aws:iam::123456789012:role/trainer",
+        "  train: s3://bucket/x",
+        "(the bucket does not exist, and would be created)",
+        "train.py",
+        "nothing was sent or changed",
+    ):
+        assert words in said
+
+
+def test_offline_the_request_is_all_there_is_and_nobody_is_asked(aws, plan, monkeypatch, capfd):
+    calls = len(aws.calls())
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    request = json.loads(submit.preview(plan(job_name="mine", env={"A": "ä"}), offline=True))
+    assert len(aws.calls()) == calls
+    assert request["TrainingJobName"] == "mine"
+    assert request["RoleArn"] == "arn:aws:iam::<account>:role/<role>"
+    assert request["Environment"] == {"A": "ä"}
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_looking_says_what_sagemaker_would_refuse(plan, offline):
+    with pytest.raises(UsageError, match=r"launcher\.tags") as caught:
+        submit.preview(plan(tags={"a": "x" * 300}), offline=offline)
+    assert "<account>" not in str(caught.value)
+    assert "RoleArn" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"exclude": ["*.py"]}, "train.py is needed, but not sent: it is ignored by git"),
+        ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.bin"),
+        ({"tags": {"a": "x" * 300}}, r"launcher\.tags"),
+        (
+            {"output_dir": "train.py", "detach": False},
+            r"Invalid launcher\.output_dir: train\.py is not a folder",
+        ),
+        ({"output_dir": "out", "job_name": "mine", "detach": False}, "out/mine exists already"),
+        ({"role": "nobody"}, "The account has no role 'nobody'"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_anything_is_sent(aws, plan, here, said, words):
+    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    (here / "out/mine").mkdir(parents=True)
+    before = world(aws)
+    with pytest.raises(UsageError, match=words):
+        submit.submit(plan(**said))
+    assert world(aws) == before
+    assert scratch() == []
+
+
+PASS = (
+    "User: arn:aws:iam::1:user/ann is not authorized to perform: iam:PassRole on resource: x because no "
+    "identity-based policy allows the iam:PassRole action"
+)
+FAULTS = [
+    ("s3:PutObject", {"kind": "denied"}, UsageError, "Cannot upload the files to s3://"),
+    ("s3:PutObject", {"kind": "denied", "after": 2}, UsageError, "Cannot upload the files to s3://"),
+    ("s3:PutObject", {"kind": "dropped", "times": None}, UnreachableError, "AWS does not answer"),
+    ("s3:PutObject", {"kind": "expired"}, UsageError, "have expired. Run aws sso login"),
+    ("s3:UploadPart", {"kind": "broken", "times": None, "after": 1}, UnreachableError, "AWS is too busy or has a problem"),
+    ("s3:CreateBucket", {"kind": "denied"}, UsageError, "Cannot create bucket sagemaker-"),
+    ("CreateTrainingJob", {"kind": "denied"}, UsageError, "user/ann is not authorized to perform: sagemaker:CreateTrainingJob"),
+    ("CreateTrainingJob", {"kind": "error", "code": "AccessDeniedException", "message": PASS}, UsageError, "is not authorized to perform: iam:PassRole"),
+    ("CreateTrainingJob", {"kind": "throttled", "times": None}, UnreachableError, "AWS is too busy or has a problem"),
+    ("CreateTrainingJob", {"kind": "broken", "times": None}, UnreachableError, "AWS is too busy or has a problem"),
+    ("CreateTrainingJob", {"kind": "dropped", "times": None}, UnreachableError, "AWS does not answer"),
+    ("CreateTrainingJob", {"kind": "expired"}, UsageError, "have expired"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "fault", "kind", "words"), FAULTS)
+def test_a_submission_that_fails_leaves_nothing(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
+    Path("big.bin").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))
+    before = world(aws)
+    aws.fault(operation, **fault)
+    with pytest.raises(AccelError) as caught:
+        submit.submit(plan())
+    aws.ask("clear")
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert world(aws) == before
+    assert scratch() == []
+
+
+def test_a_bucket_that_was_there_stays(aws, plan, here):
+    aws.bucket(BUCKET, theirs=b"x")
+    aws.fault("CreateTrainingJob", "denied")
+    with pytest.raises(UsageError, match=r"Nothing remains in S3\."):
+        submit.submit(plan())
+    assert objects(aws) == {BUCKET: ["theirs"]}
+
+
+def test_what_cannot_be_deleted_any_more_is_named_with_the_command_that_does(aws, plan):
+    aws.fault("CreateTrainingJob", "expired")
+    aws.fault("s3:*", "expired", times=None, after=6)
+    with pytest.raises(UsageError) as caught:
+        submit.submit(plan(job_name="mine"))
+    aws.ask("clear")
+    assert f"Delete them: aws s3 rm --recursive s3://{BUCKET}/accel/mine/bundle/" in str(caught.value)
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def test_a_quota_of_nothing_is_said_with_the_link(aws, plan):
+    aws.settings(quota={"ml.m5.large": 0})
+    with pytest.raises(
+        UsageError, match=r"for training job usage. is 0 .*Request a higher quota at https://console"
+    ):
+        submit.submit(plan())
+    assert objects(aws) == {}
+
+
+def test_what_only_aws_can_refuse_is_mapped_to_the_key_and_leaves_nothing(aws, plan):
+    words = r"AWS refused CreateTrainingJob with ValidationException: .*s3://not-there/x.* Nothing remains in S3\.$"
+    with pytest.raises(UsageError, match=words):
+        submit.submit(plan(inputs={"train": "s3://not-there/x"}))
+    assert (objects(aws), jobs(aws)) == ({}, [])
+
+
+def test_a_role_that_cannot_be_assumed_is_refused_and_leaves_nothing(aws, plan):
+    said = "Could not assume role arn:aws:iam::123456789012:role/trainer."
+    aws.fault("CreateTrainingJob", "error", code="ValidationException", message=said)
+    with pytest.raises(UsageError, match="Could not assume role arn:aws:iam::123456789012:role/trainer"):
+        submit.submit(plan())
+    assert (objects(aws), jobs(aws)) == ({}, [])
+
+
+def test_a_busy_service_is_tried_again_and_that_is_said(aws, plan, capfd):
+    aws.fault("CreateTrainingJob", "throttled")
+    _, said = submitted(aws, plan(), capfd)
+    assert said.count("AWS is busy or does not answer (CreateTrainingJob); trying again") == 1
+
+
+@pytest.mark.parametrize("attempts", ["1", "3"])
+def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypatch, attempts):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
+    aws.fault("CreateTrainingJob", "lost")
+    told, _ = submitted(aws, plan(), capfd)
+    assert jobs(aws) == [told["TrainingJobName"]]
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_left(aws, plan):
+    for operation in ("CreateTrainingJob", "DescribeTrainingJob"):
+        aws.fault(operation, "dropped", times=None)
+    with pytest.raises(
+        AccelError, match=r"AWS does not tell whether the job started.*accel jobs status train-"
+    ):
+        submit.submit(plan())
+    aws.ask("clear")
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def test_another_launch_that_was_faster_keeps_its_files(aws, plan, monkeypatch):
+    start = submit._start
+
+    def late(account, request, *more):
+        aws.client("sagemaker").create_training_job(**request)
+        start(account, request, *more)
+
+    monkeypatch.setattr(submit, "_start", late)
+    with pytest.raises(UsageError, match="A training job of this name exists already"):
+        submit.submit(plan(job_name="mine"))
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def interrupting(monkeypatch, event):
+    """Have Ctrl-C come before, or after, the call that starts the job."""
+    client = submit.Account.client
+
+    def made(self, name):
+        found = client(self, name)
+        if name == "sagemaker":
+
+            def interrupt(**_):
+                raise KeyboardInterrupt
+
+            found.meta.events.register(f"{event}.sagemaker.CreateTrainingJob", interrupt)
+        return found
+
+    monkeypatch.setattr(submit.Account, "client", made)
+
+
+def test_ctrl_c_before_anything_is_sent_is_answered(aws, plan, monkeypatch, capfd):
+    def broken_off(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundle, "fetch_wheels", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert capfd.readouterr().err.endswith("accel: The submission was interrupted. Nothing was sent.\n")
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
+    interrupting(monkeypatch, "before-call")
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert "no job was started. Nothing remains in S3." in capfd.readouterr().err
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+def test_ctrl_c_that_comes_too_late_says_how_to_stop_the_job(aws, plan, monkeypatch, capfd):
+    interrupting(monkeypatch, "after-call")
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    (name,) = jobs(aws)
+    assert f"job {name} has started already; accel jobs stop {name} stops it" in capfd.readouterr().err
+    assert len(objects(aws)[BUCKET]) == 4

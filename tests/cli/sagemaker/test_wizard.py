@@ -1,0 +1,135 @@
+"""What the wizard offers for SageMaker, asked of a real boto3 with AWS configurations of all kinds."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from accel_cli.planning.machine import Machine
+from accel_cli.profile.fields import Choice
+from accel_cli.sagemaker import wizard
+
+MACHINE = Machine(2, torch="2.13.0+cpu")
+CONFIG = """\
+[default]
+region = eu-west-1
+[profile team]
+region = us-gov-west-1
+[profile bare]
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Writes the AWS configuration, and takes every variable of AWS away."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+
+    def write(text=CONFIG):
+        (tmp_path / "config").write_text(text)
+
+    write()
+    return write
+
+
+def values(offers):
+    return [choice.value for choice in offers.choices]
+
+
+def test_profiles_begin_with_the_one_aws_tools_take(config, monkeypatch):
+    offers = wizard.offer_profiles(MACHINE, {})
+    assert values(offers) == [None, "default", "team", "bare"]
+    assert offers.choices[0].title == "the default of AWS's tools (default)"
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    assert "(team)" in wizard.offer_profiles(MACHINE, {}).choices[0].title
+
+
+def test_regions_begin_with_that_of_the_chosen_profile_and_stay_in_its_part_of_aws(config):
+    own = wizard.offer_regions(MACHINE, {})
+    assert own.choices[0] == Choice("eu-west-1", "eu-west-1 (from the AWS configuration)")
+    assert values(own)[1] == "us-east-1"
+    assert len(values(own)) > 30
+    assert len(set(values(own))) == len(values(own))
+    government = values(wizard.offer_regions(MACHINE, {"aws_profile": "team"}))
+    assert government[0] == "us-gov-west-1"
+    assert all(region.startswith("us-gov-") for region in government)
+
+
+def test_without_a_region_of_its_own_a_profile_is_offered_the_usual_one_first(config):
+    assert values(wizard.offer_regions(MACHINE, {"aws_profile": "bare"}))[:2] == ["us-east-1", "af-south-1"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "text", "said", "wrong"),
+    [
+        (wizard.offer_profiles, "no configuration [", {}, "Unable to parse config file"),
+        (wizard.offer_regions, CONFIG, {"aws_profile": "taem"}, "Did you mean team?"),
+        (wizard.offer_roles, CONFIG, {"region": "eu-west-1"}, "No AWS credentials found"),
+    ],
+)
+def test_what_cannot_be_looked_up_is_said_and_then_typed(config, ask, text, said, wrong):
+    config(text)
+    offers = ask(MACHINE, said)
+    assert not offers.choices
+    assert offers.note.startswith(
+        ("The choices cannot be listed; type the answer. ", "The roles cannot be listed")
+    )
+    assert wrong in offers.note
+
+
+def test_without_boto3_one_note_names_what_to_install(config, monkeypatch):
+    for module in ("boto3", "boto3.session"):
+        monkeypatch.setitem(sys.modules, module, None)
+    notes = {
+        ask(MACHINE, {}).note for ask in (wizard.offer_profiles, wizard.offer_regions, wizard.offer_roles)
+    }
+    assert notes == {
+        'boto3 is not installed, so nothing can be listed. Type the answers, or run pip install "accel-runtime[sagemaker]".'
+    }
+    assert wizard.complete_instance_types() == []
+    assert wizard.find_type_error("ml.nonsense.xlarge") is None
+
+
+def test_instance_types_are_completed_and_near_misses_are_named():
+    assert "ml.g5.xlarge" in wizard.complete_instance_types()
+    assert wizard.find_type_error("ml.g5.xlarge") is None
+    assert wizard.find_type_error("ml.g5.xlrge").startswith(
+        "Unknown launcher.instance_type 'ml.g5.xlrge'. Did you mean ml.g5.xlarge, "
+    )
+    assert "pip install -U boto3" in wizard.find_type_error("ml.g99.xlarge")
+
+
+def test_the_torch_of_this_machine_comes_before_those_of_aws(config):
+    offers = wizard.offer_versions(MACHINE, {"region": "us-east-1"})
+    assert offers.choices[0] == Choice(None, "the version of the machine that launches (here: 2.13.0+cpu)")
+    assert values(offers)[-1] == "2.9"
+    assert "2.13" in values(offers)
+
+
+def test_roles_are_those_that_sagemaker_may_assume(aws):
+    arn = aws.role()
+    aws.role("of-lambda", {"Version": "2012-10-17", "Statement": [
+        {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}]})  # fmt: skip
+    offers = wizard.offer_roles(MACHINE, {"region": "us-east-1"})
+    assert [(choice.value, choice.title) for choice in offers.choices] == [(arn, "trainer")]
+
+
+def test_who_may_not_list_roles_is_told_so_and_types(aws):
+    aws.fault("ListRoles", "denied")
+    offers = wizard.offer_roles(MACHINE, {"region": "us-east-1"})
+    assert not offers.choices
+    assert "is not authorized to perform: iam:ListRoles" in offers.note
+
+
+def test_the_first_questions_do_not_import_the_sdk(config):
+    code = (
+        "import sys; from accel_cli.sagemaker import wizard; wizard.offer_profiles(None, {}); "
+        "wizard.offer_regions(None, {}); wizard.find_type_error('ml.g5.xlarge'); "
+        "print('botocore' in sys.modules, 'sagemaker.core' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -1,0 +1,149 @@
+"""The distribution of docs/writing-a-launcher.md runs scripts like accel, from the wizard and the schema to the exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from docs_reader import DOCS, blocks
+
+UP, ENTER = "\x1b[A", "\r"
+SCRIPT = "import os, sys\nprint(os.nice(0), *sys.argv[1:], flush=True)\nsys.exit(7)\n"
+
+
+PAGE = {
+    block.text.partition("\n")[0].removeprefix("# "): block.text
+    for block in blocks(DOCS / "writing-a-launcher.md")
+    if block.language in {"python", "toml"}
+}
+"""The files that the page shows, by the name in the first line of each."""
+
+
+@pytest.fixture
+def accel(cwd, home, tmp_path):
+    """Calls `accel` in an environment that has the distribution of the page."""
+    site = tmp_path / "site"
+    info = site / "accel_background-1.0.dist-info"
+    info.mkdir(parents=True)
+    for module in ("background_launcher.py", "background_jobs.py"):
+        (site / module).write_text(PAGE[module])
+    points = re.findall(
+        r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$', PAGE["pyproject.toml"], re.MULTILINE
+    )
+    assert len(points) == 1
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accel-background\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n{kind} = {path}\n" for group, kind, path in points)
+    )
+    (cwd / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+
+    def call(*args):
+        command = [sys.executable, "-m", "accel_cli", *args]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+    return call
+
+
+@pytest.fixture
+def profile(accel):
+    """The project's profile selects the launcher."""
+    done = accel("config", "set", "launcher.kind=background", "launcher.level=5", "--project")
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_is_configured_and_runs_the_script_to_its_exit_code(accel, cwd, profile):
+    assert "level: 5" in (cwd / "accel.yaml").read_text()
+    done = accel("launch", "train.py", "--epochs", "3")
+    assert (done.returncode, done.stdout.split()) == (7, [str(os.nice(0) + 5), "--epochs", "3"]), done.stderr
+    assert "background, 1 process" in done.stderr
+
+
+def test_the_wizard_offers_it_and_asks_its_question(accel, terminal, tmp_path, home, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    screen = terminal()
+    screen.see("How should scripts run?")
+    assert "One process in the background" in screen.text()
+    screen.answer("How should scripts run?", UP + ENTER)
+    screen.answer("Niceness, from 1 to 19?", ENTER)
+    screen.answer("Mixed precision?", ENTER)
+    screen.answer("default.yaml?", ENTER)
+    assert screen.end() == 0
+    text = (home / "profiles" / "default.yaml").read_text()
+    assert "kind: background" in text
+    assert "level: 10" in text
+
+
+def test_a_value_out_of_range_is_refused(accel):
+    done = accel("config", "set", "launcher.kind=background", "launcher.level=20", "--project")
+    assert done.returncode == 2
+    assert "launcher.level" in done.stderr
+
+
+def test_its_jobs_are_listed_followed_and_stopped(accel, cwd, profile):
+    (cwd / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
+    job = accel("launch", "--detach", "train.py").stdout.strip()
+    log = cwd / "jobs" / job / "log"
+    while "begun" not in log.read_text():
+        time.sleep(0.05)
+    assert re.search(rf"{job}\sRUNNING", accel("jobs", "list").stdout)
+    assert accel("jobs", "logs", job).stdout == "begun\n"
+    assert accel("jobs", "stop", job).returncode == 0
+    followed = accel("jobs", "logs", job, "-f")
+    assert followed.returncode == 128 + signal.SIGTERM
+    assert "Unknown job 'other'" in accel("jobs", "status", "other").stderr
+
+
+def test_it_is_in_the_schema_with_its_keys(accel):
+    schema = json.loads(accel("config", "schema").stdout)
+    assert "background" in schema["properties"]["launcher"]["discriminator"]["mapping"]
+    assert schema["$defs"]["Background"]["properties"]["level"]["maximum"] == 19
+
+
+def test_its_option_is_in_the_help_and_refused_by_other_launchers(accel):
+    assert "Only with launcher.kind: background" in accel("launch", "--help").stdout
+    done = accel("launch", "--set", "launcher.kind=background", "--level", "3", "--dry-run", "train.py")
+    assert "command: nice -n3" in done.stdout, done.stderr
+    done = accel("launch", "--level", "3", "train.py")
+    assert done.returncode == 2
+    assert (
+        "Cannot use --level with launcher.kind: single: it is an option of the launcher background"
+        in done.stderr
+    )
+
+
+def test_a_distribution_that_cannot_be_loaded_is_named(accel, tmp_path):
+    (tmp_path / "site/background_launcher.py").write_text("import package_that_is_missing")
+    done = accel("launch", "--set", "launcher.kind=background", "train.py")
+    assert done.returncode == 2
+    assert "Cannot load 'background' of the package accel-background" in done.stderr
+    assert accel("launch", "--dry-run", "train.py").returncode == 0
+
+
+COMMAND = """\
+import typer
+
+app = typer.Typer()
+
+
+@app.command("greet")
+def greet(name: str) -> None:
+    print(f"Hello {name}")
+"""
+
+
+def test_a_command_of_another_distribution_runs(accel, tmp_path):
+    site = tmp_path / "site"
+    (site / "greet_command.py").write_text(COMMAND)
+    with (site / "accel_background-1.0.dist-info/entry_points.txt").open("a") as file:
+        file.write("[accel.commands]\ngreet = greet_command:app\n")
+    done = accel("greet", "World")
+    assert (done.returncode, done.stdout) == (0, "Hello World\n"), done.stderr
+    assert accel("greet").returncode == 2
+    done = accel("great", "World")
+    assert done.returncode == 2
+    assert "No such command 'great'" in done.stderr
