@@ -80,7 +80,8 @@ class SignalHandlers:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: a handler that was installed before Python started, and that it cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _terminate(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal that ends the run."""
