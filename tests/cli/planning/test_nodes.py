@@ -1,4 +1,4 @@
-"""The nodes of a run are a pure function of options and variables, so the tests are tables."""
+"""The nodes of a run, as a function of options and environment variables."""
 
 from contextlib import suppress
 
@@ -31,9 +31,9 @@ RANK = {
 }  # fmt: skip
 
 
-def place(*said):
+def ranks_of(*values):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return dict(zip(names, map(str, said), strict=True))
+    return dict(zip(names, map(str, values), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def place(*said):
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, NodeLayout()),
         ({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, NodeLayout()),
         (SLURM, NodeLayout("SLURM_* (step 812.3)", {"nnodes": 2, "rdzv_endpoint": "gpu03:21103", "rdzv_id": "812.3"}, 1)),
-        (TASKS, NodeLayout("SLURM_* (step 812.3)", ranks=place(4, 1, 5, 2, "gpu03", 21103))),
-        (OMPI, NodeLayout("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
+        (TASKS, NodeLayout("SLURM_* (step 812.3)", ranks=ranks_of(4, 1, 5, 2, "gpu03", 21103))),
+        (OMPI, NodeLayout("OMPI_* (mpirun)", ranks=ranks_of(3, 3, 4, 4, "127.0.0.1", 22759))),
         (
             {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "7"},
-            NodeLayout("OMPI_* (mpirun)", ranks=place(3, 1, 4, 2, "n0", 7)),
+            NodeLayout("OMPI_* (mpirun)", ranks=ranks_of(3, 1, 4, 2, "n0", 7)),
         ),
-        (PMI, NodeLayout("PMI_* (mpirun)", ranks=place(1, 1, 2, 2, "127.0.0.1", 22759))),
+        (PMI, NodeLayout("PMI_* (mpirun)", ranks=ranks_of(1, 1, 2, 2, "127.0.0.1", 22759))),
         (SKY, NodeLayout("SKYPILOT_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 1)),
         (DSTACK, NodeLayout("DSTACK_*", {"nnodes": 2, "rdzv_endpoint": "10.0.0.1:20000"}, 0)),
         ({**DSTACK, "DSTACK_NODES_NUM": "1"}, NodeLayout()),
@@ -65,48 +65,48 @@ def place(*said):
             NodeLayout("PET_*", {"nnodes": "1:4", "rdzv_endpoint": "n0:5", "rdzv_id": "x", "max_restarts": 3}, unused=("PET_TEE",)),
         ),
         (RANK, NodeLayout("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
-        # The innermost launcher is the one that knows: a worker of torchrun in a Slurm step, mpirun in a Slurm job.
+        # The innermost launcher is used: a worker of torchrun in a Slurm step, mpirun in a Slurm job.
         ({**SLURM, **RANK}, NodeLayout("RANK and WORLD_SIZE", ranks=RANK, inherited=True)),
-        ({**SLURM, **OMPI}, NodeLayout("OMPI_* (mpirun)", ranks=place(3, 3, 4, 4, "127.0.0.1", 22759))),
+        ({**SLURM, **OMPI}, NodeLayout("OMPI_* (mpirun)", ranks=ranks_of(3, 3, 4, 4, "127.0.0.1", 22759))),
         ({**SLURM, **PET}, NodeLayout("PET_*", {"nnodes": 2, "nproc_per_node": 4, "rdzv_endpoint": "n0:9"}, 1)),
-        # A rank alone places nothing: shells have such variables.
+        # A rank alone is ignored: shells have such variables.
         ({"RANK": "1"}, NodeLayout()),
     ],
 )  # fmt: skip
-def test_the_first_source_that_speaks_is_used(environ, expected):
+def test_nodes_come_from_the_innermost_launcher_or_scheduler(environ, expected):
     assert find_nodes(NodeOptions(), environ, parent=4711) == expected
 
 
-def test_what_is_typed_stands_in_place_of_what_was_derived():
-    found = find_nodes(NodeOptions(nproc_per_node=3, rdzv_endpoint="other:1", max_restarts=2), SLURM)
-    assert found.values == {
+def test_options_override_derived_values():
+    layout = find_nodes(NodeOptions(nproc_per_node=3, rdzv_endpoint="other:1", max_restarts=2), SLURM)
+    assert layout.values == {
         "nnodes": 2, "rdzv_endpoint": "other:1", "rdzv_id": "812.3", "nproc_per_node": 3, "max_restarts": 2,
     }  # fmt: skip
-    assert (found.node_rank, found.static) == (1, False)
+    assert (layout.node_rank, layout.static) == (1, False)
 
 
 @pytest.mark.parametrize("environ", [TASKS, OMPI])
-def test_the_endpoint_of_the_options_is_used_for_ranks_that_were_started(environ):
+def test_the_endpoint_option_sets_the_address_of_ranks_that_are_already_started(environ):
     ranks = find_nodes(NodeOptions(rdzv_endpoint="[fd00::1]:5"), environ).ranks
     assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"]) == ("fd00::1", "5")
 
 
-def test_a_typed_range_that_ends_where_the_step_does_is_honoured():
+def test_a_range_of_nodes_that_ends_at_the_size_of_the_step_is_used():
     assert find_nodes(NodeOptions(nnodes="1:2"), SLURM).values["nnodes"] == "1:2"
 
 
-def test_a_typed_number_of_this_machine_has_to_hold_exactly():
+def test_a_node_rank_given_as_an_option_is_static():
     assert find_nodes(NodeOptions(nnodes=2, node_rank=1), {}) == NodeLayout(node_rank=1, static=True)
 
 
-def test_one_task_on_each_machine_of_mpirun_is_an_agent_where_processes_are_asked_for():
+def test_one_mpirun_task_per_node_is_an_agent_if_nproc_per_node_is_given():
     environ = {**OMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    found = find_nodes(NodeOptions(nproc_per_node=2, rdzv_endpoint="n0:5"), environ)
-    assert found.values == {"nnodes": 4, "rdzv_endpoint": "n0:5", "nproc_per_node": 2}
-    assert found.node_rank == 3
+    layout = find_nodes(NodeOptions(nproc_per_node=2, rdzv_endpoint="n0:5"), environ)
+    assert layout.values == {"nnodes": 4, "rdzv_endpoint": "n0:5", "nproc_per_node": 2}
+    assert layout.node_rank == 3
 
 
-def test_the_line_says_the_source_and_everything_derived():
+def test_the_summary_names_the_source_and_all_derived_values():
     assert find_nodes(NodeOptions(), SLURM).summary == (
         "SLURM_* (step 812.3): nnodes 2, rdzv_endpoint gpu03:21103, rdzv_id 812.3, node_rank 1"
     )
@@ -115,7 +115,7 @@ def test_the_line_says_the_source_and_everything_derived():
 
 
 @pytest.mark.parametrize(
-    ("typed", "environ", "said"),
+    ("options", "environ", "expected"),
     [
         (NodeOptions(nnodes=3), SLURM, "--nnodes 3 contradicts SLURM_* (step 812.3), which sets 2 nodes"),
         (NodeOptions(node_rank=0), SLURM, "--node-rank 0 contradicts SLURM_* (step 812.3), in which this node has rank 1"),
@@ -140,10 +140,10 @@ def test_the_line_says_the_source_and_everything_derived():
         (NodeOptions(), {**RANK, "RANK": "2"}, "Invalid RANK=2: expected less than WORLD_SIZE (2)"),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
+def test_invalid_or_contradictory_variables_are_an_error_of_one_line(options, environ, expected):
     with pytest.raises(UsageError) as error:
-        find_nodes(typed, environ)
-    assert said in str(error.value)
+        find_nodes(options, environ)
+    assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -157,9 +157,9 @@ def test_a_contradiction_is_refused_with_one_message(typed, environ, said):
         ("n[1]-ib,n2", "n1-ib"),
     ],
 )
-def test_the_first_host_of_a_list_of_slurm_is_the_meeting_place(nodelist, head):
-    found = find_nodes(NodeOptions(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
-    assert found.values["rdzv_endpoint"] == f"{head}:21103"
+def test_the_first_host_of_a_slurm_node_list_is_the_rendezvous_host(nodelist, head):
+    layout = find_nodes(NodeOptions(), {**SLURM, "SLURM_STEP_NODELIST": nodelist})
+    assert layout.values["rdzv_endpoint"] == f"{head}:21103"
 
 
 CLUSTERS = (
@@ -177,13 +177,13 @@ CLUSTERS = (
 
 
 @pytest.mark.parametrize("value", ["x", "", "-1", "²", "٣", "1.5", "9" * 5000])
-def test_no_variable_of_a_scheduler_is_a_traceback(value):
+def test_invalid_variables_of_schedulers_raise_usage_errors_only(value):
     for environ in CLUSTERS:
         for name in environ:
             with suppress(UsageError):
                 find_nodes(NodeOptions(), {**environ, name: value}, parent=1)
 
 
-def test_a_variable_that_is_no_number_is_named():
+def test_an_error_names_the_variable_that_is_not_a_number():
     with pytest.raises(UsageError, match="Invalid DSTACK_NODES_NUM='x': expected a whole number"):
         find_nodes(NodeOptions(), {"DSTACK_NODES_NUM": "x"})
