@@ -14,10 +14,9 @@ import typer.main
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.commands.base import AccelGroup, CommandApp, get_summary
-from accel_cli.commands.options import normalize_option
+from accel_cli.commands.options import AccelGroup, CommandApp, get_summary, normalize_option
 from accel_cli.errors import AccelError, explain_os_error
-from accel_cli.registry import Registry
+from accel_cli.launchers import Registry
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -25,7 +24,7 @@ COMMANDS: Registry[typer.Typer] = Registry(
     {
         "launch": "accel_cli.commands.launch:app",
         "logs": "accel_cli.commands.runs:app",
-        "test": "accel_cli.commands.test:app",
+        "test": "accel_cli.commands.launch:app",
         "stacks": "accel_cli.commands.runs:app",
         "tpu-pod": "accel_cli.commands.tpu_pod:app",
         "checkpoint": "accel_cli.commands.checkpoint:app",

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from accel_cli import console
-from accel_cli.commands.base import CommandApp
-from accel_cli.commands.options import complete_checkpoints
+from accel_cli.commands.options import CommandApp, complete_checkpoints
 from accel_cli.errors import UsageError
 
 __all__ = ["app"]

@@ -11,8 +11,7 @@ import typer
 
 from accel_cli import console
 from accel_cli.commands import options
-from accel_cli.commands.base import CommandApp
-from accel_cli.commands.options import CompatGroup
+from accel_cli.commands.options import CommandApp, CompatGroup
 from accel_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:

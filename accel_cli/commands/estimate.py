@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from accel_cli import console
-from accel_cli.commands.base import CommandApp
-from accel_cli.commands.options import complete_profile_names
+from accel_cli.commands.options import CommandApp, complete_profile_names
 from accel_cli.errors import AccelError, UsageError
 
 __all__ = ["app"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel_cli.commands.base import CommandApp
-from accel_cli.commands.options import complete_profile_names
+from accel_cli.commands.options import CommandApp, complete_profile_names
 
 if TYPE_CHECKING:
     from accel_cli.jobs.base import Jobs

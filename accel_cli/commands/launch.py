@@ -1,4 +1,4 @@
-"""`accel launch`: run a script with the settings of the active profile."""
+"""`accel launch` and `accel test`: run a script, or a check of training, with the settings of the active profile."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import typer
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.commands.base import CommandApp
-from accel_cli.commands.options import RequestCommand, find_unknown_options, get_options
+from accel_cli.commands.options import CommandApp, RequestCommand, find_unknown_options, get_options
 from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.planning.options import Kind, Request
+from accel_cli.planning.options import OPTIONS, SELECTION, Kind, Request
 
 if TYPE_CHECKING:
     from accel_cli.planning.plan import Plan
@@ -66,6 +65,12 @@ class LaunchCommand(RequestCommand):
         return any(True for _ in find_unknown_options(self, ctx, args))
 
 
+class TestCommand(RequestCommand):
+    """The command `accel test`."""
+
+    declared = tuple(OPTIONS[name] for name in SELECTION)
+
+
 app = CommandApp(rich_help_panel="Run")
 
 
@@ -110,6 +115,17 @@ def launch(
     if "quiet" not in options:
         console.note(format_headline(plan, resolved))
     raise typer.Exit(launcher.run(plan))
+
+
+@app.command("test", cls=TestCommand, epilog="Example: accel test --nproc-per-node 2")
+def test(context: typer.Context) -> None:
+    """Check processes, collectives, gradients, gathering and precision on this machine."""
+    from accel_cli.planning import planner
+
+    request = Request("accel_runtime.selfcheck", kind="module", options=get_options(context), is_builtin=True)
+    resolved, plan = planner.prepare(request, os.environ)
+    console.note(format_headline(plan, resolved))
+    raise typer.Exit(resolved.profile.launcher.run(plan))
 
 
 def build_request(script: str, args: list[str] | None, options: dict[str, Any]) -> Request:

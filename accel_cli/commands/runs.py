@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from accel_cli import console
-from accel_cli.commands.base import CommandApp
+from accel_cli.commands.options import CommandApp
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel_cli.commands.base import CommandApp
 from accel_cli.commands.launch import build_request, format_headline, format_plan
-from accel_cli.commands.options import CompatCommand
+from accel_cli.commands.options import CommandApp, CompatCommand
 
 if TYPE_CHECKING:
     from accel_cli.planning.options import Request

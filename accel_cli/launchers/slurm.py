@@ -16,7 +16,7 @@ from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Pla
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.nodes import FIRST_JOB_PORT, NUM_JOB_PORTS, get_slurm_rendezvous
 from accel_cli.planning.plan import JobPlan, check_ranks, quote_for_bash
-from accel_cli.profile.fields import Answers, CountOrAuto, Question
+from accel_cli.profile.sections import Answers, CountOrAuto, Question
 
 if TYPE_CHECKING:
     from accel_cli.jobs.slurm import SlurmJobs

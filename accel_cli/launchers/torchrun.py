@@ -26,7 +26,7 @@ from accel_cli.planning import network
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import AgentSettings, check_ranks, get_highest_rank
-from accel_cli.profile.fields import Answers, CountOrAuto, Question
+from accel_cli.profile.sections import Answers, CountOrAuto, Question
 from accel_runtime import env
 
 __all__ = [

@@ -14,7 +14,7 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.fields import Choice, Question
+from accel_cli.profile.sections import Choice, Question
 from accel_runtime.env import ROUNDING
 
 __all__ = ["Xla"]

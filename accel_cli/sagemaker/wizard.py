@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import AccelError
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.fields import Answers, Choice, Offers, Question
+from accel_cli.profile.sections import Answers, Choice, Offers, Question
 
 if TYPE_CHECKING:
     from accel_cli.sagemaker.aws import Account

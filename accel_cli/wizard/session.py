@@ -22,7 +22,7 @@ from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning import machine, planner
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import edit, layers, schema, store
-from accel_cli.profile.fields import Choice
+from accel_cli.profile.sections import Choice
 from accel_cli.wizard import steps
 from accel_cli.wizard.steps import Step
 

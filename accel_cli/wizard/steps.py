@@ -16,9 +16,9 @@ from accel_cli.launchers import LAUNCHERS, suggest
 from accel_cli.launchers.base import Launcher
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
-from accel_cli.profile.fields import Answers, Choice, Question, Section, question_of
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
+from accel_cli.profile.sections import Answers, Choice, Question, Section
 from accel_cli.profile.validation_errors import explain
 
 __all__ = [
@@ -147,7 +147,7 @@ def _iter_section(section: type[Section], prefix: str) -> Iterator[Step]:
     for name, field in section.model_fields.items():
         if name in PARALLEL_SECTIONS and not prefix:
             yield from _iter_section(PARALLEL_SECTIONS[name], f"{name}.")
-        elif question := question_of(section, name):
+        elif question := next((each for each in field.metadata if isinstance(each, Question)), None):
             yield Step(f"{prefix}{name}", question, field.annotation)
 
 

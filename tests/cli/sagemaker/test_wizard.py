@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.fields import Choice
+from accel_cli.profile.sections import Choice
 from accel_cli.sagemaker import wizard
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
