@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.collectives.handshake import Handshake, call_at_site
-from accel_runtime.heartbeat import Progress, heartbeat
+from accel_runtime.heartbeat import Progress, call_site, heartbeat
 from accel_runtime.options import AutocastKwargs
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 from accel_runtime.training.accumulation import MicroBatch
@@ -26,6 +27,7 @@ __all__ = ["Preemption", "TrainingMethods"]
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they end a job."""
 _MASK = struct.Struct("=Q")
+_LOG = logging.getLogger("accel_runtime.training.gradients")
 
 
 class Preemption:
@@ -159,9 +161,15 @@ class TrainingMethods(AcceleratorProperties):
         """
         step = self._loops.current_step
         is_last = step is not None and step.is_last
-        return MicroBatch(
-            self._accumulation, is_last=is_last, no_sync=self._backend.no_sync, models=models or self._models
-        )
+        used = models or tuple(self._models)
+        if self._accumulation.starts_mixing(used) and self._backend.topology.rank == 0:
+            _LOG.warning(
+                "accumulate() at %s has other models than the micro-batch before it in the same accumulation cycle: the calls "
+                "for all models are counted together, so some models are never trained, or on partial gradients. Call it once "
+                "for each micro-batch, with all models: accumulate(first, second).",
+                call_site(),
+            )
+        return MicroBatch(self._accumulation, is_last=is_last, no_sync=self._backend.no_sync, models=used)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -314,6 +314,9 @@ class _StreamIterator:
         seeds: Receives the seed that its workers share.
     """
 
+    _finished = False
+    """Read by torchdata's StatefulDataLoader."""
+
     def __init__(self, loader: DataLoader[Any], infos: deque[WorkerBatch], seeds: list[int]) -> None:
         self._loader = loader
         self._inner: Any = type(loader)._get_iterator(loader)  # noqa: SLF001 - a subclass may have its own

@@ -50,6 +50,8 @@ class Accumulation:
         self.num_backward = 0
         """Number of backward passes so far."""
         self._step = self._count = 0
+        self._models: frozenset[int] = frozenset()
+        self._mixed_models = False
 
     @property
     def step(self) -> int:
@@ -104,6 +106,13 @@ class Accumulation:
         if self.synced:
             self._count = 0
         return self.synced
+
+    def starts_mixing(self, models: Iterable[Any]) -> bool:
+        """Return whether a micro-batch has other models than the one before in its cycle; true once only."""
+        previous, self._models = self._models, frozenset(map(id, models))
+        is_mixed = self._count > 0 and previous != self._models
+        starts, self._mixed_models = is_mixed and not self._mixed_models, is_mixed or self._mixed_models
+        return starts
 
     def reset(self) -> None:
         """Start a new cycle."""

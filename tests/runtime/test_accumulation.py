@@ -6,6 +6,7 @@ import contextlib
 
 import pytest
 import torch
+from log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader
@@ -215,3 +216,21 @@ def test_clipping_waits_for_the_window_and_tells_the_norm_there_is(ranks, mixed_
         return seen, round(weight.grad.item(), 4)
 
     assert ranks.run(clipped, mixed_precision) == [([2.0, 3.0], 1.0)] * ranks.size
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_models_that_take_turns_in_one_cycle_are_named_once(pair, together):
+    def messages(together):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        models = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
+        with collect_messages("accel_runtime.training.gradients") as logged:
+            for _ in range(4):
+                for contexts in [models] if together else [models[:1], models[1:]]:
+                    with accelerator.accumulate(*contexts):
+                        for model in contexts:
+                            accelerator.backward(model(torch.ones(1, 1)).sum())
+        return [message for message in logged if "other models" in message]
+
+    first, other = pair.run(messages, together)
+    assert len(first) == (not together)
+    assert not other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 from itertools import chain, product
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 from walks import checked, chunks, plain, walked
 
-from accel_runtime import rng, set_seed
+from accel_runtime import Accelerator, rng, set_seed
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable import StreamsDifferError
 from accel_runtime.data.source import EpochIterator
@@ -272,6 +273,35 @@ def test_the_walk_of_a_subclass_is_kept(ranks, workers):
 
     found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
     assert found == list(range(0, 22, 2))
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks, workers, persistent):
+    pytest.importorskip("torchdata")
+
+    def walk(workers, persistent):
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata 0.11
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        walks.backend()
+        options = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}
+        source = walks.read(StatefulDataLoader(walks.Stateful(11), **options), walks.backend())
+        first, second = walked(source), walked(source)
+        again = walked(source, second[0].position)
+        assert [step.samples for step in second] == [step.samples for step in first]
+        assert [step.samples for step in again] == [step.samples for step in second[1:]]
+        return second
+
+    assert list(chain.from_iterable(checked(ranks.run(walk, workers, persistent)))) == list(range(11))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_with_a_state_of_torchdata_is_refused():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = stateful.StatefulDataLoader(walks.Stateful(11), batch_size=2)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"load_state_dict\(\) was called before prepare\(\)"):
+        Accelerator().prepare(loader)
 
 
 # Random streams ---------------------------------------------------------------------------
