@@ -140,11 +140,7 @@ def _parse_exit_code(state: str, text: str) -> int:
 
 
 def _read_accounting(job_id: str) -> Job:
-    """Return a finished job that the controller has forgotten.
-
-    Raises:
-        UsageError: The cluster has no accounting, or the job is unknown there too.
-    """
+    """Return a finished job that the controller has forgotten."""
     fields = "JobName,State,ExitCode,Submit,Elapsed,NodeList"
     try:
         output = _run("sacct", "-X", "-n", "-P", f"--format={fields}", "-j", job_id)
@@ -168,12 +164,7 @@ def _check_id(job_id: str) -> None:
 
 
 def _run(program: str, *args: str) -> str:
-    """Return the output of a Slurm command.
-
-    Raises:
-        UnreachableError: The cluster does not answer now.
-        UsageError: Slurm is not installed here, or rejects the command.
-    """
+    """Return the output of a Slurm command; raise UnreachableError if the cluster does not answer now."""
     try:
         result = subprocess.run(
             (program, *args), capture_output=True, text=True, errors="surrogateescape", timeout=_TIMEOUT_S, check=False
@@ -195,15 +186,7 @@ def _run(program: str, *args: str) -> str:
 
 
 def submit_job(plan: Plan) -> int:
-    """Submit a job, and follow it to its end unless the plan detaches.
-
-    Returns:
-        The exit code of the job; 130 after Ctrl-C, which leaves the job running; 0 if it is not followed.
-
-    Raises:
-        UsageError: Slurm is not installed here, or rejects the job.
-        UnreachableError: The cluster does not answer.
-    """
+    """Submit a job and return 0 if the plan detaches; otherwise follow the job to its end and return its exit code."""
     submission = plan.job
     assert isinstance(submission, SlurmJobPlan)
     # Slurm drops a job without a message if it cannot create the log.

@@ -115,15 +115,7 @@ def list_options() -> dict[LaunchOption, list[str]]:
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Raise if an option is declared by other launchers than the chosen one.
-
-    Args:
-        kind: The chosen launcher.
-        options: The options of launchers that were typed, by name.
-
-    Raises:
-        UsageError: The launcher does not have one of the options.
-    """
+    """Raise if a typed option is declared by other launchers than the chosen one."""
     for option, kinds in list_options().items():
         if option.name in options and kind not in kinds:
             launchers = f"launcher{'s' if len(kinds) > 1 else ''} {' and '.join(kinds)}"

@@ -72,14 +72,8 @@ class Single(Launcher):
     def run(self, plan: Plan) -> int:
         """Replace this process by the script's, so that signals and exit code are the script's.
 
-        In process 1 of a container the script is a child instead: the kernel makes process 1 the parent of all orphans,
-        and ignores signals for which it has no handler.
-
-        Returns:
-            The exit code of the script in process 1; in other processes it does not return.
-
-        Raises:
-            UsageError: The program cannot be executed.
+        It returns in process 1 of a container only, where the script is a child instead: the kernel makes process 1 the
+        parent of all orphans, and ignores signals for which it has no handler.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -105,11 +99,7 @@ def _threads(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _wait_as_process_1(child: int) -> int:
-    """Forward signals to a child and reap all processes that exit, until the child exits.
-
-    Returns:
-        Its exit code, or 128 + n if signal n ended it.
-    """
+    """Forward signals to a child and reap all processes that exit, until the child exits; return its exit code."""
     # A separate process group, so that Ctrl-C of a terminal does not reach the child twice.
     with suppress(OSError):
         os.setpgid(child, child)

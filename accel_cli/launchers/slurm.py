@@ -340,15 +340,7 @@ class Slurm(Launcher):
 
 
 def _find_rendezvous(environ: Mapping[str, str], nnodes: int) -> tuple[str, str]:
-    """Return the rendezvous endpoint of the nodes of this step, and its run id.
-
-    Args:
-        environ: The environment, which has a `SLURM_JOB_ID`.
-        nnodes: The number of nodes in the profile.
-
-    Raises:
-        UsageError: This process is not in a step, or the step does not have one task on each of `nnodes` nodes.
-    """
+    """Return the rendezvous endpoint of this step and its run id; the step must have one task on each of `nnodes` nodes."""
     job, step = environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")
     srun = f"srun --nodes={nnodes} --ntasks-per-node=1 accel launch ..."
     if step is None or "SLURM_STEP_NODELIST" not in environ:

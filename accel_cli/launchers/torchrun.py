@@ -188,11 +188,7 @@ class ElasticLauncher(Launcher):
         return int(low), int(high or low)
 
     def check_node_rank(self, spec: LaunchSpec) -> None:
-        """Raise if `--node-rank` is given for a run whose nodes may change.
-
-        Raises:
-            UsageError: The rank is not below the number of nodes, or nodes may join later.
-        """
+        """Raise if `--node-rank` is not below the number of nodes, or if nodes may join later."""
         if not spec.nodes.static:
             return
         low, high = self.range

@@ -156,11 +156,7 @@ class Xla(torchrun.ElasticLauncher):
 
 
 def _check_settings(spec: LaunchSpec) -> None:
-    """Raise before the start if torch_xla would ignore a setting or fail on it.
-
-    Raises:
-        UsageError: A setting or variable cannot be used, or torch_xla is not installed.
-    """
+    """Raise before the start if torch_xla would ignore a setting or fail on it."""
     settings = spec.settings
     if spec.kind == "program":
         raise UsageError(

@@ -184,12 +184,7 @@ def _find_version(package: str) -> str | None:
 
 
 def detect_tpu(environ: Mapping[str, str], *, root: Path = Path("/")) -> Tpu:
-    """Return the TPU of this machine, from the PCI bus, the device files and the variables of Google's machines.
-
-    Args:
-        environ: The environment.
-        root: The folder of `sys` and `dev`.
-    """
+    """Return the TPU of this machine, from the PCI bus, the device files and the variables of Google's machines."""
     chips = _list_chips(root)
     if wanted := environ.get("PJRT_DEVICE"):
         # torch_xla does not use a TPU if this variable names another device.

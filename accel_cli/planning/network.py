@@ -51,11 +51,7 @@ class Endpoint:
         return name in _LOCAL_NAMES or name.endswith(".localhost")
 
     def resolve(self) -> str:
-        """Return the IP address; for a name, the first that it resolves to.
-
-        Raises:
-            UsageError: The name does not resolve here.
-        """
+        """Return the IP address, for a name the first; raise UsageError if the name does not resolve here."""
         try:
             return _resolve(self.host, self.port)
         except (OSError, UnicodeError) as error:
@@ -79,9 +75,6 @@ class Endpoint:
 
         If this machine is the endpoint and its own name is 127.0.1.1 (Debian), that route is loopback. Then it is the
         address of the default route, or else of the first interface.
-
-        Raises:
-            UsageError: The name does not resolve here, or there is no route.
         """
         address = self.resolve()
         source = _find_source_address(address)
@@ -103,11 +96,7 @@ def find_own_address() -> str | None:
 
 
 def find_loopback_address() -> str:
-    """Return the address with which processes of this machine reach each other, preferably IPv4.
-
-    Raises:
-        UsageError: The loopback interface is down.
-    """
+    """Return the address with which processes of this machine reach each other, preferably IPv4."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.create_server((address, 0), family=family) as server:
             # A server can listen on an interface that is down.

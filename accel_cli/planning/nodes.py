@@ -105,13 +105,8 @@ class NodeLayout:
 def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int = 0) -> NodeLayout:
     """Return the nodes of the innermost launcher or scheduler whose variables are set, or this node alone.
 
-    Args:
-        options: The options, which replace values of the variables or must agree with them.
-        environ: The environment.
-        parent: The PID of the parent process, which identifies the job of an mpirun that sets no job id.
-
-    Raises:
-        UsageError: Variables are missing or invalid, or contradict each other or an option.
+    Options replace values of the variables, or must agree with them. `parent` is the PID of the parent process, which
+    identifies the job of an mpirun that sets no job id.
     """
     layout = (
         _find_torchrun_ranks(environ)
@@ -126,16 +121,7 @@ def find_nodes(options: NodeOptions, environ: Mapping[str, str], *, parent: int 
 
 
 def find_tpu_nodes(options: NodeOptions, environ: Mapping[str, str], tpu: Tpu) -> NodeLayout:
-    """Return the hosts of a TPU slice, on each of which the same command runs.
-
-    Args:
-        options: The options.
-        environ: The environment.
-        tpu: The TPU of this machine.
-
-    Raises:
-        UsageError: The description of the slice is incomplete, or contradicts an option.
-    """
+    """Return the hosts of a TPU slice, on each of which the same command runs."""
     if environ.get("MEGASCALE_NUM_SLICES", "1") not in {"", "1"}:
         raise UsageError(
             f"Cannot use several TPU slices in one run: MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}. Train on "
@@ -228,11 +214,7 @@ def _find_slurm_nodes(environ: Mapping[str, str], options: NodeOptions) -> NodeL
 
 
 def get_slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return the host and port of the rendezvous in a Slurm step, and `job.step`.
-
-    Raises:
-        UsageError: The variables of the step are invalid.
-    """
+    """Return the host and port of the rendezvous in a Slurm step, and `job.step`."""
     job, step = _parse_number(environ, "SLURM_JOB_ID"), _parse_number(environ, "SLURM_STEP_ID", default="0")
     # Steps of one job may run at the same time.
     port = FIRST_JOB_PORT + (job + 97 * step) % NUM_JOB_PORTS
@@ -308,11 +290,7 @@ def _find_sagemaker_nodes(environ: Mapping[str, str]) -> NodeLayout | None:
 
 
 def _apply_options(layout: NodeLayout | None, options: NodeOptions) -> NodeLayout:
-    """Return the layout with options instead of derived values.
-
-    Raises:
-        UsageError: An option contradicts the layout, or has no effect on it.
-    """
+    """Return the layout with options instead of derived values."""
     given = {name: value for name, value in asdict(options).items() if value is not None}
     static = "node_rank" in given
     if layout is None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 __all__ = ["OPTIONS", "SELECTION", "Kind", "LaunchOption", "Request"]
 
 Kind = Literal["script", "module", "program"]
-_TARGET = "Target"
-_PROFILE = "Override the profile"
 
 
 @dataclass(frozen=True)
@@ -69,111 +67,69 @@ class Request:
     """Plan for the workers of a TPU pod, to which the user's own profile does not apply."""
 
 
-_DECLARED = (
-    LaunchOption("--dry-run", "Print the plan and run nothing."),
-    LaunchOption("--explain", "Print the plan with the source of each value, and run nothing."),
-    LaunchOption("--quiet", "Leave out the line that describes the launch.", short="-q"),
-    LaunchOption("--module", "Run SCRIPT as a module, as in python -m.", short="-m", heading=_TARGET),
-    LaunchOption("--no-python", "Run SCRIPT as a program, without Python.", heading=_TARGET),
-    LaunchOption("--profile", "Use a named profile.", "NAME", heading=_PROFILE),
-    LaunchOption("--no-profile", "Read no profile; use only variables and options.", heading=_PROFILE),
-    LaunchOption(
-        "--set", "Set one key of the profile; can be repeated.", "KEY=VALUE", heading=_PROFILE, repeated=True
+_DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
+    "": (
+        LaunchOption("--dry-run", "Print the plan and run nothing."),
+        LaunchOption("--explain", "Print the plan with the source of each value, and run nothing."),
+        LaunchOption("--quiet", "Leave out the line that describes the launch.", short="-q"),
     ),
-    LaunchOption(
-        "--nproc-per-node",
-        "Set the number of processes per node: a number, or auto.",
-        "N",
-        "launcher.nproc_per_node",
-        "scalar",
-        heading=_PROFILE,
+    "Target": (
+        LaunchOption("--module", "Run SCRIPT as a module, as in python -m.", short="-m"),
+        LaunchOption("--no-python", "Run SCRIPT as a program, without Python."),
     ),
-    LaunchOption(
-        "--gpu-ids",
-        "Use these GPUs, with one process for each: all, or ids as in 0,2.",
-        "IDS",
-        "launcher.gpu_ids",
-        heading=_PROFILE,
+    "Override the profile": (
+        LaunchOption("--profile", "Use a named profile.", "NAME"),
+        LaunchOption("--no-profile", "Read no profile; use only variables and options."),
+        LaunchOption("--set", "Set one key of the profile; can be repeated.", "KEY=VALUE", repeated=True),
+        LaunchOption(
+            "--nproc-per-node", "Set the number of processes per node: a number, or auto.",
+            "N", "launcher.nproc_per_node", "scalar"
+        ),
+        LaunchOption(
+            "--gpu-ids", "Use these GPUs, with one process for each: all, or ids as in 0,2.", "IDS", "launcher.gpu_ids"
+        ),
+        LaunchOption("--nnodes", "Set the number of nodes, or a range MIN:MAX.", "N", "launcher.nnodes", "scalar"),
+        LaunchOption(
+            "--rdzv-endpoint", "Set the rendezvous address on one of the nodes; must be reachable from all.",
+            "HOST:PORT", "launcher.rdzv_endpoint"
+        ),
+        LaunchOption("--rdzv-id", "Set the job's name at the rendezvous.", "NAME", "launcher.rdzv_id"),
+        LaunchOption(
+            "--node-rank", "Set the rank of this node; only needed to fix the order of nodes.",
+            "N", type="integer", minimum=0
+        ),
+        LaunchOption(
+            "--max-restarts", "Restart all processes at most N times after a failure.",
+            "N", "launcher.max_restarts", "integer"
+        ),
+        LaunchOption(
+            "--shutdown-timeout", "Give processes this long to save and exit after a signal.",
+            "SECONDS", "launcher.shutdown_timeout", "integer"
+        ),
+        LaunchOption(
+            "--stall-timeout", "Show the stack of every process if none makes progress for this long.",
+            "SECONDS", "launcher.stall_timeout", "integer"
+        ),
+        LaunchOption("--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision"),
+        LaunchOption(
+            "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"
+        ),
+        LaunchOption("--log-dir", "Write the logs of runs to this folder.", "DIR", "launcher.log_dir"),
+        LaunchOption("--cpu", "Compute on the CPU even if there is a GPU or TPU.", key="device", const="cpu"),
+        LaunchOption(
+            "--resume", "Resume from the newest checkpoint when the script calls accelerator.resume().",
+            key="resume", const=True
+        ),
     ),
-    LaunchOption(
-        "--nnodes",
-        "Set the number of nodes, or a range MIN:MAX.",
-        "N",
-        "launcher.nnodes",
-        "scalar",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--rdzv-endpoint",
-        "Set the rendezvous address on one of the nodes; must be reachable from all.",
-        "HOST:PORT",
-        "launcher.rdzv_endpoint",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--rdzv-id", "Set the job's name at the rendezvous.", "NAME", "launcher.rdzv_id", heading=_PROFILE
-    ),
-    LaunchOption(
-        "--node-rank",
-        "Set the rank of this node; only needed to fix the order of nodes.",
-        "N",
-        type="integer",
-        minimum=0,
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--max-restarts",
-        "Restart all processes at most N times after a failure.",
-        "N",
-        "launcher.max_restarts",
-        "integer",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--shutdown-timeout",
-        "Give processes this long to save and exit after a signal.",
-        "SECONDS",
-        "launcher.shutdown_timeout",
-        "integer",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--stall-timeout",
-        "Show the stack of every process if none makes progress for this long.",
-        "SECONDS",
-        "launcher.stall_timeout",
-        "integer",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision", heading=_PROFILE
-    ),
-    LaunchOption(
-        "--ranks",
-        "Show the output of these ranks: all, none, or ranks as in 0,2.",
-        "RANKS",
-        "launcher.ranks",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--log-dir", "Write the logs of runs to this folder.", "DIR", "launcher.log_dir", heading=_PROFILE
-    ),
-    LaunchOption(
-        "--cpu",
-        "Compute on the CPU even if there is a GPU or TPU.",
-        key="device",
-        const="cpu",
-        heading=_PROFILE,
-    ),
-    LaunchOption(
-        "--resume",
-        "Resume from the newest checkpoint when the script calls accelerator.resume().",
-        key="resume",
-        const=True,
-        heading=_PROFILE,
-    ),
+}  # fmt: skip
+"""By heading in the help."""
+OPTIONS: Mapping[str, LaunchOption] = MappingProxyType(
+    {
+        option.name: replace(option, heading=heading)
+        for heading, options in _DECLARED.items()
+        for option in options
+    }
 )
-OPTIONS: Mapping[str, LaunchOption] = MappingProxyType({option.name: option for option in _DECLARED})
 """The options that every launcher may get, by name; `Launcher.launch_options` has those of one launcher."""
 SELECTION = ("profile", "nproc_per_node", "gpu_ids", "nnodes", "rdzv_endpoint", "cpu")
 """The options of `accel test`."""

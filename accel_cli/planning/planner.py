@@ -42,16 +42,7 @@ _CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})
 def prepare(
     request: Request, environ: Mapping[str, str], machine: Machine | None = None
 ) -> tuple[Resolved, Plan]:
-    """Return the resolved profile and the plan of a request.
-
-    Args:
-        request: The launch.
-        environ: The environment.
-        machine: The hardware to plan for; None detects that of this machine.
-
-    Raises:
-        UsageError: A profile, variable or option is invalid, or cannot be used on this machine.
-    """
+    """Return the resolved profile and the plan of a request, for this machine unless another one is given."""
     machine = machine or detect_machine(environ, cpu="cpu" in request.options)
     resolved, node_layout = _resolve(request, environ, machine)
     profile, launcher = resolved.profile, resolved.profile.launcher
@@ -100,11 +91,7 @@ def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
 
 
 def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> Resolved:
-    """Return the effective profile; if no layer sets a launcher, with the one that suits the machine.
-
-    Raises:
-        UsageError: A profile, variable or option is invalid.
-    """
+    """Return the effective profile; if no layer sets a launcher, with the one that suits the machine."""
     return _resolve(request, environ, machine)[0]
 
 
@@ -169,11 +156,7 @@ def _get_last_value(layers: Iterable[Layer], key: str) -> Any:
 
 
 def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
-    """Return a layer for each option that sets a key of the profile.
-
-    Raises:
-        UsageError: An option is one of other launchers.
-    """
+    """Return a layer for each option that sets a key of the profile."""
     launcher_options = {name: value for name, value in request.options.items() if name not in OPTIONS}
     if launcher_options and kind in LAUNCHERS:
         launchers.check_options(kind, launcher_options)
@@ -191,11 +174,7 @@ def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) 
 
 
 def _choose_torchrun(options: Sequence[Layer]) -> list[Layer]:
-    """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent.
-
-    Raises:
-        UsageError: An option needs torchrun, but does not choose it.
-    """
+    """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent."""
     for layer in options:
         if not _SEVERAL_PROCESSES.isdisjoint(layer.values) or "," in str(
             layer.values.get("launcher.gpu_ids")
@@ -216,11 +195,7 @@ def _choose_torchrun(options: Sequence[Layer]) -> list[Layer]:
 def _find_nodes(
     request: Request, environ: Mapping[str, str], kind: Any, launcher: type[Launcher], machine: Machine
 ) -> NodeLayout:
-    """Return the nodes of a launch, from options, variables of schedulers and the TPU.
-
-    Raises:
-        UsageError: They contradict each other.
-    """
+    """Return the nodes of a launch, from options, variables of schedulers and the TPU."""
     if request.for_pod or launcher.location == "job":
         if "node_rank" in request.options:
             raise UsageError(
@@ -239,11 +214,7 @@ def _find_nodes(
 
 
 def check_target(target: str, kind: Kind) -> None:
-    """Raise if the target cannot run, before anything starts.
-
-    Raises:
-        UsageError: The script, module or program is not found, or cannot be read or executed.
-    """
+    """Raise if the target cannot run, before anything starts."""
     if kind == "script":
         _check_script(Path(target))
     elif kind == "program" and not shutil.which(target):
@@ -286,11 +257,9 @@ def _find_similar_path(path: Path) -> Path | None:
 
 
 def find_options_after_script(request: Request, options: Iterable[str]) -> list[str]:
-    """Find the options of `accel launch` among the arguments of a script that does not declare them.
+    """Find `options` of `accel launch` among the arguments of a script that does not declare them.
 
-    Args:
-        request: The launch; a program (`--no-python`) has options of its own.
-        options: All options of `accel launch`; those of one letter are likely to be the script's own.
+    Options of one letter, and those of a program (`--no-python`), are likely to be the script's own.
     """
     args = request.args[: request.args.index("--")] if "--" in request.args else request.args
     launch_options = {name for name in options if name.startswith("--")} - {"--help"}
@@ -321,11 +290,7 @@ _Sizes = tuple[int, int, int, int]
 
 
 def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
-    """Return the plan of a launch, with the layout of models.
-
-    Raises:
-        UsageError: The launcher cannot run it on this machine, or its processes do not fit the layout.
-    """
+    """Return the plan of a launch, with the layout of models."""
     launcher.check_layout(spec.settings)
     plan = launcher.plan(spec)
     if not launcher.supports_sharding:

@@ -83,12 +83,7 @@ class RunContext:
 def run(plan: Plan, server: ForkServer | None = None) -> int:
     """Start the processes of a plan on this node, by fork if there is a server, and wait until they end.
 
-    Returns:
-        0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
-
-    Raises:
-        AccelError: The rendezvous failed.
-        UsageError: The limit on open files is too low, or the logs cannot be written.
+    Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
     """
     _check_open_files(plan.nproc_per_node)
     settings = plan.agent
@@ -208,12 +203,7 @@ class ElasticAgent(LocalElasticAgent):
         self._launch_id = self._bootstrap.store.compare_set(key, "", launch_id).decode()
 
     def run_to_end(self) -> int:
-        """Run until the run ends, and return the exit code.
-
-        Raises:
-            AccelError: The rendezvous failed.
-            RunEndedError: The run ended on another node, or this node lost the rendezvous.
-        """
+        """Run until the run ends, and return the exit code."""
         nodes = self._nodes
         try:
             result = self.run()

@@ -80,12 +80,7 @@ class NodeInfo:
 
 
 class BootstrapStore:
-    """The store that all nodes of a run share, with the facts about this node.
-
-    Raises:
-        AccelError: The store cannot be reached, or belongs to another run.
-        UsageError: This node has another version, other options or another time than the first one.
-    """
+    """The store that all nodes of a run share, with the facts about this node."""
 
     def __init__(self, settings: AgentSettings, nproc: int, *, derived: bool) -> None:
         self._settings = settings

@@ -56,11 +56,7 @@ _TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def run_agent(plan: Plan) -> int:
-    """Run the elastic agent of a plan: after a fork server, or in this process.
-
-    Raises:
-        AccelError: torch cannot be imported.
-    """
+    """Run the elastic agent of a plan: after a fork server, or in this process."""
     assert plan.agent
     if plan.agent.start_method == "forkserver":
         return exec_fork_server(plan)
@@ -147,11 +143,7 @@ class ForkServer:
         self._pid = pid
 
     def fork(self, argv: Sequence[str], environs: Sequence[Mapping[str, str]]) -> list[int]:
-        """Start a process for each environment, as children of this process, and return their ids.
-
-        Raises:
-            ForkServerError: The server does not answer, or cannot fork.
-        """
+        """Start a child of this process for each environment, and return their ids; raise ForkServerError if it fails."""
         request = {"argv": list(argv), "environs": [dict(environ) for environ in environs]}
         try:
             print(json.dumps(request), file=self._link, flush=True)
@@ -272,12 +264,7 @@ def _wait_for_start(index: int, pids_write: int, start_read: int, mask: set[int 
 
 
 class _HiddenPackage(MetaPathFinder, Loader):
-    """Removes a loaded package from `sys.modules`, as in a new process, and restores it when it is imported.
-
-    Args:
-        package: Its name.
-        environ: The environment in which it was loaded.
-    """
+    """Removes a loaded package from `sys.modules`, as in a new process, and restores it when it is imported."""
 
     def __init__(self, package: str, environ: Mapping[str, str]) -> None:
         names = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]

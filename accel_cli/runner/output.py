@@ -195,12 +195,8 @@ def get_file_identity(fd: int) -> object:
 class OutputChannel:
     """Pseudo-terminal or pipe to which a rank writes, copied to the screen and to its log.
 
-    Args:
-        path: The file that the rank opens; removed when the channel is closed.
-        log: The log of the rank.
-        screen: The descriptor of the screen.
-        prefixer: Prefixes complete lines, if several ranks share the screen.
-        warn: Called with the reason if the log is incomplete.
+    The rank opens `path`, which is removed when the channel is closed. `prefixer` is for ranks that share the screen; `warn`
+    is called with the reason if the log is incomplete.
     """
 
     def __init__(

@@ -90,10 +90,7 @@ def _launch(task: _Task, *, single: bool) -> None:
 class ReplicaFolder(RankFolder):
     """Folder of one replica, in which it registers with the launcher and records its failure.
 
-    Args:
-        node_error_file: The file in which the launcher looks for the failure of this node.
-        rank: The rank of the replica.
-        num_replicas: The number of replicas on all nodes.
+    The launcher looks for the failure of this node in `node_error_file`; `num_replicas` are those of all nodes.
     """
 
     def __init__(self, node_error_file: Path, rank: int, num_replicas: int) -> None:
