@@ -185,12 +185,7 @@ _BACKOFF = 1.2
 
 
 def format_options(profile: str | None, assignments: Iterable[str]) -> str:
-    """Return the options with which `accel jobs` finds a job again, each with a space before it.
-
-    Args:
-        profile: The named profile of the launch.
-        assignments: The values of `--set`, as `KEY=VALUE`.
-    """
+    """Return the options with which `accel jobs` finds a job again, each with a space before it."""
     options = [("--profile", profile)] if profile else []
     for text in assignments:
         key, _, value = text.partition("=")
@@ -199,12 +194,7 @@ def format_options(profile: str | None, assignments: Iterable[str]) -> str:
 
 
 def format_commands(job_id: str, options: str) -> str:
-    """Return how to follow and stop a job, as a sentence.
-
-    Args:
-        job_id: The job.
-        options: The options with which `accel jobs` finds it.
-    """
+    """Return how to follow and stop a job, as a sentence with the options of `format_options`."""
     return f"Follow it with accel jobs logs {job_id} -f{options} or stop it with accel jobs stop {job_id}{options}"
 
 
@@ -307,11 +297,7 @@ class _Follower:
             console.note(f"{_strip(error)}. The end of the log of job {self._job.id} is missing.")
 
     def _call(self, name: str, function: Callable[[], _T]) -> _T | None:
-        """Return the result of a call to the service, or None if it is unreachable.
-
-        Raises:
-            UnreachableError: This call has failed for the longest time allowed.
-        """
+        """Return the result of a call, or None if the service is unreachable; raise if it has been for too long."""
         try:
             result = function()
         except UnreachableError as error:

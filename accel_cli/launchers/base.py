@@ -71,6 +71,9 @@ class LaunchSpec:
 class Launcher(Section):
     """A way to start processes, and the `launcher:` section of a profile that selects it."""
 
+    kind: str
+    """Its name in the table of launchers; subclasses declare it as a `Literal`."""
+
     title: ClassVar[str]
     """Its name in the wizard."""
     location: ClassVar[Literal["local", "pod", "job"]] = "local"

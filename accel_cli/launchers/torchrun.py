@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
@@ -30,17 +30,11 @@ from accel_cli.profile.sections import Answers, CountOrAuto, Question
 from accel_runtime import env
 
 __all__ = [
-    "AllowLoopback",
     "ElasticLauncher",
     "Endpoint",
-    "LastCallTimeout",
-    "LogDir",
     "MaxRestarts",
-    "MonitorInterval",
     "Nnodes",
     "Ranks",
-    "RdzvTimeout",
-    "RunId",
     "ShutdownTimeout",
     "StallTimeout",
     "Torchrun",
@@ -93,43 +87,13 @@ Endpoint = Annotated[
     AfterValidator(_check_endpoint),
     Field(description="Rendezvous address, `host:port` on one of the nodes. Needed if nnodes is above 1."),
 ]
-AllowLoopback = Annotated[
-    bool,
-    Field(
-        description="Accept a loopback address as `rdzv_endpoint` for several nodes that all run on this machine."
-    ),
-]
-RunId = Annotated[
-    str,
-    Field(
-        min_length=1, description="Name of the run; nodes with the same name and endpoint join the same run."
-    ),
-]
 MaxRestarts = Annotated[
     int, Field(ge=0, description="Maximum number of restarts of all processes after a failure.")
 ]
-RdzvTimeout = Annotated[
-    int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
-]
-LastCallTimeout = Annotated[
-    int,
-    Field(
-        ge=1,
-        description="Seconds to wait for more nodes of a range once the minimum has joined, at each start.",
-    ),
-]
-MonitorInterval = Annotated[float, Field(gt=0, description="Seconds between two checks of the processes.")]
 Ranks = Annotated[
     int | str,
     AfterValidator(check_ranks),
     Field(description="Ranks whose output is shown: `all`, `none`, or a list as in `0,2`."),
-]
-LogDir = Annotated[
-    str | None,
-    Field(
-        min_length=1,
-        description="Folder for the logs of runs; if unset, the system's folder for program state.",
-    ),
 ]
 ShutdownTimeout = Annotated[
     int,
@@ -148,21 +112,37 @@ StallTimeout = Annotated[
 
 
 class ElasticLauncher(Launcher):
-    """A launcher whose processes the elastic agent starts; subclasses declare these fields in their order."""
+    """A launcher whose processes the elastic agent starts."""
 
-    if TYPE_CHECKING:
-        nnodes: Nnodes
-        rdzv_endpoint: Endpoint
-        allow_loopback: AllowLoopback
-        rdzv_id: RunId
-        max_restarts: MaxRestarts
-        rdzv_timeout: RdzvTimeout
-        last_call_timeout: LastCallTimeout
-        monitor_interval: MonitorInterval
-        ranks: Ranks
-        log_dir: LogDir
-        shutdown_timeout: ShutdownTimeout
-        stall_timeout: StallTimeout
+    nnodes: Nnodes = 1
+    rdzv_endpoint: Endpoint = None
+    allow_loopback: bool = Field(
+        False,
+        description="Accept a loopback address as `rdzv_endpoint` for several nodes that all run on this machine.",
+    )
+    rdzv_id: str = Field(
+        "accel",
+        min_length=1,
+        description="Name of the run; nodes with the same name and endpoint join the same run.",
+    )
+    max_restarts: MaxRestarts = 0
+    rdzv_timeout: int = Field(
+        600, ge=1, description="Seconds to wait for the other nodes before the launch fails."
+    )
+    last_call_timeout: int = Field(
+        5,
+        ge=1,
+        description="Seconds to wait for more nodes of a range once the minimum has joined, at each start.",
+    )
+    monitor_interval: float = Field(0.1, gt=0, description="Seconds between two checks of the processes.")
+    ranks: Ranks = 0
+    log_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder for the logs of runs; if unset, the system's folder for program state.",
+    )
+    shutdown_timeout: ShutdownTimeout = 30
+    stall_timeout: StallTimeout = None
 
     @model_validator(mode="after")
     def _check_endpoint_is_set(self) -> Self:
@@ -299,21 +279,11 @@ class Torchrun(ElasticLauncher):
             check=_check_reachable,
         ),
     ] = None
-    allow_loopback: AllowLoopback = False
-    rdzv_id: RunId = "accel"
-    max_restarts: MaxRestarts = 0
-    rdzv_timeout: RdzvTimeout = 600
-    last_call_timeout: LastCallTimeout = 5
-    monitor_interval: MonitorInterval = 0.1
     start_method: Literal["auto", "forkserver", "exec"] = Field(
         "auto",
         description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
         "each; `auto` is forkserver for Python on Linux.",
     )
-    ranks: Ranks = 0
-    log_dir: LogDir = None
-    shutdown_timeout: ShutdownTimeout = 30
-    stall_timeout: StallTimeout = None
     omp_num_threads: Annotated[
         int | None,
         Field(

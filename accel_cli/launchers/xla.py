@@ -82,18 +82,6 @@ class Xla(torchrun.ElasticLauncher):
         description="A function of the script that is called without arguments on every replica, after the script was "
         "imported; unset runs the script itself.",
     )
-    nnodes: torchrun.Nnodes = 1
-    rdzv_endpoint: torchrun.Endpoint = None
-    allow_loopback: torchrun.AllowLoopback = False
-    rdzv_id: torchrun.RunId = "accel"
-    max_restarts: torchrun.MaxRestarts = 0
-    rdzv_timeout: torchrun.RdzvTimeout = 600
-    last_call_timeout: torchrun.LastCallTimeout = 5
-    monitor_interval: torchrun.MonitorInterval = 0.1
-    ranks: torchrun.Ranks = 0
-    log_dir: torchrun.LogDir = None
-    shutdown_timeout: torchrun.ShutdownTimeout = 30
-    stall_timeout: torchrun.StallTimeout = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
