@@ -19,7 +19,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import PARALLEL_SECTIONS, Profile
-from accel_cli.profile.sections import Section, question_of
+from accel_cli.profile.sections import Question, Section
 from accel_runtime import env
 from accel_runtime.env import Settings
 
@@ -154,9 +154,10 @@ def _schedulers() -> list[tuple[str, str]]:
 
 def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) -> str:
     """Return the table of a section's keys; those that `accel config` asks for come first."""
-    names = [name for name in section.model_fields if name not in leave_out]
-    names.sort(key=lambda name: name != "kind" and question_of(section, name) is None)
-    fields = [(name, section.model_fields[name]) for name in names]
+    fields = [(name, field) for name, field in section.model_fields.items() if name not in leave_out]
+    fields.sort(
+        key=lambda entry: entry[0] != "kind" and not any(isinstance(m, Question) for m in entry[1].metadata)
+    )
     rows = [
         (f"`{prefix}{name}`", _kind(field), _default(name, field), _cell(field.description or ""))
         for name, field in fields
