@@ -190,7 +190,8 @@ def test_halves_are_measured_in_full_precision(pair):
         assert dtype == torch.bfloat16
 
 
-def test_there_is_one_collective_however_many_layouts_there_are(pair):
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_get_root_mesh"), reason="torch tells the root of a mesh from 2.10 on")
+def test_gradients_of_different_layouts_need_one_collective(pair):
     def counted():
         divided, _ = zoo()
         gradients = [
