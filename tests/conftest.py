@@ -123,9 +123,9 @@ def port():
 @pytest.fixture(scope="session")
 def handmade():
     """Checkpoints made by hand, `write`, and damage, `flip`."""
-    import handmade
+    import checkpoint_writer
 
-    return handmade
+    return checkpoint_writer
 
 
 @pytest.fixture(scope="session")

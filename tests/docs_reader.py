@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import typer.main
-from forked_launch import Accel
+from fork_launch import Accel
 
 import accel_runtime
 from accel_cli.main import app

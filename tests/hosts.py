@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from forked_launch import Accel
+from fork_launch import Accel
 
 __all__ = ["Host", "Hosts", "hosts", "needs_hosts"]
 

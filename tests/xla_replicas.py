@@ -142,14 +142,14 @@ class Replicas:
 def serve(connection, size):
     """Be all replicas: call what comes on every one of them, until the other end is gone."""
     sys.path.insert(0, str(Path(__file__).with_name("xla")))
-    import meeting
+    import cpu_collectives
 
     if size > 1:
-        meeting.prepare(os.environ, size)
+        cpu_collectives.prepare(os.environ, size)
     from torch_xla._internal import pjrt
 
     if size > 1:
-        meeting.install(size)
+        cpu_collectives.install(size)
     calls = [queue.SimpleQueue() for _ in range(size)]
     answers = queue.SimpleQueue()
 

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import forked_launch
+import fork_launch
 import pytest
 import typer.main
 from in_process import run
@@ -512,7 +512,7 @@ def test_env_also_answers_when_the_profile_is_broken(typed, home, machine):
 )
 def test_the_self_check_holds_here(typed, cwd, count, precision):
     typed("config", "set", f"mixed_precision={precision}")
-    done = forked_launch.run("test", "--nproc-per-node", count, cwd=cwd)
+    done = fork_launch.run("test", "--nproc-per-node", count, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[:5]] == ["ok"] * 5
     assert done.stdout.splitlines()[-1] == "everything works here"

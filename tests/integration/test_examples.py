@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from forked_launch import preload, run
+from fork_launch import preload, run
 
 pytestmark = pytest.mark.slow  # each takes seconds, and there are many
 

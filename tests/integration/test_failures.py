@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launch import Accel, run
+from fork_launch import Accel, run
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launch import Accel, run
+from fork_launch import Accel, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

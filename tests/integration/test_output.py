@@ -10,7 +10,7 @@ import termios
 import time
 
 import pytest
-from forked_launch import Accel, run
+from fork_launch import Accel, run
 
 LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
 

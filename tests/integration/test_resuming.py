@@ -6,9 +6,9 @@ import subprocess
 import time
 
 import pytest
-from forked_launch import Accel, preload
-from forked_launch import run as forked
-from slowed import EXAMPLES, checkpointing
+from fork_launch import Accel, preload
+from fork_launch import run as forked
+from slow_example import EXAMPLES, checkpointing
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
 WAIT_S = 120

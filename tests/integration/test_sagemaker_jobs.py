@@ -10,7 +10,7 @@ import tarfile
 from functools import partial
 from pathlib import Path
 
-import forked_launch
+import fork_launch
 import in_process
 import pytest
 from aws import models
@@ -33,13 +33,13 @@ def account(aws):
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    forked_launch.preload(models.__file__)
+    fork_launch.preload(models.__file__)
 
 
 @pytest.fixture
 def forked(cwd):
     """Runs `accel` in an empty folder, forked from an interpreter that has boto3 and the models of its services."""
-    return partial(forked_launch.run, cwd=cwd)
+    return partial(fork_launch.run, cwd=cwd)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def following(cwd):
     started = []
 
     def start(name):
-        process = forked_launch.Accel(
+        process = fork_launch.Accel(
             "jobs", "logs", name, "-f", "--launcher", "sagemaker", cwd=cwd, text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import subprocess
 import time
 from functools import partial
 
-import forked_launch
+import fork_launch
 import pytest
 from aws import models
 
@@ -83,13 +83,13 @@ def refused(done):
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded():
-    forked_launch.preload(models.__file__)
+    fork_launch.preload(models.__file__)
 
 
 @pytest.fixture
 def forked(here):
     """Runs `accel`, forked from an interpreter that has boto3 and the models of its services."""
-    return partial(forked_launch.run, cwd=here)
+    return partial(fork_launch.run, cwd=here)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def started(here):
 
     def start(*args):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        running.append(forked_launch.Accel("launch", *args, cwd=here, **pipes))
+        running.append(fork_launch.Accel("launch", *args, cwd=here, **pipes))
         return running[-1]
 
     yield start

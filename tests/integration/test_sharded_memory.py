@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from forked_launch import run
+from fork_launch import run
 
 pytestmark = pytest.mark.slow  # eight processes, with 50 million parameters
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launch import Accel
+from fork_launch import Accel
 
 from accel_cli.runner import guard
 

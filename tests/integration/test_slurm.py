@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from forked_launch import Accel, run
-from slowed import checkpointing
+from fork_launch import Accel, run
+from slow_example import checkpointing
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""

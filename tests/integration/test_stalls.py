@@ -5,7 +5,7 @@ import sys
 import time
 
 import pytest
-from forked_launch import Accel, run
+from fork_launch import Accel, run
 
 STALLS = """
 import time, torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from forked_launch import run
+from fork_launch import run
 
 from accel_cli.runner import worker
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_launch import run
+from fork_launch import run
 from hosts import needs_hosts
 
 from accel_cli.errors import explain_os_error, explain_torch_error

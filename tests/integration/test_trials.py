@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from forked_launch import preload, run
+from fork_launch import preload, run
 
 TRIALS = Path(__file__).parent.parent / "trials"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import cloudpickle
 import cluster
-import divided
 import pytest
+import sharded_runs
 import torch
 
 from accel_runtime.backends import distributed, set_current_backend
 
 # The model of the tests of sharding travels with their functions.
-cloudpickle.register_pickle_by_value(divided)
+cloudpickle.register_pickle_by_value(sharded_runs)
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,14 @@ import sys
 from importlib.machinery import ModuleSpec
 from unittest import mock
 
+import describe_surface
 import golden
 import pytest
-import surface
 
 import accel_runtime
 from accel_runtime import Accelerator, utils
 
-MODULES = (*surface.MODULES, "big_modeling", "memory")
+MODULES = (*describe_surface.MODULES, "big_modeling", "memory")
 """The modules of Accelerate, and those of accel that its documentation names."""
 OWN = {
     "launchers": {"LaunchError"},
@@ -101,7 +101,7 @@ def _tracking_packages(monkeypatch):
 
 @pytest.mark.usefixtures("_tracking_packages")
 def test_the_public_names_and_signatures_are_those_of_the_golden_file():
-    accelerate = json.loads(surface.PATH.read_text(encoding="utf-8"))
+    accelerate = json.loads(describe_surface.PATH.read_text(encoding="utf-8"))
     exported = {*accel_runtime.__all__, *utils.__all__}
     described, lines = {}, []
     for path in MODULES:
@@ -163,7 +163,9 @@ def describe(name, value):
     if dataclasses.is_dataclass(value):
         title += " (frozen dataclass)" if value.__dataclass_params__.frozen else " (dataclass)"
         fields = {field.name: default_of(field) for field in dataclasses.fields(value)}
-    members = {key: describe_member(value, key) for key in surface.members_of(value, "accel_runtime")}
+    members = {
+        key: describe_member(value, key) for key in describe_surface.members_of(value, "accel_runtime")
+    }
     shown = {key: f"    {key}{default}" for key, default in fields.items()} | {
         key: line for key, line in members.items() if key not in fields
     }
@@ -178,7 +180,9 @@ def describe_member(value, name):
         return f"    {name}: {'property' if member.fset else 'read-only property'}"
     kind = {staticmethod: "static ", classmethod: "class "}.get(type(member), "")
     function = (
-        surface.undecorated(name, member.__func__ if kind else member) if callable(member) or kind else None
+        describe_surface.undecorated(name, member.__func__ if kind else member)
+        if callable(member) or kind
+        else None
     )
     return f"    {kind}{name}{signature_of(function)}" if function else f"    {name}: attribute"
 

@@ -5,7 +5,7 @@ import importlib.machinery
 import os
 import sys
 
-import meeting
+import cpu_collectives
 
 _REPLICAS = int(os.environ.get("CPU_NUM_DEVICES", "1")) if os.environ.get("PJRT_DEVICE") == "CPU" else 1
 
@@ -37,6 +37,6 @@ def _let_replicas_be_planned(module):
 
 
 if _REPLICAS > 1 and os.environ.get("ACCEL_SPMD", "0") != "1":
-    meeting.prepare(os.environ, _REPLICAS)
-    sys.meta_path.insert(0, _Watch("torch_xla.core.xla_model", lambda _: meeting.install(_REPLICAS)))
+    cpu_collectives.prepare(os.environ, _REPLICAS)
+    sys.meta_path.insert(0, _Watch("torch_xla.core.xla_model", lambda _: cpu_collectives.install(_REPLICAS)))
     sys.meta_path.insert(0, _Watch("accel_cli.launchers.xla", _let_replicas_be_planned))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-import forked_launch
+import fork_launch
 import golden
 import pytest
 
@@ -45,6 +45,6 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_estimate_is_that_of_its_golden_file(script, cwd, name):
     script(MODULE, "models.py")
-    done = forked_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
+    done = fork_launch.run("estimate", "models:make", *shlex.split(OPTIONS[name]), cwd=cwd)
     assert done.returncode == 0, done.stderr
     golden.check(f"estimate/{name}.txt", f"{done.stdout}\nstderr:\n{done.stderr}")

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from forked import ForkServer
+from fork_runner import ForkServer
 from ports import free_port
 
 INSPECT = """

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 
 import cloudpickle
-import faults
-import played
+import failing_disk
 import pytest
+import recorded_runs
 
-cloudpickle.register_pickle_by_value(faults)
-cloudpickle.register_pickle_by_value(played)
+cloudpickle.register_pickle_by_value(failing_disk)
+cloudpickle.register_pickle_by_value(recorded_runs)
 
 
 @pytest.fixture

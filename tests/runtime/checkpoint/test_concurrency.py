@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from faults import Run
+from failing_disk import Run
 
 from accel_runtime.checkpoint import directory, load
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from faults import Run
+from failing_disk import Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.filesystem import FileSystem

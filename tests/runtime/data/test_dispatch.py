@@ -6,18 +6,18 @@ import random
 from itertools import chain
 
 import pytest
+import read_epochs
 import torch
-import walks
+from read_epochs import checked, chunks, walked
 from torch.utils.data import DataLoader, RandomSampler
-from walks import checked, chunks, walked
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.data.prepare import DispatchError
 
-DATASETS = {"a stream": walks.Stream, "a map": range}
+DATASETS = {"a stream": read_epochs.Stream, "a map": range}
 
 
-class Forbidden(walks.Stream):
+class Forbidden(read_epochs.Stream):
     """A stream that ranks other than the first must not touch."""
 
     def __iter__(self):
@@ -32,13 +32,13 @@ def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
 
     def walk(make, even):
         seen = {}
-        world = walks.backend().topology.world_size
+        world = read_epochs.backend().topology.world_size
         for count in (0, 1, 2, 17, 24):
             for size, split, drop in ((1, False, False), (4, False, True), (6, True, False)):
                 loader = DataLoader(make(count), batch_size=size, drop_last=drop)
-                source = walks.dispatched(loader, walks.backend(), split=split, even=even)
+                source = read_epochs.dispatched(loader, read_epochs.backend(), split=split, even=even)
                 key = (count, size if split else size * world, drop)
-                seen[key] = walked(source), None if make is walks.Stream else source.num_steps()
+                seen[key] = walked(source), None if make is read_epochs.Stream else source.num_steps()
         return seen
 
     found = ranks.run(walk, DATASETS[kind], even)
@@ -50,21 +50,21 @@ def test_every_global_batch_is_that_of_one_process(ranks, kind, even):
 
 def test_only_the_first_rank_reads(several):
     def walk(kind):
-        backend = walks.backend()
+        backend = read_epochs.backend()
         stream = kind(11)
         stream.rank = backend.topology.rank
-        return walked(walks.dispatched(DataLoader(stream, batch_size=2), backend))
+        return walked(read_epochs.dispatched(DataLoader(stream, batch_size=2), backend))
 
     assert checked(several.run(walk, Forbidden)) == chunks(range(11), 2 * several.size)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("kind", [walks.Stream, walks.Divided, range, walks.Shuffled])
+@pytest.mark.parametrize("kind", [read_epochs.Stream, read_epochs.Divided, range, read_epochs.Shuffled])
 def test_workers_read_for_all_ranks(ranks, kind, workers):
     def walk(kind, workers):
-        walks.backend()
+        read_epochs.backend()
         loader = DataLoader(kind(17), batch_size=2, num_workers=workers)
-        return walked(walks.dispatched(loader, walks.backend()))
+        return walked(read_epochs.dispatched(loader, read_epochs.backend()))
 
     got = checked(ranks.run(walk, kind, workers))
     assert sorted(chain.from_iterable(got)) == list(range(17))
@@ -85,7 +85,7 @@ def test_texts_and_batches_of_different_shape_arrive(ranks, kind):
 
     def walk(make):
         loader = DataLoader(make(11), batch_size=2, collate_fn=texts)
-        source = walks.dispatched(loader, walks.backend(), even=False)
+        source = read_epochs.dispatched(loader, read_epochs.backend(), even=False)
         return walked(source, read=lambda b: list(zip(b["x"][:, 0].tolist(), b["text"], strict=True)))
 
     found = ranks.run(walk, DATASETS[kind])
@@ -110,7 +110,9 @@ def test_batches_of_any_length_stay_whole(ranks, even):
 
     def walk(sampler, even):
         return walked(
-            walks.dispatched(DataLoader(range(11), batch_sampler=sampler), walks.backend(), even=even)
+            read_epochs.dispatched(
+                DataLoader(range(11), batch_sampler=sampler), read_epochs.backend(), even=even
+            )
         )
 
     found = ranks.run(walk, Uneven(), even)
@@ -123,14 +125,14 @@ def test_batches_of_any_length_stay_whole(ranks, even):
 @pytest.mark.parametrize("kind", DATASETS)
 def test_single_samples_are_one_a_step_and_rank(ranks, kind):
     def walk(make):
-        return walked(walks.dispatched(DataLoader(make(7), batch_size=None), walks.backend()))
+        return walked(read_epochs.dispatched(DataLoader(make(7), batch_size=None), read_epochs.backend()))
 
     assert checked(ranks.run(walk, DATASETS[kind])) == chunks(range(7), ranks.size)
 
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
-    class Broken(walks.Stream):
+    class Broken(read_epochs.Stream):
         def __iter__(self):
             for sample in range(self.count):
                 if sample == self.at:
@@ -138,12 +140,12 @@ def test_what_fails_on_the_first_rank_is_an_error_on_all(several, at):
                 yield sample
 
     def walk(kind, at):
-        backend = walks.backend()
+        backend = read_epochs.backend()
         stream = kind(24)
         stream.at = at
         error = FileNotFoundError if backend.topology.rank == 0 else DispatchError
         with pytest.raises(error, match="the shard"):
-            walked(walks.dispatched(DataLoader(stream, batch_size=2), backend))
+            walked(read_epochs.dispatched(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Broken, at))
@@ -164,16 +166,16 @@ def generated(count, **options):
 
 def streamed(count, **options):
     """A stream that shuffles."""
-    return DataLoader(walks.Shuffled(count), **options)
+    return DataLoader(read_epochs.Shuffled(count), **options)
 
 
 @pytest.mark.parametrize("make", [shuffled, generated, streamed])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_walk_goes_on_from_its_position_on_any_world(clusters, make, epoch):
     def walk(make, epoch, start=None):
-        torch.manual_seed(walks.backend().topology.rank)
+        torch.manual_seed(read_epochs.backend().topology.rank)
         random.seed(5)
-        source = walks.dispatched(make(23, batch_size=2), walks.backend(), even=False)
+        source = read_epochs.dispatched(make(23, batch_size=2), read_epochs.backend(), even=False)
         for _ in range(epoch):
             walked(source)
         return walked(source, start)
@@ -191,7 +193,7 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
     """B3: Accelerate skips one rank's batches where it should skip all ranks'."""
 
     def walk(make):
-        source = walks.dispatched(DataLoader(make(33), batch_size=2), walks.backend())
+        source = read_epochs.dispatched(DataLoader(make(33), batch_size=2), read_epochs.backend())
         return walked(source, source.skip_steps(2, {}))
 
     for make in DATASETS.values():
@@ -200,8 +202,8 @@ def test_skipped_batches_are_read_by_the_first_rank_only(several):
 
 def test_the_order_is_that_of_the_unprepared_loader(ranks):
     def walk(make):
-        torch.manual_seed(3 if walks.backend().topology.rank == 0 else 4)
-        source = walks.dispatched(make(23, batch_size=2), walks.backend())
+        torch.manual_seed(3 if read_epochs.backend().topology.rank == 0 else 4)
+        source = read_epochs.dispatched(make(23, batch_size=2), read_epochs.backend())
         return [walked(source) for _ in range(2)]
 
     found = ranks.run(walk, shuffled)

@@ -8,14 +8,14 @@ import warnings
 from itertools import chain, product
 
 import pytest
+import read_epochs
 import torch
-import walks
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import pairwise_params
+from read_epochs import checked, chunks, plain, walked
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
-from walks import checked, chunks, plain, walked
 
 from accel_runtime import Accelerator, rng, set_seed
 from accel_runtime.backends.single import Single
@@ -31,12 +31,12 @@ RANKS = [
     pytest.param(2, id="2 processes", marks=pytest.mark.full),
     pytest.param(3, id="3 processes"),
 ]
-WHOLE = [walks.Stream, walks.Shuffled, walks.Buffered, walks.Stateful]
-WHOLE += [pytest.param(walks.Sized, marks=pytest.mark.full)]
+WHOLE = [read_epochs.Stream, read_epochs.Shuffled, read_epochs.Buffered, read_epochs.Stateful]
+WHOLE += [pytest.param(read_epochs.Sized, marks=pytest.mark.full)]
 DIVIDED = {
-    "in __iter__": (walks.Divided, None),
-    "by worker_init_fn": (walks.Ranged, walks.divide),
-    "by shards": (lambda count: walks.Shards(count, 3), None),
+    "in __iter__": (read_epochs.Divided, None),
+    "by worker_init_fn": (read_epochs.Ranged, read_epochs.divide),
+    "by shards": (lambda count: read_epochs.Shards(count, 3), None),
 }
 
 
@@ -54,7 +54,9 @@ def everywhere(world, loader, start=None, stop=None, **options):
     seen = []
     for rank in range(world):
         rng.restore_states(kept)
-        seen.append(walked(walks.read(loader(), walks.Likewise(rank, world), **options), start, stop))
+        seen.append(
+            walked(read_epochs.read(loader(), read_epochs.Likewise(rank, world), **options), start, stop)
+        )
     return seen
 
 
@@ -70,7 +72,7 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
         for size in range(1, 6):
 
             def loader(count=count, size=size):
-                return DataLoader(walks.Stream(count), batch_size=size, drop_last=drop_last)
+                return DataLoader(read_epochs.Stream(count), batch_size=size, drop_last=drop_last)
 
             seen = checked(everywhere(world, loader, even=even))
             assert seen == chunks(range(count), size * world, drop_last=drop_last)
@@ -80,7 +82,7 @@ def test_every_global_batch_is_that_of_one_process(world, even, drop_last):
 def test_a_global_batch_is_that_of_one_process_for_any_options(count, world, each, split, even, drop_last):  # noqa: PLR0913, PLR0917
     def loader():
         return DataLoader(
-            walks.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
+            read_epochs.Stream(count), batch_size=each * world if split else each, drop_last=drop_last
         )
 
     seen = checked(everywhere(world, loader, even=even, split=split))
@@ -111,10 +113,10 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
     """A7: Accelerate gives every sample once a worker."""
 
     def walk(kind, workers, count, options):
-        walks.backend()
+        read_epochs.backend()
         torch.manual_seed(0)
         loader = DataLoader(kind(count), batch_size=2, num_workers=workers, **options)
-        source = walks.read(loader, walks.backend(), even=not options.get("drop_last"))
+        source = read_epochs.read(loader, read_epochs.backend(), even=not options.get("drop_last"))
         return [walked(source), walked(source)]
 
     size = 2 * ranks.size
@@ -124,7 +126,7 @@ def test_a_stream_that_knows_nothing_of_workers_is_read_once(ranks, kind, worker
         flat = list(chain.from_iterable(got))
         assert [len(b) for b in got] == [len(b) for b in chunks(flat, size)]
         assert len(flat) == whole
-        if kind in {walks.Shuffled, walks.Buffered}:
+        if kind in {read_epochs.Shuffled, read_epochs.Buffered}:
             assert len(set(flat)) == len(flat)
         else:
             assert flat == list(range(whole))
@@ -151,9 +153,9 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers, d
     (make, init), (count, even) = DIVIDED[kind], data
 
     def walk(make, init, workers, count, even):
-        walks.backend()
+        read_epochs.backend()
         loader = DataLoader(make(count), batch_size=2, num_workers=workers, worker_init_fn=init)
-        return walked(walks.read(loader, walks.backend(), even=even))
+        return walked(read_epochs.read(loader, read_epochs.backend(), even=even))
 
     got = checked(ranks.run(walk, make, init, workers, count, even))
     assert sorted(chain.from_iterable(got)) == list(range(count))
@@ -167,7 +169,7 @@ def test_a_stream_that_its_workers_split_keeps_its_split(ranks, kind, workers, d
     ("kind", "workers", "world", "count", "even"),
     pairwise_params(
         {
-            "kind": [walks.Stream, walks.Divided],
+            "kind": [read_epochs.Stream, read_epochs.Divided],
             "workers": [0, 1, 2, 3],
             "world": [1, 3, 4],
             "count": [0, 1, 3, 16, 23],
@@ -185,7 +187,9 @@ def test_any_length_any_world_any_workers(kind, workers, world, count, even):
 
 def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
     def walk():
-        return walked(walks.read(DataLoader(walks.Stream(11), batch_size=4), walks.backend()))
+        return walked(
+            read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=4), read_epochs.backend())
+        )
 
     first, second = pair.run(walk)
     assert [step.samples for step in first] == [[0, 1, 2, 3], [8, 9, 10, 0]]
@@ -195,9 +199,11 @@ def test_the_tail_is_completed_from_the_start_of_the_epoch(pair):
 
 def test_without_even_batches_the_tail_is_split_and_weighed(several):
     def walk():
-        size = 4 * walks.backend().topology.world_size
+        size = 4 * read_epochs.backend().topology.world_size
         return walked(
-            walks.read(DataLoader(walks.Stream(size + 1), batch_size=4), walks.backend(), even=False)
+            read_epochs.read(
+                DataLoader(read_epochs.Stream(size + 1), batch_size=4), read_epochs.backend(), even=False
+            )
         )
 
     found = several.run(walk)
@@ -212,8 +218,8 @@ def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
     """A21: Accelerate dies of batch_size=None."""
 
     def walk():
-        loader = DataLoader(walks.Stream(7), batch_size=None)
-        source = walks.read(loader, walks.backend())
+        loader = DataLoader(read_epochs.Stream(7), batch_size=None)
+        source = read_epochs.read(loader, read_epochs.backend())
         return walked(source)
 
     assert checked(ranks.run(walk)) == chunks(range(7), ranks.size)
@@ -222,7 +228,7 @@ def test_a_stream_of_single_samples_gives_one_a_step_and_rank(ranks):
 # Samples of any kind ----------------------------------------------------------------------
 
 
-class Texts(walks.Stream):
+class Texts(read_epochs.Stream):
     """Dicts with text, and tensors of different lengths."""
 
     def __iter__(self):
@@ -240,9 +246,9 @@ def test_texts_and_padded_batches_come_whole(ranks, workers):
     """A14, A15: Accelerate's dispatch dies of both."""
 
     def walk(workers):
-        walks.backend()
+        read_epochs.backend()
         loader = DataLoader(Texts(11), batch_size=2, collate_fn=padded, num_workers=workers)
-        source = walks.read(loader, walks.backend(), even=False)
+        source = read_epochs.read(loader, read_epochs.backend(), even=False)
         for batch in source.iterate(EpochIterator(), {}):
             assert batch["x"].shape[1] == max(n % 4 for n in batch["id"]) + 1
         return walked(source, read=lambda batch: list(zip(batch["id"], batch["text"], strict=True)))
@@ -266,9 +272,11 @@ class Doubling(DataLoader):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_walk_of_a_subclass_is_kept(ranks, workers):
     def walk(workers):
-        walks.backend()
+        read_epochs.backend()
         return walked(
-            walks.read(Doubling(walks.Stream(11), batch_size=2, num_workers=workers), walks.backend())
+            read_epochs.read(
+                Doubling(read_epochs.Stream(11), batch_size=2, num_workers=workers), read_epochs.backend()
+            )
         )
 
     found = list(chain.from_iterable(checked(ranks.run(walk, workers))))
@@ -308,15 +316,15 @@ def test_a_loader_with_a_state_of_torchdata_is_refused():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [walks.Shuffled, walks.Buffered])
+@pytest.mark.parametrize("kind", [read_epochs.Shuffled, read_epochs.Buffered])
 def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
     def walk(kind, workers):
-        walks.backend()
+        read_epochs.backend()
         set_seed(3, device_specific=True)
-        source = walks.read(
-            DataLoader(kind(23), batch_size=2, num_workers=workers), walks.backend(), even=False
+        source = read_epochs.read(
+            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.backend(), even=False
         )
         epochs, own = [], []
         for _ in range(3):
@@ -335,25 +343,25 @@ def test_streams_shuffled_by_each_process_are_the_same_stream(several, kind, wor
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_order_is_that_of_the_unprepared_loader_on_one_process(ranks, workers):
     def walk(workers):
-        walks.backend()
+        read_epochs.backend()
         set_seed(3)
-        source = walks.read(
-            DataLoader(walks.Shuffled(23), batch_size=2, num_workers=workers), walks.backend()
+        source = read_epochs.read(
+            DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=workers), read_epochs.backend()
         )
-        set_seed(3 + walks.backend().topology.rank)
+        set_seed(3 + read_epochs.backend().topology.rank)
         return [walked(source) for _ in range(2)]
 
     found = ranks.run(walk, workers)
     set_seed(3)
-    alone = DataLoader(walks.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
+    alone = DataLoader(read_epochs.Shuffled(23), batch_size=2 * ranks.size, num_workers=workers)
     for epoch in range(2):
         assert checked([own[epoch] for own in found]) == [batch.tolist() for batch in alone]
 
 
 def test_persistent_workers_shuffle_alike_after_a_break(ranks):
     def walk():
-        loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
-        source = walks.read(loader, walks.backend(), even=False)
+        loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, persistent_workers=True)
+        source = read_epochs.read(loader, read_epochs.backend(), even=False)
         return [walked(source, stop=2), walked(source), walked(source)]
 
     found = ranks.run(walk)
@@ -364,7 +372,7 @@ def test_persistent_workers_shuffle_alike_after_a_break(ranks):
 
 def test_two_loops_over_one_stream_do_not_mix(ranks):
     def walk():
-        source = walks.read(DataLoader(walks.Stream(11), batch_size=2), walks.backend())
+        source = read_epochs.read(DataLoader(read_epochs.Stream(11), batch_size=2), read_epochs.backend())
         one, other = EpochIterator(), EpochIterator()
         pairs = zip(source.iterate(one, {}), source.iterate(other, {}), strict=True)
         return all(a.tolist() == b.tolist() and one.step_info == other.step_info for a, b in pairs)
@@ -378,7 +386,7 @@ def test_two_loops_over_one_stream_do_not_mix(ranks):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ragged", [False, True], ids=["equally long", "one is empty"])
 def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(several, workers, ragged):
-    class Split(walks.Stream):
+    class Split(read_epochs.Stream):
         def __iter__(self):
             rank = self.rank
             return iter(
@@ -386,10 +394,10 @@ def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(severa
             )
 
     def walk(kind, workers):
-        backend = walks.backend()
+        backend = read_epochs.backend()
         stream = kind(24)
         stream.rank, stream.world = backend.topology.rank, backend.topology.world_size
-        source = walks.read(DataLoader(stream, batch_size=2, num_workers=workers), backend)
+        source = read_epochs.read(DataLoader(stream, batch_size=2, num_workers=workers), backend)
         with pytest.raises(StreamsDifferError, match=r'data="sharded".*dispatch_batches=True'):
             walked(source)
         return True
@@ -398,16 +406,16 @@ def test_a_stream_split_by_rank_already_is_refused_before_the_first_batch(severa
 
 
 def test_ranks_that_part_later_are_noticed_later(pair):
-    class Parts(walks.Stream):
+    class Parts(read_epochs.Stream):
         def __iter__(self):
             return (n if n < 20 else n * (self.rank + 1) for n in range(self.count))
 
     def walk(kind):
-        backend, loop = walks.backend(), EpochIterator()
+        backend, loop = read_epochs.backend(), EpochIterator()
         stream = kind(64)
         stream.rank = backend.topology.rank
         taken = []
-        source = walks.read(DataLoader(stream, batch_size=2), backend)
+        source = read_epochs.read(DataLoader(stream, batch_size=2), backend)
         with pytest.raises(StreamsDifferError):
             taken.extend(source.iterate(loop, {}))
         return len(taken)
@@ -416,7 +424,7 @@ def test_ranks_that_part_later_are_noticed_later(pair):
 
 
 def test_workers_that_read_one_stream_differently_are_refused(ranks):
-    class Seeded(walks.Stream):
+    class Seeded(read_epochs.Stream):
         def __iter__(self):
             info = get_worker_info()
             order = list(range(self.count))
@@ -424,7 +432,7 @@ def test_workers_that_read_one_stream_differently_are_refused(ranks):
             return iter(order)
 
     def walk(kind):
-        source = walks.read(DataLoader(kind(24), batch_size=2, num_workers=2), walks.backend())
+        source = read_epochs.read(DataLoader(kind(24), batch_size=2, num_workers=2), read_epochs.backend())
         with pytest.raises(StreamsDifferError, match="workers"):
             walked(source)
         return True
@@ -433,19 +441,19 @@ def test_workers_that_read_one_stream_differently_are_refused(ranks):
 
 
 def test_a_rank_that_cannot_read_is_an_error_on_all(several):
-    class Missing(walks.Stream):
+    class Missing(read_epochs.Stream):
         def __iter__(self):
             if self.rank == 1:
                 raise FileNotFoundError("the shard")
             return iter(range(self.count))
 
     def walk(kind):
-        backend = walks.backend()
+        backend = read_epochs.backend()
         stream = kind(24)
         stream.rank = backend.topology.rank
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(walks.read(DataLoader(stream, batch_size=2), backend))
+            walked(read_epochs.read(DataLoader(stream, batch_size=2), backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -465,8 +473,8 @@ def seed_by_number(worker_id):
 def test_a_worker_init_fn_that_only_seeds_leaves_the_stream_whole(ranks):
     def walk(init):
         torch.manual_seed(0)
-        loader = DataLoader(walks.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
-        return walked(walks.read(loader, walks.backend(), even=False))
+        loader = DataLoader(read_epochs.Shuffled(23), batch_size=2, num_workers=2, worker_init_fn=init)
+        return walked(read_epochs.read(loader, read_epochs.backend(), even=False))
 
     flat = list(chain.from_iterable(checked(ranks.run(walk, seed_by_number))))
     assert sorted(flat) == list(range(23))
@@ -480,8 +488,8 @@ def noisy(samples):
 def test_drawing_while_collating_does_not_part_the_streams(several):
     def walk(collate):
         torch.manual_seed(0)
-        loader = DataLoader(walks.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
-        source = walks.read(loader, walks.backend(), even=False)
+        loader = DataLoader(read_epochs.Buffered(40), batch_size=2, num_workers=2, collate_fn=collate)
+        source = read_epochs.read(loader, read_epochs.backend(), even=False)
         drawn = []
 
         def read(batch):
@@ -509,7 +517,7 @@ def test_torch_shows_workers_where_we_replace_it():
 
 
 def test_a_worker_is_shown_as_torch_shows_it():
-    class Curious(walks.Stream):
+    class Curious(read_epochs.Stream):
         def __iter__(self):
             info = get_worker_info()
             seen = info.id + 10 * info.num_workers
@@ -518,7 +526,13 @@ def test_a_worker_is_shown_as_torch_shows_it():
             yield seen
 
     got = checked(
-        [walked(walks.read(DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))))]
+        [
+            walked(
+                read_epochs.read(
+                    DataLoader(Curious(1), num_workers=2), Single(Topology(), torch.device("cpu"))
+                )
+            )
+        ]
     )
     assert got == [[20], [21]]
 
@@ -532,14 +546,14 @@ def test_the_length_is_that_of_the_walk(count, world, each, split, drop_last):
     size = each * world if split else each
 
     def loader():
-        return DataLoader(walks.Sized(count), batch_size=size, drop_last=drop_last)
+        return DataLoader(read_epochs.Sized(count), batch_size=size, drop_last=drop_last)
 
-    source = walks.read(loader(), walks.Likewise(0, world), split=split)
+    source = read_epochs.read(loader(), read_epochs.Likewise(0, world), split=split)
     assert source.num_steps() == len(checked(everywhere(world, loader, split=split)))
 
 
 def test_a_stream_without_a_length_says_so():
-    source = walks.read(DataLoader(walks.Stream(3)), walks.Likewise(0, 2))
+    source = read_epochs.read(DataLoader(read_epochs.Stream(3)), read_epochs.Likewise(0, 2))
     with pytest.raises(TypeError, match="has no length"):
         source.num_steps()
 
@@ -547,13 +561,13 @@ def test_a_stream_without_a_length_says_so():
 # Position ---------------------------------------------------------------------------------
 
 KINDS = {
-    "plain": (walks.Stream, 0),
-    "plain, workers": (walks.Stream, 2),
-    "shuffled": (walks.Shuffled, 0),
-    "shuffled, workers": (walks.Shuffled, 2),
-    "buffered": (walks.Buffered, 0),
-    "stateful": (walks.Stateful, 0),
-    "stateful, workers": (walks.Stateful, 2),
+    "plain": (read_epochs.Stream, 0),
+    "plain, workers": (read_epochs.Stream, 2),
+    "shuffled": (read_epochs.Shuffled, 0),
+    "shuffled, workers": (read_epochs.Shuffled, 2),
+    "buffered": (read_epochs.Buffered, 0),
+    "stateful": (read_epochs.Stateful, 0),
+    "stateful, workers": (read_epochs.Stateful, 2),
 }
 
 
@@ -569,7 +583,7 @@ def test_a_walk_goes_on_from_its_position_on_any_world(kind, epoch, at, world):
     def loader():
         return DataLoader(make(23), batch_size=2, num_workers=workers)
 
-    source = walks.read(loader(), Single(Topology(), torch.device("cpu")))
+    source = read_epochs.read(loader(), Single(Topology(), torch.device("cpu")))
     for _ in range(epoch):
         walked(source)
     whole = walked(source)
@@ -586,8 +600,10 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
     make, workers = KINDS[kind]
 
     def walk(make, workers):
-        walks.backend()
-        source = walks.read(DataLoader(make(23), batch_size=3, num_workers=workers), walks.backend())
+        read_epochs.backend()
+        source = read_epochs.read(
+            DataLoader(make(23), batch_size=3, num_workers=workers), read_epochs.backend()
+        )
         whole = walked(source)
         again = walked(source, whole[1].position)
         twice = walked(source, again[0].position)
@@ -606,10 +622,10 @@ def test_a_resumed_walk_is_the_same_to_the_last_repeat(kind, pair):
 @pytest.mark.parametrize(
     ("make", "workers"),
     [
-        (walks.Divided, 2),
-        (walks.DividedStateful, 3),
-        pytest.param(walks.Divided, 3, marks=pytest.mark.slow),
-        pytest.param(walks.DividedStateful, 2, marks=pytest.mark.slow),
+        (read_epochs.Divided, 2),
+        (read_epochs.DividedStateful, 3),
+        pytest.param(read_epochs.Divided, 3, marks=pytest.mark.slow),
+        pytest.param(read_epochs.DividedStateful, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
@@ -627,32 +643,40 @@ def test_a_stream_its_workers_split_goes_on_in_turn(make, workers):
 
 @pytest.mark.usefixtures("_impatient")
 def test_a_position_of_other_workers_is_refused():
-    def source(workers, kind=walks.Divided):
-        return walks.read(DataLoader(kind(23), batch_size=2, num_workers=workers), walks.Likewise(0, 2))
+    def source(workers, kind=read_epochs.Divided):
+        return read_epochs.read(
+            DataLoader(kind(23), batch_size=2, num_workers=workers), read_epochs.Likewise(0, 2)
+        )
 
     divided, whole = walked(source(2))[0].position, walked(source(0))[0].position
     for other, position, wanted in ((3, divided, 2), (0, divided, 2), (2, whole, 0)):
         with pytest.raises(ValueError, match=f"num_workers={wanted}"):
             walked(source(other), position)
     with pytest.raises(ValueError, match="num_workers=2"):
-        walked(source(2, walks.Stream), divided)
+        walked(source(2, read_epochs.Stream), divided)
 
 
 KIND_OF_SKIPPED = {
-    0: walks.Buffered,
-    1: walks.Stateful,
-    4: walks.Stream,
-    5: walks.Shuffled,
-    40: walks.Stream,
+    0: read_epochs.Buffered,
+    1: read_epochs.Stateful,
+    4: read_epochs.Stream,
+    5: read_epochs.Shuffled,
+    40: read_epochs.Stream,
 }
 """For each number of batches, a stream its workers do not split that is skipped with workers in `make test`."""
 
 
 def skipping_cases():
-    kinds = [walks.Stream, walks.Shuffled, walks.Buffered, walks.Stateful, walks.Divided]
+    kinds = [
+        read_epochs.Stream,
+        read_epochs.Shuffled,
+        read_epochs.Buffered,
+        read_epochs.Stateful,
+        read_epochs.Divided,
+    ]
     for kind, workers, skipped in product(kinds, [0, 2, 3], KIND_OF_SKIPPED):
         # A stream that its workers split is skipped in another way than one they do not split.
-        chosen = not workers or (workers == 2 and kind in {walks.Divided, KIND_OF_SKIPPED[skipped]})
+        chosen = not workers or (workers == 2 and kind in {read_epochs.Divided, KIND_OF_SKIPPED[skipped]})
         yield pytest.param(kind, workers, skipped, marks=[] if chosen else [pytest.mark.full])
 
 
@@ -665,7 +689,7 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
 
     set_seed(0)
     whole = everywhere(2, loader)
-    source = walks.read(loader(), walks.Likewise(0, 2))
+    source = read_epochs.read(loader(), read_epochs.Likewise(0, 2))
     set_seed(0)
     assert checked(everywhere(2, loader, source.skip_steps(skipped, {}))) == checked(
         [s[skipped:] for s in whole]
@@ -675,8 +699,8 @@ def test_skipped_batches_are_those_of_the_walk(kind, workers, skipped):
 
 
 def test_a_dataset_with_a_state_is_not_read_again():
-    stream = walks.Stateful(400_000)
-    source = walks.read(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
+    stream = read_epochs.Stateful(400_000)
+    source = read_epochs.read(DataLoader(stream, batch_size=2), Single(Topology(), torch.device("cpu")))
     position = {"whole": True, "position": 300_000, "state": {"at": 300_000}, "state_at": 300_000}
     assert [step.samples for step in walked(source, position, stop=2)] == [
         [300_000, 300_001],
@@ -693,6 +717,8 @@ def test_samples_that_are_skipped_are_not_collated():
         collated.extend(samples)
         return torch.tensor(samples)
 
-    source = walks.read(DataLoader(walks.Stream(23), batch_size=2, collate_fn=collate), walks.Likewise(0, 2))
+    source = read_epochs.read(
+        DataLoader(read_epochs.Stream(23), batch_size=2, collate_fn=collate), read_epochs.Likewise(0, 2)
+    )
     walked(source, source.skip_steps(3, {}))
     assert min(collated[:2]) == 12

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from divided import Net, accelerator, net, state_of, warm
+from sharded_runs import Net, accelerator, net, state_of, warm
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divided import Net, accelerator, net, state_of, warm
 from safetensors.torch import save_file, save_model
+from sharded_runs import Net, accelerator, net, state_of, warm
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights

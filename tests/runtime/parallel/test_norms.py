@@ -190,7 +190,9 @@ def test_halves_are_measured_in_full_precision(pair):
         assert dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(not hasattr(DeviceMesh, "_get_root_mesh"), reason="torch tells the root of a mesh from 2.10 on")
+@pytest.mark.skipif(
+    not hasattr(DeviceMesh, "_get_root_mesh"), reason="torch tells the root of a mesh from 2.10 on"
+)
 def test_gradients_of_different_layouts_need_one_collective(pair):
     def counted():
         divided, _ = zoo()

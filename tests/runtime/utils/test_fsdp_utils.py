@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divided import accelerator, full, net, state_of
 from safetensors.torch import load_file
+from sharded_runs import accelerator, full, net, state_of
 
 from accel_runtime import utils
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -5,7 +5,7 @@ import shutil
 import signal
 
 import pytest
-from slowed import EXAMPLES, checkpointing
+from slow_example import EXAMPLES, checkpointing
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from forked import ForkServer
+from fork_runner import ForkServer
 from log_messages import collect_messages
 
 from accel_runtime.backends import connect
@@ -96,7 +96,7 @@ def test_ranks_that_disagree_all_get_an_error_that_lists_their_calls_and_can_go_
 
     for message, seconds, went_on in either_handshake.run(mismatched, kind):
         *others, last = message.splitlines()[1:]
-        line = re.sub(r"at test_agreement\.py:\d+ \(\S+\)", "at LINE", last)
+        line = re.sub(r"at test_handshake\.py:\d+ \(\S+\)", "at LINE", last)
         assert line.startswith(f"  rank {either_handshake.size - 1}: {SAID[kind]}")
         assert [text.split(":")[0] for text in others] == [
             f"  rank {rank}" for rank in range(either_handshake.size - 1)
@@ -121,7 +121,7 @@ def test_the_same_call_from_another_line_completes_with_one_warning_for_each_pai
     assert found == [[9, *range(1, either_handshake.size)]] * 3
     assert all(other == ([], found) for other in others)
     (message,) = first
-    lines = [int(line) for line in re.findall(r"rank \d: gather at test_agreement\.py:(\d+)", message)]
+    lines = [int(line) for line in re.findall(r"rank \d: gather at test_handshake\.py:(\d+)", message)]
     assert lines == [lines[0], *[lines[0] - 2] * (either_handshake.size - 1)]
 
 
@@ -196,7 +196,7 @@ def test_a_call_is_known_by_its_line_outside_of_the_package():
     call = call_at_site("gather")
     assert call.site == call_site()._replace(line=call.site.line)
     assert str(call) == (
-        f"gather at test_agreement.py:{call.site.line} "
+        f"gather at test_handshake.py:{call.site.line} "
         "(test_a_call_is_known_by_its_line_outside_of_the_package)"
     )
     assert isinstance(call, CollectiveCall)

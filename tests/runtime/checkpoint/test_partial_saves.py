@@ -76,7 +76,8 @@ def test_one_process_saves_while_the_others_train_on(pair, tmp_path, rank, metri
     (warning,), later = results[rank][0], results[rank][1]
     where = "waits in gather at" if metrics else "is "
     assert re.search(
-        rf"save_state\(\) at test_alone.py:\d+ \(train_and_save_alone\) was called by rank {rank} ", warning
+        rf"save_state\(\) at test_partial_saves.py:\d+ \(train_and_save_alone\) was called by rank {rank} ",
+        warning,
     )
     assert f"(rank {1 - rank} {where}" in warning
     assert "Call save_state() on every process" in warning
@@ -248,6 +249,8 @@ def save_shards(folder):
 
 def test_sharded_models_that_one_process_saves_are_an_error_in_seconds(pair, tmp_path):
     (told,), _ = pair.run(save_shards, str(tmp_path / "saved"))
-    assert re.match(r"save_state\(\) at test_alone.py:\d+ \(save_shards\) cannot save sharded models: ", told)
-    assert "(rank 1 is at test_alone.py" in told
+    assert re.match(
+        r"save_state\(\) at test_partial_saves.py:\d+ \(save_shards\) cannot save sharded models: ", told
+    )
+    assert "(rank 1 is at test_partial_saves.py" in told
     assert not list(tmp_path.iterdir())

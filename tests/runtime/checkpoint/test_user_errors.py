@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from played import numbers
+from recorded_runs import numbers
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Run, same
+from failing_disk import Run, same
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, hash_bytes

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from played import Script, continues, learn
+from recorded_runs import Script, continues, learn
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler as schedules

@@ -1,6 +1,6 @@
 """Describe the public names of a package: modules, functions, classes, their members and parameters.
 
-`python tests/surface.py`, where Accelerate 1.15.0 is installed, writes the description that tests compare this package with.
+`python tests/describe_surface.py`, where Accelerate 1.15.0 is installed, writes the description that tests compare this package with.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from divided import ROWS, Net, accelerator, full, net, warm
 from safetensors.torch import load_file
+from sharded_runs import ROWS, Net, accelerator, full, net, warm
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights

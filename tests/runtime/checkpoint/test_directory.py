@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
-from faults import Probe
+from failing_disk import Probe
 
 from accel_runtime.checkpoint import directory
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Failing, Log, Probe, Run, same
+from failing_disk import Failing, Log, Probe, Run, same
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faults import Run, same
+from failing_disk import Run, same
 
 from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.checkpoint.manifest import NAME, Manifest, hash_bytes, read_checkpoint

@@ -6,14 +6,14 @@ import random
 from itertools import chain, product
 
 import pytest
+import read_epochs
 import torch
-import walks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairs import pairwise_params
+from read_epochs import checked, chunks, walked
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from walks import checked, chunks, walked
 
 import accel_runtime.accelerator as facade
 from accel_runtime import Accelerator, DataLoaderConfiguration, set_seed
@@ -26,7 +26,7 @@ from accel_runtime.topology import DataRank, Topology
 pytestmark = pytest.mark.slow
 
 COPIES = 2
-KINDS = {"a stream": walks.Stream, "a map": range}
+KINDS = {"a stream": read_epochs.Stream, "a map": range}
 
 
 def place(topology, copies=COPIES):
@@ -36,7 +36,7 @@ def place(topology, copies=COPIES):
 
 def backend(copies=COPIES):
     """A backend of four ranks that are fewer parts."""
-    found = walks.backend()
+    found = read_epochs.backend()
     found.data_rank = place(found.topology, copies)
     return found
 
@@ -68,8 +68,8 @@ def parts(found, copies=COPIES):
     """What the parts saw, when those that share one saw the same."""
     for rank, own in enumerate(found):
         first = found[rank - rank % copies]
-        assert [(step.samples, step.step_info, walks.plain(step.position)) for step in own] == [
-            (step.samples, step.step_info, walks.plain(step.position)) for step in first
+        assert [(step.samples, step.step_info, read_epochs.plain(step.position)) for step in own] == [
+            (step.samples, step.step_info, read_epochs.plain(step.position)) for step in first
         ]
     return found[::copies]
 
@@ -78,7 +78,9 @@ def every_walk(kind, reader, copies, even):
     """The walks of loaders of all sorts, on one rank."""
     seen = {}
     found = backend(copies)
-    read = {"each": walks.read if kind == "a stream" else ordered, "the first": walks.dispatched}[reader]
+    read = {"each": read_epochs.read if kind == "a stream" else ordered, "the first": read_epochs.dispatched}[
+        reader
+    ]
     for count, size, drop, split in product((0, 1, 2, 3, 9, 16), (1, 2, 4), (False, True), (False, True)):
         if split and size % found.data_rank.world_size:
             continue
@@ -109,7 +111,13 @@ def test_parts_are_those_of_as_many_processes_and_copies_get_the_same(four, kind
     ("kind", "workers", "dispatch"),
     pairwise_params(
         {
-            "kind": [walks.Shuffled, walks.Divided, walks.Stateful, walks.Buffered, range],
+            "kind": [
+                read_epochs.Shuffled,
+                read_epochs.Divided,
+                read_epochs.Stateful,
+                read_epochs.Buffered,
+                range,
+            ],
             "workers": [0, 2],
             "dispatch": [False, True],
         }
@@ -121,7 +129,7 @@ def test_ranks_seeded_apart_read_the_same_with_their_copies(four, kind, workers,
         torch.manual_seed(made.process_index)
         random.seed(made.process_index)
         loader = made.prepare(DataLoader(kind(17), batch_size=2, num_workers=workers, shuffle=kind is range))
-        seen = [[(walks.ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
+        seen = [[(read_epochs.ids(b), made.gather_for_metrics(b).tolist()) for b in loader] for _ in range(2)]
         return seen, torch.rand(1).item(), random.random()
 
     found = four.run(walk, kind, workers, dispatch)
@@ -223,11 +231,11 @@ def test_positions_hold_for_as_many_parts_and_for_others(  # noqa: PLR0913, PLR0
     def first(copies, size, start, stop):
         found = backend(copies)
         torch.manual_seed(5)
-        data = walks.Stream(count) if stream else range(count)
+        data = read_epochs.Stream(count) if stream else range(count)
         # torch refuses to shuffle an empty dataset.
         shuffle = None if stream else shuffled and count > 0
         loader = DataLoader(data, batch_size=size, drop_last=drop, shuffle=shuffle)
-        read = walks.read if stream else ordered
+        read = read_epochs.read if stream else ordered
         return walked(read(loader, found, even=even), start, stop)
 
     begun = checked_or_cut(four.run(first, 1, size, {}, stop), stop)
@@ -401,7 +409,7 @@ def test_a_seed_before_there_is_an_accelerator_is_that_of_the_part_as_settings_s
 
 def test_an_accelerator_makes_copies_draw_alike(four):
     def drawn():
-        rank = walks.backend().topology.rank
+        rank = read_epochs.backend().topology.rank
         random.seed(rank)
         torch.manual_seed(rank)
         before = random.getstate()

@@ -1,4 +1,4 @@
-"""Runs that end by SIGKILL in the midst of a save, and what the next ones find; a script, run by test_death.py.
+"""Runs that end by SIGKILL in the midst of a save, and what the next ones find; a script, run by test_killed_saves.py.
 
 Each line of its input is a request in JSON, and is answered by a line of its output. torch is imported once: every run
 is a fork of this process, which never touches it itself.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from faults import Probe, Run
+from failing_disk import Probe, Run
 from ports import free_port
 
 from accel_runtime.checkpoint.errors import CheckpointError

@@ -9,7 +9,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from played import COUNT, Script, begun, continues, learn, point, resumed, uninterrupted, walked
+from recorded_runs import COUNT, Script, begun, continues, learn, point, resumed, uninterrupted, walked
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -64,7 +64,7 @@ def of_one_process(accelerator):
 def test_equal_batches_are_told_of_once_with_the_line(pair, batches):
     (message,), other = pair.run(warned, batches)
     assert other == []
-    assert message.startswith("Ranks 0 and 1 train on the same batch, at test_first_input.py:")
+    assert message.startswith("Ranks 0 and 1 train on the same batch, at test_identical_batches.py:")
     assert "Give the DataLoader to prepare()" in message
 
 

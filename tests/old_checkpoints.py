@@ -1,7 +1,7 @@
 """Small checkpoints of each layout, written by one version and read by all later ones: `tests/data/checkpoints`.
 
 Run as a script, this file writes with the current version those that a folder does not have yet:
-`python tests/kept_checkpoints.py tests/data/checkpoints/0.1.0`. What is there is never written anew; where a layout changes,
+`python tests/old_checkpoints.py tests/data/checkpoints/0.1.0`. What is there is never written anew; where a layout changes,
 a folder of the next version comes beside it.
 """
 
@@ -102,7 +102,7 @@ class Run:
         return {}
 
     def make_model(self):
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Dropout(0.1), nn.Linear(4, 1))
 
     def make_optimizer(self, model):
         return torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -594,12 +594,19 @@ LAYOUTS = {
 """What there is a checkpoint of."""
 
 
+class Dropout(nn.Dropout):
+    """Dropout with equal masks on every CPU: `bernoulli_` of torch draws others on Intel's than elsewhere."""
+
+    def forward(self, inputs):
+        return inputs * (torch.rand_like(inputs) >= self.p) / (1 - self.p) if self.training else inputs
+
+
 def samples():
     return TensorDataset(torch.arange(48.0).view(16, 3) / 48)
 
 
 def normed_by_layer():
-    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Dropout(0.1), nn.Linear(4, 1))
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), Dropout(0.1), nn.Linear(4, 1))
 
 
 def momentum(model):

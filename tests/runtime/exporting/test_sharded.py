@@ -8,8 +8,8 @@ from pathlib import Path
 import cluster
 import pytest
 import torch
-from divided import Net, accelerator, net, state_of, warm
 from safetensors.torch import load_file, load_model, save_file
+from sharded_runs import Net, accelerator, net, state_of, warm
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights

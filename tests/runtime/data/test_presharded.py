@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
+import read_epochs
 import torch
-import walks
+from read_epochs import checked, walked
 from torch.utils.data import DataLoader, DistributedSampler
-from walks import checked, walked
 
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
@@ -19,7 +19,7 @@ from accel_runtime.topology import Topology
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]
 
 
-class Offset(walks.Stream):
+class Offset(read_epochs.Stream):
     """A stream of a rank's own."""
 
     def __init__(self, start, count):
@@ -37,14 +37,16 @@ def alone():
 
 def own(kind, counts, options=None):
     """A source over this rank's own samples, which start at a hundred times its rank."""
-    backend = walks.backend()
+    backend = read_epochs.backend()
     rank = backend.topology.rank
     made = {
         "a stream": Offset(rank * 100, counts[rank]),
         "a map": range(rank * 100, rank * 100 + counts[rank]),
     }
     loader = DataLoader(made[kind], batch_size=2, **options or {})
-    local = walks.read(loader, alone()) if kind == "a stream" else walks.dispatched(loader, alone())
+    local = (
+        read_epochs.read(loader, alone()) if kind == "a stream" else read_epochs.dispatched(loader, alone())
+    )
     return PreshardedSource(local, loader, backend)
 
 
@@ -62,8 +64,10 @@ def test_a_batch_that_collates_to_none_is_not_the_end(kind):
     """The batches after it are returned too, as by a bare loader."""
     data = Offset(0, 6) if kind == "a stream" else range(6)
     loader = DataLoader(data, batch_size=2, collate_fn=lambda rows: None if 2 in rows else rows)
-    local = walks.read(loader, alone()) if kind == "a stream" else walks.dispatched(loader, alone())
-    source = PreshardedSource(local, loader, walks.Likewise(0, 2))
+    local = (
+        read_epochs.read(loader, alone()) if kind == "a stream" else read_epochs.dispatched(loader, alone())
+    )
+    source = PreshardedSource(local, loader, read_epochs.Likewise(0, 2))
     batches = [step.samples for step in walked(source, read=lambda batch: batch)]
     assert batches == [[0, 1], None, [4, 5]]
 
@@ -106,10 +110,10 @@ def test_a_rank_without_data_gets_a_batch_of_another(pair):
 
 def test_a_batch_the_script_changed_is_given_whole_again(pair):
     def walk():
-        backend = walks.backend()
+        backend = read_epochs.backend()
         rank = backend.topology.rank
         loader = DataLoader([{"x": n, "label": n} for n in range(6 if rank == 0 else 1)], batch_size=2)
-        source = PreshardedSource(walks.dispatched(loader, alone()), loader, backend)
+        source = PreshardedSource(read_epochs.dispatched(loader, alone()), loader, backend)
         return [batch.pop("label").tolist() for batch in source.iterate(EpochIterator(), {})]
 
     assert pair.run(walk) == [[[0, 1], [2, 3], [4, 5]], [[0]] * 3]
@@ -119,11 +123,11 @@ def test_a_loader_with_a_distributed_sampler_is_used_as_it_is(ranks):
     """A20: Accelerate splits it a second time, and loses half."""
 
     def walk():
-        backend = walks.backend()
+        backend = read_epochs.backend()
         place = backend.topology
         sampler = DistributedSampler(range(18), place.world_size, place.rank, shuffle=False)
         loader = DataLoader(range(18), batch_size=2, sampler=sampler)
-        return walked(PreshardedSource(walks.dispatched(loader, alone()), loader, backend))
+        return walked(PreshardedSource(read_epochs.dispatched(loader, alone()), loader, backend))
 
     assert sorted(chain.from_iterable(checked(ranks.run(walk)))) == list(range(18))
 
@@ -164,20 +168,20 @@ def test_a_position_of_another_world_is_refused(pair):
 
 
 def test_a_rank_that_cannot_read_is_an_error_on_all(several):
-    class Missing(walks.Stream):
+    class Missing(read_epochs.Stream):
         def __iter__(self):
             yield from range(4)
             if self.rank == 1:
                 raise FileNotFoundError("the shard")
 
     def walk(kind):
-        backend = walks.backend()
+        backend = read_epochs.backend()
         stream = kind(4)
         stream.rank = backend.topology.rank
         loader = DataLoader(stream, batch_size=2)
         error = FileNotFoundError if stream.rank == 1 else RuntimeError
         with pytest.raises(error, match="the shard" if stream.rank == 1 else "rank 1 could not read"):
-            walked(PreshardedSource(walks.read(loader, alone()), loader, backend))
+            walked(PreshardedSource(read_epochs.read(loader, alone()), loader, backend))
         return True
 
     assert all(several.run(walk, Missing))
@@ -192,7 +196,7 @@ def test_a_sampler_that_gives_less_than_it_says_is_an_error():
             return 4
 
     loader = DataLoader(range(4), batch_size=2, sampler=Short())
-    source = PreshardedSource(walks.dispatched(loader, alone()), loader, alone())
+    source = PreshardedSource(read_epochs.dispatched(loader, alone()), loader, alone())
     with pytest.raises(RuntimeError, match="fewer samples than its length"):
         walked(source)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faults import ERRORS, Failing, Probe, Run
+from failing_disk import ERRORS, Failing, Probe, Run
 
 from accel_runtime.checkpoint.errors import CheckpointError
 

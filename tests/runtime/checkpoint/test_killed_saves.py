@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "dying.py"
+SCRIPT = Path(__file__).parent / "killed_runs.py"
 ROOT = Path(__file__).parents[3]
 CASES = {
     "the first ever": {"before": 0, "limit": None, "same": False, "exchanges": True},
@@ -25,7 +25,7 @@ REQUEST_S = 600
 
 
 class Script:
-    """The process of dying.py, which imports torch once for all requests; after a failure, the next request starts another."""
+    """The process of killed_runs.py, which imports torch once for all requests; after a failure, the next request starts another."""
 
     def __init__(self):
         self._process = None
@@ -39,7 +39,7 @@ class Script:
         ready, _, _ = select.select([self._process.stdout], [], [], REQUEST_S)
         answer = self._process.stdout.readline() if ready else ""
         if not answer:
-            raise AssertionError(f"no answer from dying.py: {self.close()[-4000:]}")
+            raise AssertionError(f"no answer from killed_runs.py: {self.close()[-4000:]}")
         return json.loads(answer)
 
     def close(self):
