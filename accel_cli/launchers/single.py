@@ -25,17 +25,6 @@ from accel_cli.launchers.base import (
 
 __all__ = ["Single"]
 
-_PASSED_ON = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)
-
 
 class Single(Launcher):
     """One process on this machine, which replaces `accel launch`."""
@@ -100,11 +89,13 @@ def _threads(spec: LaunchSpec) -> dict[str, str]:
 
 def _wait_as_process_1(child: int) -> int:
     """Forward signals to a child and reap all processes that exit, until the child exits; return its exit code."""
+    from accel_cli.runner.guard import HANDLED_SIGNALS  # noqa: PLC0415 - rarely needed
+
     # A separate process group, so that Ctrl-C of a terminal does not reach the child twice.
     with suppress(OSError):
         os.setpgid(child, child)
         os.tcsetpgrp(0, child)
-    for number in _PASSED_ON:
+    for number in (*HANDLED_SIGNALS, signal.SIGCONT, signal.SIGWINCH):
         signal.signal(number, lambda number, _: os.kill(child, number))
     while True:
         pid, status = os.wait()

@@ -54,9 +54,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def _check_endpoint(text: str | None) -> str | None:
-    if text is None:
-        return None
-    if not is_endpoint(text):
+    if text is not None and not is_endpoint(text):
         raise ValueError("expected host:port with a port from 1 to 65535")
     return text
 

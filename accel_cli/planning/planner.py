@@ -267,7 +267,7 @@ def find_options_after_script(request: Request, options: Iterable[str]) -> list[
     names = [name for name in dict.fromkeys(names) if name.replace("_", "-") in launch_options]
     if not names or request.kind == "program":
         return []
-    from accel_cli.runner.exec_fallback import read_source  # noqa: PLC0415 - rarely needed
+    from accel_cli.runner.forkserver import read_source  # noqa: PLC0415 - rarely needed
 
     try:
         source = read_source(request.kind, request.target).decode(errors="replace")

@@ -23,8 +23,14 @@ from typing import NoReturn
 
 from accel_cli.errors import AccelError, explain_address_space, explain_os_error, explain_torch_error
 from accel_cli.planning.plan import Plan
-from accel_cli.runner import exec_fallback
-from accel_cli.runner.forkserver import ForkRequest, ForkServer, import_torch, start_fork_server
+from accel_cli.runner.forkserver import (
+    ForkRequest,
+    ForkServer,
+    explain_fallback,
+    has_threads,
+    import_torch,
+    start_fork_server,
+)
 
 __all__ = ["main"]
 
@@ -68,11 +74,11 @@ def _start_server(plan: Plan) -> ForkServer | ForkRequest | None:
         message = explain_torch_error(error)
         run_dir.write_reason(plan.agent.failure_file, message)
         raise AccelError(message) from error
-    reason = exec_fallback.explain_fallback(plan, python_modules=worker.PYTHON_MODULES)
+    reason = explain_fallback(plan, python_modules=worker.PYTHON_MODULES)
     gc.freeze()
     started = None if reason else start_fork_server()
     gc.enable()
-    if isinstance(started, ForkServer) and exec_fallback.has_threads():
+    if isinstance(started, ForkServer) and has_threads():
         started.close()
         started, reason = None, "a library started threads while torch was imported"
     if reason:

@@ -89,10 +89,8 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     """Format the heartbeats of ranks as a table, followed by their stacks; `full` includes all threads and libraries."""
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
-    groups = _group_ranks(stacks, beats)
-    return "\n".join(
-        [*_format_table(beats), *(_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in groups)]
-    )
+    groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
+    return "\n".join([*_format_table(beats), *groups])
 
 
 def _format_report(

@@ -7,13 +7,13 @@ import zipfile
 import pytest
 
 from accel_cli.planning.plan import Plan
-from accel_cli.runner import exec_fallback
+from accel_cli.runner import forkserver
 
 
 def reason(kind, target):
     plan = Plan(launcher="torchrun", argv=("py", "worker.py", kind, target), env={}, device="cpu")
     # What pytest has loaded stands for what torch loads; `string` is surely among it.
-    return exec_fallback.explain_fallback(plan, python_modules=set(sys.modules) - {"string", "json", "time"})
+    return forkserver.explain_fallback(plan, python_modules=set(sys.modules) - {"string", "json", "time"})
 
 
 @pytest.mark.parametrize("name", ["train.pyc", "train.zip"])
