@@ -16,7 +16,6 @@ __all__ = [
     "confirm",
     "discard_typed_input",
     "error",
-    "format_size",
     "is_secret",
     "mask_secrets",
     "note",
@@ -35,7 +34,6 @@ __all__ = [
 _BOLD_RED = "\x1b[1;31m"
 _DIM = "\x1b[2m"
 _RESET = "\x1b[0m"
-_THOUSAND = 1000
 _PROGRESS_DELAY_S = 1.0
 """Reads that take longer show a progress bar."""
 
@@ -114,15 +112,6 @@ def show(text: str) -> None:
 def abbreviate_home(text: str) -> str:
     """Return a text with `~` for the home directory."""
     return text.replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111 - Path.home() fails without a home
-
-
-def format_size(size: float) -> str:
-    """Return a number of bytes with its unit."""
-    for unit in ("B", "kB", "MB"):
-        if size < _THOUSAND:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= _THOUSAND
-    return f"{size:.2f} GB"
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -56,6 +56,7 @@ __all__ = [
     "explain_fsdp1_option",
     "find_nearest",
     "flatten_settings",
+    "format_size",
     "is_placed_by_device",
     "read_switch",
 ]
@@ -188,6 +189,14 @@ def find_nearest(name: str, known: list[str]) -> str | None:
     """Return the known name that `name` is probably a typo of, or None."""
     # RUN_NAME and NODE_NAME, which share little but an ending, have a ratio of 0.71; timeout and rdzv_timeout have 0.74.
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.72)), None)
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, base, decimals in (("TB", 10**12, 2), ("GB", 10**9, 2), ("MB", 10**6, 1), ("kB", 10**3, 1)):
+        if size >= base:
+            return f"{size / base:.{decimals}f} {unit}"
+    return f"{size:.0f} B"
 
 
 def flatten_settings(settings: object, prefix: str = "") -> list[tuple[str, Any]]:

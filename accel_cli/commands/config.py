@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from accel_cli import console
-from accel_cli.commands import options
-from accel_cli.commands.options import CommandApp, CompatGroup
+from accel_cli.commands.options import (
+    CommandApp,
+    CompatGroup,
+    complete_assignments,
+    complete_keys,
+    complete_profile_names,
+    expand_options,
+)
 from accel_cli.errors import ProfileError, UsageError
 
 if TYPE_CHECKING:
@@ -37,18 +44,54 @@ Name = Annotated[
         "--profile",
         metavar="NAME",
         help="Use the named profile.",
-        autocompletion=options.complete_profile_names,
+        autocompletion=complete_profile_names,
     ),
 ]
-Project = Annotated[bool, typer.Option("--project", help="Use the project file, accel.yaml.")]
+
+
+@dataclass(frozen=True)
+class Location:
+    """The file of a command: the user's default profile, a named one, or the project file."""
+
+    profile: Name = None
+    project: Annotated[bool, typer.Option("--project", help="Use the project file, accel.yaml.")] = False
+
+    def find_file(self) -> Path:
+        """Return the path of the file, which need not exist."""
+        from accel_cli.profile.store import DEFAULT, PROJECT_FILE
+
+        store = _get_store()
+        if self.project and self.profile:
+            raise UsageError("Pass either --profile or --project, not both.")
+        if self.project:
+            return store.project() or store.cwd / PROJECT_FILE
+        return store.path(self.profile or DEFAULT)
+
+    def find_writable_file(self) -> Path:
+        """Return the path of the file, to be changed.
+
+        Raises:
+            UsageError: Another user could have written the project file.
+        """
+        from accel_cli.profile.store import find_distrust
+        from accel_runtime import env
+
+        path = self.find_file()
+        if self.project and path.exists() and (distrust := find_distrust(path, os.environ)):
+            raise UsageError(
+                f"Cannot change {path}: {distrust}. Set {env.TRUSTED_PROJECTS}={path.parent} to trust it."
+            )
+        return path
+
+
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 @app.callback(invoke_without_command=True)
+@expand_options
 def config(
     ctx: typer.Context,
-    profile: Name = None,
-    project: Project = False,
+    location: Location,
     default: Annotated[
         bool, typer.Option("--default", help="Write defaults for this machine without questions.")
     ] = False,
@@ -56,13 +99,13 @@ def config(
 ) -> None:
     """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
     if ctx.invoked_subcommand:
-        if profile or project or default or force:
+        if location != Location() or default or force:
             command = f"accel config {ctx.invoked_subcommand}"
             raise UsageError(f"Options belong after the subcommand: {command} --profile NAME.")
         return
     if force and not default:
         raise UsageError("--force needs --default. The wizard asks before it changes a file.")
-    path = _find_writable(profile, project=project)
+    path = location.find_writable_file()
     if default:
         _write_default(path, force=force)
         return
@@ -103,7 +146,7 @@ def get(
         typer.Argument(
             metavar="KEY",
             help="Print this key, named as in accel config show.",
-            autocompletion=options.complete_keys,
+            autocompletion=complete_keys,
         ),
     ],
     profile: Name = None,
@@ -131,21 +174,23 @@ def list_() -> None:
 
 
 @app.command(rich_help_panel=_SHOW, epilog="Example: accel config path --project")
-def path(profile: Name = None, project: Project = False) -> None:
+@expand_options
+def path(location: Location) -> None:
     """Print the path of a profile, even if it does not exist."""
-    console.plain(str(_find_file(profile, project=project)))
+    console.plain(str(location.find_file()))
 
 
 @app.command(rich_help_panel=_SHOW, epilog="Example: accel config validate accel.yaml")
+@expand_options
 def validate(
+    *,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Check this file.")] = None,
-    profile: Name = None,
-    project: Project = False,
+    location: Location,
 ) -> None:
     """Check a profile and report every mistake at once."""
-    if file and (profile or project):
+    if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
-    target = file or _find_file(profile, project=project)
+    target = file or location.find_file()
     _check(target, _require_file(target))
     console.note(f"{target} is valid")
 
@@ -163,22 +208,22 @@ def schema() -> None:
     rich_help_panel=_CHANGE,
     epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO",
 )
+@expand_options
 def set_(
     assignments: Annotated[
         list[str],
         typer.Argument(
             metavar="KEY=VALUE", help="Set these values; an empty value removes the key.",
-            autocompletion=options.complete_assignments,
+            autocompletion=complete_assignments,
         ),
     ],
-    profile: Name = None,
-    project: Project = False,
+    location: Location,
 ) -> None:  # fmt: skip
     """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import update_profile
 
-    target = _find_writable(profile, project=project)
+    target = location.find_writable_file()
     updates = layers.parse_assignments(assignments, "set", kind=_find_kind(target)).values
     _, removed = update_profile(_get_store(), target, updates, "set")
     for key in removed:
@@ -189,23 +234,23 @@ def set_(
 @app.command(
     rich_help_panel=_CHANGE, epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG"
 )
+@expand_options
 def unset(
     keys: Annotated[
         list[str],
         typer.Argument(
             metavar="KEY",
             help="Remove these keys, or sections such as fully_shard.",
-            autocompletion=options.complete_keys,
+            autocompletion=complete_keys,
         ),
     ],
-    profile: Name = None,
-    project: Project = False,
+    location: Location,
 ) -> None:
     """Remove values from a profile, so that lower layers apply, and keep its comments."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
 
-    target = _require_file(_find_writable(profile, project=project))
+    target = _require_file(location.find_writable_file())
     if "schema_version" in keys:
         raise UsageError("Cannot remove schema_version: every profile needs it.")
     values = layers.read_file(target, "file").values
@@ -223,27 +268,29 @@ def unset(
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
-def default(profile: Name = None, project: Project = False, force: Force = False) -> None:
+@expand_options
+def default(location: Location, force: Force = False) -> None:
     """Write defaults for this machine without questions."""
-    _write_default(_find_writable(profile, project=project), force=force)
+    _write_default(location.find_writable_file(), force=force)
 
 
 @app.command(rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
-def edit(profile: Name = None, project: Project = False) -> None:
+@expand_options
+def edit(location: Location) -> None:
     """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
-    target = _require_file(_find_writable(profile, project=project))
+    target = _require_file(location.find_writable_file())
     _write(target, edit_interactively(target))
 
 
 @app.command(
     "import", rich_help_panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
 )
+@expand_options
 def import_(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Read a config file of Accelerate, or a profile of accel.")
     ],
-    profile: Name = None,
-    project: Project = False,
+    location: Location,
     force: Force = False,
 ) -> None:
     """Create a profile from a config file of Accelerate, or from another profile.
@@ -255,7 +302,7 @@ def import_(
     from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
 
-    target = _find_writable(profile, project=project)
+    target = location.find_writable_file()
     text = store.read_text(file)
     data = yaml_io.parse(text, str(file)).data
     if not data:
@@ -283,9 +330,7 @@ def import_(
 def delete(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME", help="Delete this profile.", autocompletion=options.complete_profile_names
-        ),
+        typer.Argument(metavar="NAME", help="Delete this profile.", autocompletion=complete_profile_names),
     ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
 ) -> None:
@@ -307,35 +352,6 @@ def _get_store() -> Store:
     from accel_cli.profile.store import Store
 
     return Store.from_env(os.environ, Path.cwd())
-
-
-def _find_file(profile: str | None, *, project: bool) -> Path:
-    """Return the file of a profile, or the project file."""
-    from accel_cli.profile.store import DEFAULT, PROJECT_FILE
-
-    store = _get_store()
-    if project and profile:
-        raise UsageError("Pass either --profile or --project, not both.")
-    if project:
-        return store.project() or store.cwd / PROJECT_FILE
-    return store.path(profile or DEFAULT)
-
-
-def _find_writable(profile: str | None, *, project: bool) -> Path:
-    """Return the file of a profile, or the project file, to be changed.
-
-    Raises:
-        UsageError: Another user could have written the project file.
-    """
-    from accel_cli.profile.store import find_distrust
-    from accel_runtime import env
-
-    target = _find_file(profile, project=project)
-    if project and target.exists() and (distrust := find_distrust(target, os.environ)):
-        raise UsageError(
-            f"Cannot change {target}: {distrust}. Set {env.TRUSTED_PROJECTS}={target.parent} to trust it."
-        )
-    return target
 
 
 def _require_file(target: Path) -> Path:

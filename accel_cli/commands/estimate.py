@@ -5,66 +5,81 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from accel_cli import console
-from accel_cli.commands.options import CommandApp, complete_profile_names
+from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
 from accel_cli.errors import AccelError, UsageError
+from accel_runtime.env import format_size
 
 __all__ = ["app"]
 
 app = CommandApp(rich_help_panel="Set up")
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
-_Number = Literal["bf16", "fp16", "fp32"]
-_Precision = Literal["no", "bf16", "fp16"]
 
 
-@app.command(
-    "estimate",
-    epilog="Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16",
-)
-def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest:
+    """The model, the devices, and the settings of the training, as the child process reads them."""
+
     target: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
             help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, or a folder with the config.json of a transformers model.",
         ),
-    ],
-    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Set the number of devices.")] = 1,
+    ]
+    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Set the number of devices.")] = 1
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Set the memory of each device, such as 80GB or 24GiB.")
-    ] = None,
+    ] = None
     headroom: Annotated[
         int,
         typer.Option(
             metavar="PERCENT", min=0, max=90,
             help="Leave this part of the memory to torch, fragmentation and communication.",
         ),
-    ] = 10,
+    ] = 10  # fmt: skip
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Set the samples per batch on each device.")
-    ] = None,
-    seq_length: Annotated[int | None, typer.Option(metavar="N", min=1, help="Set the tokens per sample.")] = None,
+    ] = None
+    seq_length: Annotated[int | None, typer.Option(metavar="N", min=1, help="Set the tokens per sample.")] = (
+        None
+    )
     optimizer: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
         ),
-    ] = None,
-    mixed_precision: Annotated[_Precision, typer.Option(help="Set the number format of the forward pass.")] = "no",
+    ] = None
+    mixed_precision: Annotated[
+        Literal["no", "bf16", "fp16"], typer.Option(help="Set the number format of the forward pass.")
+    ] = "no"
     dtype: Annotated[
-        _Number | None, typer.Option(help="Set the number format of parameters; by default the model's own.")
-    ] = None,
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Set the number format of parameters; by default the model's own."),
+    ] = None
     wrap: Annotated[
         str, typer.Option(metavar="MODULES", help="Gather these modules as units, as fully_shard.wrap does.")
-    ] = "auto",
-    activations: Annotated[bool, typer.Option("--activations/--no-activations", help="Measure activations.")] = True,
+    ] = "auto"
+    activations: Annotated[
+        bool, typer.Option("--activations/--no-activations", help="Measure activations.")
+    ] = True
+
+
+@app.command(
+    "estimate",
+    epilog="Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16",
+)
+@expand_options
+def estimate(
+    request: EstimateRequest,
     show_all: Annotated[
         bool, typer.Option("--all", help="Show every layout, with and without resharding and checkpointing.")
     ] = False,
@@ -75,29 +90,18 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the layout to this profile file.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the layout to this profile file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Estimate the memory that training a model needs on each device, for every layout of the devices.
 
     Nothing is allocated: the factory is called on the meta device. Exit code 1 if no layout fits.
     """
     if write_profile and output:
         raise UsageError("Pass either --write-profile or --output, not both.")
-    result = _request_estimate(
-        target=target,
-        devices=devices,
-        memory=int(memory) if memory and memory.isdecimal() else memory,
-        headroom=headroom,
-        batch_size=batch_size,
-        seq_length=seq_length,
-        optimizer=optimizer,
-        mixed_precision=mixed_precision,
-        dtype=dtype,
-        wrap=wrap,
-        activations=activations,
-    )
+    result = _compute_layouts(request)
     if as_json:
         console.print_json(result)
     else:
@@ -108,7 +112,7 @@ def estimate(  # noqa: PLR0913, PLR0917 - one parameter an option
         _write_profile(result, write_profile, output)
 
 
-def _request_estimate(**options: Any) -> dict[str, Any]:
+def _compute_layouts(request: EstimateRequest) -> dict[str, Any]:
     """Return all layouts, which of them fit, and the recommended ones, from a child process that imports torch.
 
     Raises:
@@ -119,7 +123,7 @@ def _request_estimate(**options: Any) -> dict[str, Any]:
 
     # stderr shows output of the factory. In a session of its own, Ctrl-C ends the child without a traceback.
     child = subprocess.run(
-        [sys.executable, "-m", "accel_runtime.estimate", json.dumps(options)],
+        [sys.executable, "-m", "accel_runtime.estimate", json.dumps(asdict(request))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -127,7 +131,7 @@ def _request_estimate(**options: Any) -> dict[str, Any]:
     )
     if not child.stdout:
         ended = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        raise AccelError(f"Cannot estimate {options['target']}: the child process ended with {ended}.")
+        raise AccelError(f"Cannot estimate {request.target}: the child process ended with {ended}.")
     answer: dict[str, Any] = json.loads(child.stdout)
     if "error" in answer:
         raise UsageError(answer["error"])
@@ -145,7 +149,7 @@ def _print_table(result: dict[str, Any], *, show_all: bool) -> None:
     if result["inputs"]:
         subject.append(f"a batch of {', '.join(result['inputs'])} on each device")
     if buffers := result["layouts"][0]["bytes"]["buffers"]:
-        subject.append(f"buffers of {console.format_size(buffers)} on each device (included in the total)")
+        subject.append(f"buffers of {format_size(buffers)} on each device (included in the total)")
     console.note(", ".join(subject))
     console.note(
         "parameters, gradients and optimizer state are exact; activations and working memory are estimates"
@@ -179,7 +183,7 @@ def _format_row(layout: dict[str, Any], *, fits: bool) -> tuple[str, ...]:
     sizes = [layout["bytes"][name] for name in _BYTES]
     return (
         *(str(layout[name]) for name in _SIZES),
-        *("-" if size is None else console.format_size(size) for size in sizes),
+        *("-" if size is None else format_size(size) for size in sizes),
         *(("yes" if layout["fits"] else "no",) if fits else ()),
         _describe_savings(layout) or "-",
     )
@@ -212,7 +216,7 @@ def _format_no_fit(result: dict[str, Any]) -> str:
         cure = "Use a smaller --batch-size or --seq-length, or --mixed-precision bf16"
     else:
         cure = "Use more devices, or an optimizer with less state"
-    needed, usable, memory = map(console.format_size, (sizes["total"], result["usable"], result["memory"]))
+    needed, usable, memory = map(format_size, (sizes["total"], result["usable"], result["memory"]))
     return (
         f"No layout fits on {result['devices']} device(s): the smallest ({_describe_layout(leanest)}) needs {needed} on each, "
         f"and {usable} of {memory} may be used. Most of it is {largest}. {cure}."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel_cli.commands.options import CommandApp, complete_profile_names
+from accel_cli import console
+from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
 
 if TYPE_CHECKING:
     from accel_cli.jobs.base import Jobs
@@ -25,35 +27,40 @@ app = CommandApp(
 )
 
 _Id = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as printed by accel launch.")]
-_Launcher = Annotated[
-    str | None,
-    typer.Option(
-        "--launcher",
-        metavar="KIND",
-        help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
-    ),
-]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one value of the profile; can be repeated."),
-]
-_Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME",
-        help="Look for jobs of the launcher of this profile.",
-        autocompletion=complete_profile_names,
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Service:
+    """The job service of a command: by default that of the active profile."""
+
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Look for jobs of the launcher of this profile.",
+            autocompletion=complete_profile_names,
+        ),
+    ] = None
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override one value of the profile; can be repeated."
+        ),
+    ] = None
 
 
 @app.command("list", epilog="Example: accel jobs list")
-def list_(launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
+@expand_options
+def list_(service: Service) -> None:
     """List jobs, oldest first."""
-    from accel_cli import console
-
-    with _open_jobs(launcher, profile, assignments) as jobs:
+    with _open_jobs(service) as jobs:
         rows = [(job.id, job.name, job.state, job.elapsed, job.nodes or job.reason) for job in jobs.list()]
     if not rows:
         console.note("no jobs found")
@@ -62,15 +69,10 @@ def list_(launcher: _Launcher = None, profile: _Profile = None, assignments: _Se
 
 
 @app.command("status", epilog="Example: accel jobs status 12")
-def status(
-    job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None
-) -> None:
+@expand_options
+def status(job_id: _Id, service: Service) -> None:
     """Show the details of a job."""
-    from dataclasses import asdict
-
-    from accel_cli import console
-
-    with _open_jobs(launcher, profile, assignments) as jobs:
+    with _open_jobs(service) as jobs:
         job = jobs.status(job_id)
     fields = {
         name: value for name, value in asdict(job).items() if value or (name == "exit_code" and job.finished)
@@ -79,23 +81,22 @@ def status(
 
 
 @app.command("logs", epilog="Example: accel jobs logs 12 -f")
+@expand_options
 def logs(
     job_id: _Id,
+    *,
     follow: Annotated[
         bool,
         typer.Option(
             "-f", "--follow", help="Follow the log until the job ends, and exit with its exit code."
         ),
     ] = False,
-    launcher: _Launcher = None,
-    profile: _Profile = None,
-    assignments: _Set = None,
+    service: Service,
 ) -> None:
     """Print the log of a job."""
-    from accel_cli import console
     from accel_cli.jobs import base
 
-    with _open_jobs(launcher, profile, assignments) as jobs:
+    with _open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if follow:
             raise typer.Exit(base.follow(jobs, job))
@@ -107,11 +108,10 @@ def logs(
 
 
 @app.command("stop", epilog="Example: accel jobs stop 12")
-def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assignments: _Set = None) -> None:
+@expand_options
+def stop(job_id: _Id, service: Service) -> None:
     """Stop a job. Its processes receive SIGTERM and have some time to save."""
-    from accel_cli import console
-
-    with _open_jobs(launcher, profile, assignments) as jobs:
+    with _open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if job.finished:
             console.note(f"job {job.id} is {job.state} already")
@@ -121,8 +121,10 @@ def stop(job_id: _Id, launcher: _Launcher = None, profile: _Profile = None, assi
 
 
 @app.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
+@expand_options
 def download(
     job_id: _Id,
+    *,
     output: Annotated[
         Path,
         typer.Option(
@@ -132,21 +134,17 @@ def download(
             help="Write the results to a new folder in DIR, named after the job.",
         ),
     ] = Path(),
-    launcher: _Launcher = None,
-    profile: _Profile = None,
-    assignments: _Set = None,
+    service: Service,
 ) -> None:
     """Download the model and the other output files of a job."""
-    from accel_cli import console
-
-    with _open_jobs(launcher, profile, assignments) as jobs:
+    with _open_jobs(service) as jobs:
         folder = jobs.download(job_id, output)
     console.note(f"results of job {job_id} are in {console.abbreviate_home(str(folder.resolve()))}")
     console.plain(str(folder))
 
 
 @contextmanager
-def _open_jobs(kind: str | None, profile: str | None, assignments: list[str] | None) -> Iterator[Jobs]:
+def _open_jobs(service: Service) -> Iterator[Jobs]:
     """Yield the jobs of a launcher, by default of the first service; then errors name the others."""
     import os
 
@@ -160,13 +158,17 @@ def _open_jobs(kind: str | None, profile: str | None, assignments: list[str] | N
         return isinstance(kind, str) and kind in LAUNCHERS and LAUNCHERS[kind].location == "job"
 
     default = next(filter(submits_jobs, LAUNCHERS))
-    texts = [*([f"launcher.kind={kind}"] if kind is not None else []), *(assignments or ())]
+    texts = list(service.assignments or ())
+    if service.launcher is not None:
+        texts.insert(0, f"launcher.kind={service.launcher}")
     options = layers.parse_assignments(texts)
     if not submits_jobs(requested := options.values.get("launcher.kind", default)):
         kinds = " or ".join(filter(submits_jobs, LAUNCHERS))
         raise UsageError(f"Invalid launcher {requested!r}: expected {kinds}, which submit jobs.")
     values: dict[str, Any] = {}
-    for layer in layers.read_layers(Store.from_env(os.environ, Path.cwd()), os.environ, profile, [options]):
+    for layer in layers.read_layers(
+        Store.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
+    ):
         if layer.problems:
             raise ProfileError(list(layer.problems))
         if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
@@ -176,7 +178,7 @@ def _open_jobs(kind: str | None, profile: str | None, assignments: list[str] | N
         values = {"launcher.kind": default}
     try:
         jobs = LAUNCHERS[values["launcher.kind"]].open_jobs(values)
-        jobs.jobs_options = format_options(profile, texts)
+        jobs.jobs_options = format_options(service.profile, texts)
         yield jobs
     except (UsageError, UnreachableError) as error:
         if not assumed:

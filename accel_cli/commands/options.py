@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -29,6 +31,7 @@ __all__ = [
     "complete_checkpoints",
     "complete_keys",
     "complete_profile_names",
+    "expand_options",
     "find_unknown_options",
     "get_options",
     "get_summary",
@@ -181,6 +184,33 @@ class CommandApp(typer.Typer):
     @override
     def command(self, *args: Any, **settings: Any) -> Callable[[Function], Function]:
         return super().command(*args, **{"cls": AccelCommand, **settings})
+
+
+def expand_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command for a function: each parameter that is a dataclass is replaced by an option for each field.
+
+    Fields are declared like parameters of a command: `Annotated[type, typer.Option(...)]`, and a default.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if isinstance(group, type) and is_dataclass(group):
+            fields = inspect.signature(group, eval_str=True).parameters
+            groups[parameter.name] = group, list(fields)
+            parameters += fields.values()
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(function)
+    def command(**values: Any) -> Any:
+        for name, (group, fields) in groups.items():
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        return function(**values)
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    command.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return command
 
 
 def get_summary(text: str | None) -> str:

@@ -22,7 +22,6 @@ from accel_runtime.checkpoint.errors import CheckpointError
 __all__ = [
     "FileSystem",
     "add_path_to_error",
-    "format_size",
     "is_process_running",
     "list_leftovers",
     "open_atomically",
@@ -210,30 +209,24 @@ _UNITS = {"B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for ending, base in (("B", 1000), ("iB", 1024))
 }
-_DISPLAY_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size(value: int | str, what: str) -> int:
     """Return the number of bytes of a size such as `10GB`, `2GiB` or 512; `what` names the argument in the error."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    size = value if type(value) is int else 0
+    is_text = isinstance(value, str)
+    match = _SIZE.fullmatch(value) if is_text else None
+    size = int(value) if type(value) is int or (is_text and value.isdecimal()) else 0
     if match and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
     if size < 1:
         # Libraries disagree: to some a small b means bits, to others bytes.
-        is_bits = isinstance(value, str) and value.strip().endswith("b")
+        is_bits = is_text and value.strip().endswith("b")
         raise ValueError(
             f"Invalid {what} {value!r}: expected a number of bytes, at least 1, or a number and a unit such as '500MB', "
             f"'10GB' or '2GiB' ({', '.join(_UNITS)}){'; a small b may mean bits: write B' if is_bits else ''}"
         )
     return size
-
-
-def format_size(count: int) -> str:
-    """Format a number of bytes for display."""
-    unit, base = next(((unit, base) for unit, base in _DISPLAY_UNITS if count >= base), ("B", 1))
-    return f"{count / base:.2f} {unit}" if base > 1 else f"{count} B"
 
 
 _T = TypeVar("_T")

@@ -22,7 +22,6 @@ from accel_runtime.checkpoint.errors import CheckpointError, RequestError
 from accel_runtime.checkpoint.filesystem import (
     FileSystem,
     add_path_to_error,
-    format_size,
     open_atomically,
     write_text,
 )
@@ -38,6 +37,7 @@ from accel_runtime.checkpoint.manifest import (
     rank_tensor_name,
     read_blocks,
 )
+from accel_runtime.env import format_size
 
 if TYPE_CHECKING:
     import torch

@@ -38,7 +38,6 @@ from accel_runtime.checkpoint.errors import (
 from accel_runtime.checkpoint.filesystem import (
     FileSystem,
     add_path_to_error,
-    format_size,
     parallel_map,
     write_text,
 )
@@ -64,7 +63,7 @@ from accel_runtime.checkpoint.safetensors_file import (
 from accel_runtime.checkpoint.serialization import hash_tensor, serialize
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.collectives.stalls import MissingRanks
-from accel_runtime.env import __version__, variable_name
+from accel_runtime.env import __version__, format_size, variable_name
 
 __all__ = [
     "SaveOperation",

@@ -3,10 +3,11 @@
 import pytest
 
 from accel_cli.commands.estimate import (
+    EstimateRequest,
     _build_profile_keys,
+    _compute_layouts,
     _describe_layout,
     _format_no_fit,
-    _request_estimate,
 )
 from accel_cli.errors import AccelError
 
@@ -83,4 +84,4 @@ def test_where_nothing_fits_the_largest_part_has_its_cure(largest, cure):
 def test_a_child_without_an_answer_is_an_error(monkeypatch):
     monkeypatch.setattr("sys.executable", "false")
     with pytest.raises(AccelError, match="Cannot estimate m:f: the child process ended with exit code 1"):
-        _request_estimate(target="m:f")
+        _compute_layouts(EstimateRequest(target="m:f"))
