@@ -64,8 +64,8 @@ class Location:
         if self.project and self.profile:
             raise UsageError("Pass either --profile or --project, not both.")
         if self.project:
-            return store.project() or store.cwd / PROJECT_FILE
-        return store.path(self.profile or DEFAULT)
+            return store.find_project_file() or store.cwd / PROJECT_FILE
+        return store.get_path(self.profile or DEFAULT)
 
     def find_writable_file(self) -> Path:
         """Return the path of the file, to be changed.
@@ -130,7 +130,7 @@ def show(profile: Name = None) -> None:
     files = files if sys.stdout.isatty() else {}
     rows = []
     for key, value in values.items():
-        source = resolved.source(key)
+        source = resolved.get_source(key)
         for name, path in files.items():
             source = source.replace(f"{name}: {path}:", f"{name}:")
         rows.append((key, console.mask_secrets(key, _format_value(value)), console.abbreviate_home(source)))
@@ -164,8 +164,8 @@ def get(
 def list_() -> None:
     """List all profiles."""
     store = _get_store()
-    rows = [(name, str(store.path(name))) for name in store.names()]
-    if project := store.project():
+    rows = [(name, str(store.get_path(name))) for name in store.list_names()]
+    if project := store.find_project_file():
         rows.append(("(project)", str(project)))
     if rows:
         console.table(("NAME", "FILE"), rows)
@@ -335,7 +335,7 @@ def delete(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
 ) -> None:
     """Delete a profile after confirmation."""
-    target = _require_file(_get_store().path(name))
+    target = _require_file(_get_store().get_path(name))
     if not yes and not _has_terminal():
         raise UsageError(f"Cannot ask before deleting {target}: no terminal. Use --yes to delete it.")
     if not yes and not console.confirm(f"Delete {target}?"):
@@ -358,7 +358,7 @@ def _require_file(target: Path) -> Path:
     """Return a file, or raise UsageError if it does not exist."""
     if not target.exists():
         raise UsageError(
-            f"Profile not found: {target}. Existing profiles: {', '.join(_get_store().names()) or 'none'}."
+            f"Profile not found: {target}. Existing profiles: {', '.join(_get_store().list_names()) or 'none'}."
         )
     return target
 

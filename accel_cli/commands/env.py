@@ -121,6 +121,6 @@ def _list_profile_values(machine: Machine) -> dict[str, str] | str:
         return f"invalid: {error}"
     values = flatten(resolved.profile.model_dump())
     return {
-        key: f"{console.mask_secrets(key, str(value))}  [{resolved.source(key)}]"
+        key: f"{console.mask_secrets(key, str(value))}  [{resolved.get_source(key)}]"
         for key, value in values.items()
     }

@@ -228,7 +228,7 @@ def _write_profile(result: dict[str, Any], name: str | None, output: Path | None
     from accel_cli.profile.store import Store
 
     store = Store.from_env(os.environ, Path.cwd())
-    target = output or store.path(str(name))
+    target = output or store.get_path(str(name))
     best = result["layouts"][result["best"]]
     profile, _ = update_profile(store, target, _build_profile_keys(best, result["wrap"]), "accel estimate")
     console.note(f"wrote {target} for {result['devices']} device(s): {_describe_layout(best)}")

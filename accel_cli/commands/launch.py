@@ -165,7 +165,7 @@ def format_headline(plan: Plan, resolved: Resolved) -> str:
         if layer.name in {"user", "project"} or layer.name.startswith("profile ")
     ]
     profile = " + ".join(files) or "none"
-    if not files and resolved.source("launcher.kind") != "--set":
+    if not files and resolved.get_source("launcher.kind") != "--set":
         profile = "none, detected defaults (accel config writes one)"
     parts = [
         plan.launcher,
@@ -219,5 +219,5 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
         lines.append("profile:")
         for key, value in flatten(resolved.profile.model_dump()).items():
             shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value
-            lines.append(f"  {key}: {shown}  [{resolved.source(key)}]")
+            lines.append(f"  {key}: {shown}  [{resolved.get_source(key)}]")
     return "\n".join(lines)

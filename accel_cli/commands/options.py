@@ -426,7 +426,7 @@ def complete_profile_names(incomplete: str) -> list[str]:
     """Return the names of the profiles that start with a text."""
     from accel_cli.profile.store import Store
 
-    names = Store.from_env(os.environ, Path.cwd()).names()
+    names = Store.from_env(os.environ, Path.cwd()).list_names()
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -169,7 +169,7 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     resolved, plan = planner.prepare(request, environ, worker)
     if plan.launcher != (needed := launchers.suggest(worker)):
         raise UsageError(
-            f"Cannot run on a TPU pod with launcher.kind: {plan.launcher} (from {resolved.source('launcher.kind')}): it "
+            f"Cannot run on a TPU pod with launcher.kind: {plan.launcher} (from {resolved.get_source('launcher.kind')}): it "
             f"needs {needed}. Use --set launcher.kind={needed} for this run."
         )
     for name, value in resolved.profile.env.items():

@@ -164,7 +164,7 @@ def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: st
 
 def read_layers_below(profiles: Store, target: Path) -> list[Layer]:
     """Return the layers below a file: the user's default profile, unless it is that file."""
-    user = profiles.path(DEFAULT)
+    user = profiles.get_path(DEFAULT)
     return [layers.read_file(user, "user")] if user.is_file() and user != target else []
 
 

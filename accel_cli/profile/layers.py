@@ -59,7 +59,7 @@ class Resolved:
     sources: Mapping[str, str]
     """The layer and location of each dotted key that a layer sets."""
 
-    def source(self, key: str) -> str:
+    def get_source(self, key: str) -> str:
         """Return the source of a key's value."""
         return self.sources.get(key, "default")
 
@@ -73,7 +73,7 @@ def read_layers(
         UsageError: A file cannot be read, a named profile does not exist, or a variable is invalid.
     """
     layers = []
-    user, project = profiles.path(DEFAULT), profiles.project()
+    user, project = profiles.get_path(DEFAULT), profiles.find_project_file()
     if user.is_file():
         layers.append(read_file(user, "user"))
     if project and (distrust := store.find_distrust(project, environ)):
@@ -84,9 +84,9 @@ def read_layers(
         layers.append(read_file(project, "project"))
     source = "--profile" if name else env.PROFILE
     if name := name or environ.get(env.PROFILE):
-        path = profiles.path(name)
+        path = profiles.get_path(name)
         if not path.is_file():
-            names = ", ".join(profiles.names()) or "none"
+            names = ", ".join(profiles.list_names()) or "none"
             raise UsageError(
                 f"Profile {name!r} (from {source}) not found: {path} does not exist. Existing profiles: {names}."
             )

@@ -63,7 +63,7 @@ def _convert_numbers(env: Any) -> Any:
 
 def _check_names(env: dict[str, str]) -> dict[str, str]:
     for name, value in env.items():
-        if not name or "=" in name or "\0" in name + value:
+        if not name or "=" in name or any(map(str.isspace, name)) or "\0" in name + value:
             raise ValueError(f"{name!r} cannot name an environment variable")
     return env
 

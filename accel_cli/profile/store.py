@@ -63,7 +63,7 @@ class Store:
         base = Path(home).expanduser() if home else platformdirs.user_config_path("accel")
         return cls(base / "profiles", cwd)
 
-    def path(self, name: str) -> Path:
+    def get_path(self, name: str) -> Path:
         """Return the path of a named profile, which need not exist.
 
         Raises:
@@ -76,12 +76,12 @@ class Store:
             )
         return self.home / f"{name}.yaml"
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of all profiles, the default one first."""
         names = sorted(path.stem for path in self.home.glob("*.yaml") if _NAME.fullmatch(path.stem))
         return sorted(names, key=lambda name: name != DEFAULT)
 
-    def project(self) -> Path | None:
+    def find_project_file(self) -> Path | None:
         """Return the nearest project file in this folder or above, up to the repository's root, or None."""
         for folder in (self.cwd, *self.cwd.parents):
             if (folder / PROJECT_FILE).is_file():

@@ -214,14 +214,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 def parse_size(value: int | str, what: str) -> int:
     """Return the number of bytes of a size such as `10GB`, `2GiB` or 512; `what` names the argument in the error."""
-    is_text = isinstance(value, str)
-    match = _SIZE.fullmatch(value) if is_text else None
-    size = int(value) if type(value) is int or (is_text and value.isdecimal()) else 0
+    text = value if isinstance(value, str) else ""
+    match = _SIZE.fullmatch(text)
+    size = int(value) if type(value) is int or text.isdecimal() else 0
     if match and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
     if size < 1:
         # Libraries disagree: to some a small b means bits, to others bytes.
-        is_bits = is_text and value.strip().endswith("b")
+        is_bits = text.strip().endswith("b")
         raise ValueError(
             f"Invalid {what} {value!r}: expected a number of bytes, at least 1, or a number and a unit such as '500MB', "
             f"'10GB' or '2GiB' ({', '.join(_UNITS)}){'; a small b may mean bits: write B' if is_bits else ''}"

@@ -118,7 +118,7 @@ def four_gpus(monkeypatch, script):
 def test_the_option_starts_a_process_for_each_gpu_that_it_names(four_gpus, monkeypatch):
     resolved, plan = four_gpus(gpu_ids="0,2")
     assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("torchrun", 2, "0,2")
-    assert resolved.source("launcher.gpu_ids") == "--gpu-ids"
+    assert resolved.get_source("launcher.gpu_ids") == "--gpu-ids"
     monkeypatch.setattr(machine, "detect_quickly", lambda _: replace(GPUS, devices=("A",)))
     _, plan = four_gpus(gpu_ids="0")
     assert (plan.launcher, plan.nproc_per_node, plan.env[CUDA]) == ("single", 1, "0")

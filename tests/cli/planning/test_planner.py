@@ -23,7 +23,7 @@ def resolved(machine=CPU, **request):
 def test_without_a_profile_the_machine_decides(cwd):
     assert resolved().profile.launcher.kind == "single"
     assert resolved(GPUS).profile.launcher.kind == "torchrun"
-    assert resolved(GPUS).source("launcher.kind") == "detected"
+    assert resolved(GPUS).get_source("launcher.kind") == "detected"
 
 
 def test_a_profile_that_names_a_launcher_is_not_overruled_by_the_machine(cwd, home):
@@ -43,7 +43,7 @@ def test_asking_for_one_process_of_single_changes_nothing(cwd):
 def test_options_are_named_as_the_source(cwd):
     found = resolved(nproc_per_node="2", mixed_precision="bf16", cpu=True)
     keys = ("launcher.nproc_per_node", "mixed_precision", "device")
-    assert [found.source(key) for key in keys] == ["--nproc-per-node", "--mixed-precision", "--cpu"]
+    assert [found.get_source(key) for key in keys] == ["--nproc-per-node", "--mixed-precision", "--cpu"]
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "two", "1.5", ""])
@@ -139,8 +139,8 @@ def test_a_scheduler_stands_above_files_and_below_options(cwd, home, monkeypatch
     found = resolved(rdzv_endpoint="other:1")
     launcher = found.profile.launcher
     assert (launcher.nnodes, launcher.rdzv_endpoint, launcher.rdzv_id) == (2, "other:1", "7.0")
-    assert found.source("launcher.nnodes") == "SLURM_* (step 7.0)"
-    assert found.source("launcher.rdzv_endpoint") == "--rdzv-endpoint"
+    assert found.get_source("launcher.nnodes") == "SLURM_* (step 7.0)"
+    assert found.get_source("launcher.rdzv_endpoint") == "--rdzv-endpoint"
 
 
 def test_where_ranks_are_started_already_the_profile_starts_one_process(cwd, home, monkeypatch):
@@ -176,7 +176,7 @@ def test_going_on_reaches_the_processes_of_every_launcher_and_has_a_source(
     request = Request("x.py", options={**request_, "set": assigned, "cpu": True})
     found, plan = planner.prepare(request, environ, CPU)
     assert plan.env["ACCEL_RESUME"] == "1"
-    assert found.source("resume") == said
+    assert found.get_source("resume") == said
 
 
 def test_a_run_begins_anew_unless_it_is_told_otherwise(cwd):
@@ -193,7 +193,7 @@ def planned(machine, environ=None, **request):
 
 def test_a_tpu_decides_unless_another_device_is_asked_for(cwd):
     assert resolved(TPU).profile.launcher.kind == "xla"
-    assert resolved(TPU).source("launcher.kind") == "detected"
+    assert resolved(TPU).get_source("launcher.kind") == "detected"
     assert resolved(TPU, set=("device=cpu",)).profile.launcher.kind == "single"
 
 

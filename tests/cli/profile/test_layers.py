@@ -21,30 +21,30 @@ def put(path, text):
 
 
 def test_a_stronger_layer_wins_key_by_key_and_every_value_knows_its_place(store, cwd):
-    put(store.path("default"), "mixed_precision: fp16\ndevice: cuda\nprocess_group_timeout: 5\n")
+    put(store.get_path("default"), "mixed_precision: fp16\ndevice: cuda\nprocess_group_timeout: 5\n")
     put(cwd / "accel.yaml", "device: cpu\nprocess_group_timeout: 6\n")
-    put(store.path("gpu"), "process_group_timeout: 7\n")
+    put(store.get_path("gpu"), "process_group_timeout: 7\n")
     environ = {"ACCEL_PROCESS_GROUP_BACKEND": "gloo", "ACCEL_PROFILE": "gpu"}
     resolved = resolve(read_layers(store, environ, None, [parse_assignments(["env.X=1=2"])]))
     profile = resolved.profile
     assert (profile.mixed_precision, profile.device, profile.process_group_timeout) == ("fp16", "cpu", 7)
     assert (profile.process_group_backend, profile.env) == ("gloo", {"X": "1=2"})
-    assert resolved.source("mixed_precision") == f"user: {store.path('default')}:2"
-    assert resolved.source("device") == f"project: {cwd / 'accel.yaml'}:2"
-    assert resolved.source("process_group_timeout") == f"profile gpu: {store.path('gpu')}:2"
-    assert resolved.source("process_group_backend") == "environment: ACCEL_PROCESS_GROUP_BACKEND"
-    assert resolved.source("env.X") == "--set"
-    assert resolved.source("launcher.kind") == "default"
+    assert resolved.get_source("mixed_precision") == f"user: {store.get_path('default')}:2"
+    assert resolved.get_source("device") == f"project: {cwd / 'accel.yaml'}:2"
+    assert resolved.get_source("process_group_timeout") == f"profile gpu: {store.get_path('gpu')}:2"
+    assert resolved.get_source("process_group_backend") == "environment: ACCEL_PROCESS_GROUP_BACKEND"
+    assert resolved.get_source("env.X") == "--set"
+    assert resolved.get_source("launcher.kind") == "default"
 
 
 def test_the_option_is_stronger_than_the_variable_that_names_a_profile(store):
-    put(store.path("a"), "device: cpu\n")
-    put(store.path("b"), "device: cuda\n")
+    put(store.get_path("a"), "device: cpu\n")
+    put(store.get_path("b"), "device: cuda\n")
     assert resolve(read_layers(store, {"ACCEL_PROFILE": "a"}, "b")).profile.device == "cuda"
 
 
 def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
-    put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
+    put(store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n")
     put(cwd / "accel.yaml", "launcher:\n  kind: single\n")
     resolved = resolve(read_layers(store, {}, None))
     assert resolved.profile.launcher.kind == "single"
@@ -52,7 +52,7 @@ def test_a_layer_that_changes_the_launcher_starts_its_section_anew(store, cwd):
 
 
 def test_a_layer_of_the_same_launcher_changes_only_what_it_names(store, cwd):
-    put(store.path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n")
+    put(store.get_path("default"), "launcher:\n  kind: torchrun\n  nproc_per_node: 4\n  max_restarts: 2\n")
     put(cwd / "accel.yaml", "launcher:\n  nproc_per_node: 2\n")
     launcher = resolve(read_layers(store, {}, None)).profile.launcher
     assert (launcher.nproc_per_node, launcher.max_restarts) == (2, 2)
@@ -102,9 +102,9 @@ def test_the_project_file_is_found_from_below_but_not_beyond_the_repository(stor
     put(cwd / "accel.yaml", "device: cpu\n")
     inside = cwd / "a" / "b"
     inside.mkdir(parents=True)
-    assert Store(store.home, inside).project() == cwd / "accel.yaml"
+    assert Store(store.home, inside).find_project_file() == cwd / "accel.yaml"
     (inside / ".git").mkdir()
-    assert Store(store.home, inside).project() is None
+    assert Store(store.home, inside).find_project_file() is None
 
 
 @pytest.mark.parametrize(
@@ -288,18 +288,18 @@ def test_what_a_launch_tells_its_processes_of_spmd_is_no_key_of_a_launch_inside_
 
 
 def test_keys_of_a_section_are_won_one_by_one_and_know_their_place(store, cwd):
-    put(store.path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n")
+    put(store.get_path("default"), "parallel:\n  dp_shard: 4\n  tp: 2\nfully_shard:\n  wrap: [A, B]\n")
     put(cwd / "accel.yaml", "parallel:\n  dp_shard: 2\n")
     environ = {"ACCEL_FULLY_SHARD_CPU_OFFLOAD": "1", "ACCEL_PARALLEL_TP_PLAN": "a.*=colwise"}
     resolved = resolve(read_layers(store, environ, None, [parse_assignments(["parallel.cp=3"])]))
     parallel, options = resolved.profile.parallel, resolved.profile.fully_shard
     assert (parallel.dp_shard, parallel.tp, parallel.cp) == (2, 2, 3)
     assert (parallel.tp_plan, options.wrap, options.cpu_offload) == ({"a.*": "colwise"}, ["A", "B"], True)
-    assert resolved.source("parallel.dp_shard") == f"project: {cwd / 'accel.yaml'}:3"
-    assert resolved.source("parallel.tp") == f"user: {store.path('default')}:4"
-    assert resolved.source("parallel.cp") == "--set"
-    assert resolved.source("parallel.tp_plan") == "environment: ACCEL_PARALLEL_TP_PLAN"
-    assert resolved.source("fully_shard.ignore") == "default"
+    assert resolved.get_source("parallel.dp_shard") == f"project: {cwd / 'accel.yaml'}:3"
+    assert resolved.get_source("parallel.tp") == f"user: {store.get_path('default')}:4"
+    assert resolved.get_source("parallel.cp") == "--set"
+    assert resolved.get_source("parallel.tp_plan") == "environment: ACCEL_PARALLEL_TP_PLAN"
+    assert resolved.get_source("fully_shard.ignore") == "default"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from accel_cli.profile.schema import Profile, json_schema, known_keys
 from accel_cli.profile.sections import FullyShardSection, ParallelSection
 from accel_cli.profile.validation_errors import explain
 
-NAMES = st.text(alphabet=st.characters(exclude_characters="=\0", codec="utf-8"), min_size=1, max_size=12)
+NAMES = st.text(
+    alphabet=st.characters(exclude_characters="=\0", codec="utf-8").filter(
+        lambda letter: not letter.isspace()
+    ),
+    min_size=1,
+    max_size=12,
+)
 VALUES = st.text(alphabet=st.characters(exclude_characters="\0", codec="utf-8"), max_size=12)
 TORCHRUN = st.builds(
     Torchrun,
@@ -147,6 +153,7 @@ def problems(data):
         ({"sharding_strategy": "FULL_SHARD"}, "this is an option of FSDP1; under fully_shard, say reshard_after_forward"),
         ({"env": {"A": [1]}}, "env.A: expected text, got [1]"),
         ({"env": {"A=B": "x"}}, "'A=B' cannot name an environment variable"),
+        ({"env": {"A B": "x"}}, "'A B' cannot name an environment variable"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_key_expectation_value_and_nearest_name(data, said):

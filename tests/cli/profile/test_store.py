@@ -11,7 +11,7 @@ from accel_cli.profile.store import Store
 @pytest.mark.parametrize("name", ["a/b", "../x", "", ".hidden", "-x", "a b", "x" * 65, "ä"])
 def test_a_name_that_could_not_be_a_file_everywhere_is_refused(tmp_path, name):
     with pytest.raises(UsageError, match="Invalid profile name"):
-        Store(tmp_path, tmp_path).path(name)
+        Store(tmp_path, tmp_path).get_path(name)
 
 
 def test_profiles_live_where_the_variable_says_else_where_the_platform_does(tmp_path):

@@ -17,7 +17,7 @@ def where(tmp_path):
 
 
 def test_a_file_is_made_and_changed_with_its_comments_kept(where):
-    file = where.path("gpu")
+    file = where.get_path("gpu")
     update_profile(where, file, {"mixed_precision": "bf16", "parallel.dp_shard": 2}, "test")
     file.write_text(file.read_text() + "# mine\n")
     profile, lost = update_profile(
@@ -29,7 +29,7 @@ def test_a_file_is_made_and_changed_with_its_comments_kept(where):
 
 
 def test_values_that_processes_set_at_once_are_all_kept(where):
-    file = where.path("gpu")
+    file = where.get_path("gpu")
     processes = [
         Process(target=update_profile, args=(where, file, {f"env.V{n}": str(n)}, "test")) for n in range(20)
     ]
@@ -41,14 +41,14 @@ def test_values_that_processes_set_at_once_are_all_kept(where):
 
 
 def test_the_user_s_own_profile_is_below(where):
-    update_profile(where, where.path("default"), {"log_level": "info"}, "test")
-    profile, _ = update_profile(where, where.path("gpu"), {"mixed_precision": "bf16"}, "test")
+    update_profile(where, where.get_path("default"), {"log_level": "info"}, "test")
+    profile, _ = update_profile(where, where.get_path("gpu"), {"mixed_precision": "bf16"}, "test")
     assert profile.log_level == "info"
-    assert "log_level" not in where.path("gpu").read_text()
+    assert "log_level" not in where.get_path("gpu").read_text()
 
 
 def test_what_could_not_be_used_is_refused_and_nothing_is_written(where):
-    file = where.path("gpu")
+    file = where.get_path("gpu")
     with pytest.raises(ProfileError, match="test"):
         update_profile(where, file, {"parallel.dp_shard": 0}, "test")
     assert not file.exists()
@@ -58,11 +58,11 @@ def test_a_mistake_of_a_section_that_is_set_does_not_name_a_file_that_is_not_the
     with pytest.raises(
         ProfileError, match=r"^test: launcher.kind: expected .* \(set launcher.kind too: torchrun"
     ):
-        update_profile(where, where.path("gpu"), {"launcher.nproc_per_node": 2}, "test")
+        update_profile(where, where.get_path("gpu"), {"launcher.nproc_per_node": 2}, "test")
 
 
 def test_a_profile_with_several_mistakes_is_repaired_key_by_key(where):
-    file = where.path("gpu")
+    file = where.get_path("gpu")
     file.parent.mkdir()
     file.write_text("launcher:\n  kind: torchrun\n  nprocs: 3\n  ranks: all\ndevise: cpu\n")
     left = remove_keys(where, file, ["launcher.nprocs"], "test")
