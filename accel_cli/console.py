@@ -16,6 +16,7 @@ __all__ = [
     "confirm",
     "discard_typed_input",
     "error",
+    "format_size",
     "is_secret",
     "mask_secrets",
     "note",
@@ -112,6 +113,13 @@ def show(text: str) -> None:
 def abbreviate_home(text: str) -> str:
     """Return a text with `~` for the home directory."""
     return text.replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111 - Path.home() fails without a home
+
+
+def format_size(size: float) -> str:
+    """Return a number of bytes with its unit."""
+    from accel_runtime import env  # noqa: PLC0415 - not needed by the help
+
+    return env.format_size(size)
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -10,7 +10,6 @@ import typer
 from accel_cli import console
 from accel_cli.commands.options import CommandApp, complete_checkpoints
 from accel_cli.errors import UsageError
-from accel_runtime.env import format_size
 
 __all__ = ["app"]
 
@@ -74,7 +73,7 @@ def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
     for name in result["untracked"]:
         console.note(f"{name} is not part of {result['path']}")
     if result["complete"]:
-        size = format_size(result["bytes"])
+        size = console.format_size(result["bytes"])
         console.plain(f"{result['path']} is complete: step {result['step']}, {size}")
         return
     for problem in result["problems"]:
@@ -109,7 +108,7 @@ def show(
         "step": result["step"],
         "saved": result["saved_at"],
         "processes": result["world_size"],
-        "size": format_size(result["bytes"]),
+        "size": console.format_size(result["bytes"]),
         "written by": ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     }
     console.table(("", ""), [(name, str(value)) for name, value in facts.items()])
@@ -171,7 +170,7 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     for name, target in result["ties"].items():
         console.note(f"{name} is tied to {target}, and written once")
     console.plain(
-        f"{result['tensors']} tensors of step {result['step']}, {format_size(result['bytes'])}, from {result['path']} "
+        f"{result['tensors']} tensors of step {result['step']}, {console.format_size(result['bytes'])}, from {result['path']} "
         f"in {', '.join(result['files'])}"
     )
 
@@ -197,7 +196,7 @@ def prune(
         console.note(f"nothing to remove: {_count(planned['kept'])}")
         return
     for entry in planned["removed"]:
-        console.plain(f"{entry['path']}\tstep {entry['step']}\t{format_size(entry['bytes'])}")
+        console.plain(f"{entry['path']}\tstep {entry['step']}\t{console.format_size(entry['bytes'])}")
     for path in planned["leftovers"]:
         console.plain(f"{path}\tleft by a crash, or belongs to a running save")
     if not yes and not sys.stdin.isatty():
@@ -216,13 +215,13 @@ def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:
         return entry["path"], "", "", "", "", entry["problem"]
     state = f"complete, in {entry['location']}" if "location" in entry else "complete"
     saved = entry["saved_at"].replace("T", " ").replace("Z", "")
-    size = format_size(entry["bytes"])
+    size = console.format_size(entry["bytes"])
     return entry["path"], str(entry["step"]), saved, str(entry["world_size"]), size, state
 
 
 def _format_item(item: dict[str, Any]) -> tuple[str, ...]:
     name = f"{item['name']} (different on each rank)" if item["differs_between_ranks"] else item["name"]
-    dtypes, size, files = ", ".join(item["dtypes"]), format_size(item["bytes"]), item["files"]
+    dtypes, size, files = ", ".join(item["dtypes"]), console.format_size(item["bytes"]), item["files"]
     shown = ", ".join(files) if len(files) <= _MAX_FILES else f"{files[0]} to {files[-1]}"
     return name, item["class"], str(item["tensors"]), dtypes, size, shown
 
@@ -234,7 +233,7 @@ def _format_tensor(name: str, tensor: dict[str, Any]) -> tuple[str, ...]:
             f"{part}: {list(chunk['sizes'])} from {list(chunk['offsets'])}"
             for part, chunk in zip(parts, tensor["chunks"], strict=True)
         ]
-    size = format_size(tensor["bytes"])
+    size = console.format_size(tensor["bytes"])
     return name, str(list(tensor["shape"])), tensor["dtype"], size, "; ".join(parts)
 
 

@@ -14,7 +14,6 @@ import typer
 from accel_cli import console
 from accel_cli.commands.options import CommandApp, complete_profile_names, expand_options
 from accel_cli.errors import AccelError, UsageError
-from accel_runtime.env import format_size
 
 __all__ = ["app"]
 
@@ -149,7 +148,7 @@ def _print_table(result: dict[str, Any], *, show_all: bool) -> None:
     if result["inputs"]:
         subject.append(f"a batch of {', '.join(result['inputs'])} on each device")
     if buffers := result["layouts"][0]["bytes"]["buffers"]:
-        subject.append(f"buffers of {format_size(buffers)} on each device (included in the total)")
+        subject.append(f"buffers of {console.format_size(buffers)} on each device (included in the total)")
     console.note(", ".join(subject))
     console.note(
         "parameters, gradients and optimizer state are exact; activations and working memory are estimates"
@@ -183,7 +182,7 @@ def _format_row(layout: dict[str, Any], *, fits: bool) -> tuple[str, ...]:
     sizes = [layout["bytes"][name] for name in _BYTES]
     return (
         *(str(layout[name]) for name in _SIZES),
-        *("-" if size is None else format_size(size) for size in sizes),
+        *("-" if size is None else console.format_size(size) for size in sizes),
         *(("yes" if layout["fits"] else "no",) if fits else ()),
         _describe_savings(layout) or "-",
     )
@@ -216,7 +215,7 @@ def _format_no_fit(result: dict[str, Any]) -> str:
         cure = "Use a smaller --batch-size or --seq-length, or --mixed-precision bf16"
     else:
         cure = "Use more devices, or an optimizer with less state"
-    needed, usable, memory = map(format_size, (sizes["total"], result["usable"], result["memory"]))
+    needed, usable, memory = map(console.format_size, (sizes["total"], result["usable"], result["memory"]))
     return (
         f"No layout fits on {result['devices']} device(s): the smallest ({_describe_layout(leanest)}) needs {needed} on each, "
         f"and {usable} of {memory} may be used. Most of it is {largest}. {cure}."

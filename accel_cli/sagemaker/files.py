@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from accel_cli import console
 from accel_cli.errors import UsageError
-from accel_runtime.env import format_size
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -144,9 +144,11 @@ def check_size(selection: Selection, limit_mb: int) -> None:
     """Raise UsageError, naming the largest files, if a selection is larger than a limit."""
     if selection.size <= limit_mb * _MB:
         return
-    largest = ", ".join(f"{format_name(file.name)} ({format_size(file.size)})" for file in selection.largest)
+    largest = ", ".join(
+        f"{format_name(file.name)} ({console.format_size(file.size)})" for file in selection.largest
+    )
     raise UsageError(
-        f"The {len(selection.files)} files in {selection.source} have {format_size(selection.size)}: "
+        f"The {len(selection.files)} files in {selection.source} have {console.format_size(selection.size)}: "
         f"launcher.max_upload_size is {limit_mb} MB. The largest are {largest}. Add files to launcher.exclude or .gitignore, "
         "pass data as an input channel (launcher.inputs), or raise launcher.max_upload_size."
     )
@@ -155,8 +157,8 @@ def check_size(selection: Selection, limit_mb: int) -> None:
 def describe_selection(selection: Selection) -> list[str]:
     """Return lines that tell which files are sent, and which are not since they may hold secrets."""
     lines = [
-        f"{len(selection.files)} files of {selection.source}, {format_size(selection.size)}: {selection.method}",
-        *(f"  {format_size(file.size):>9}  {format_name(file.name)}" for file in selection.largest),
+        f"{len(selection.files)} files of {selection.source}, {console.format_size(selection.size)}: {selection.method}",
+        *(f"  {console.format_size(file.size):>9}  {format_name(file.name)}" for file in selection.largest),
     ]
     return [
         *lines,

@@ -17,7 +17,6 @@ from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.sagemaker.aws import Account, get_error_code
 from accel_cli.sagemaker.bundle import Bundle
-from accel_runtime.env import format_size
 
 __all__ = [
     "check_bucket",
@@ -97,7 +96,7 @@ def upload_bundle(account: Account, bundle: Bundle, bucket: str, prefix: str, ow
             raise type(error)(f"{error} {remainder}") from error
         console.note(f"The upload was interrupted. {remainder}")
         raise
-    console.note(f"sent {format_size(bundle.size)} to {uri} in {time.monotonic() - start:.1f} s")
+    console.note(f"sent {console.format_size(bundle.size)} to {uri} in {time.monotonic() - start:.1f} s")
 
 
 def delete_prefix(account: Account, bucket: str, prefix: str, owner: str) -> str:
