@@ -110,7 +110,7 @@ class Accumulation:
     def starts_mixing(self, models: Iterable[Any]) -> bool:
         """Return whether a micro-batch has other models than the one before in its cycle; true once only."""
         previous, self._models = self._models, frozenset(map(id, models))
-        is_mixed = self._count > 0 and previous != self._models
+        is_mixed = self._count > 0 and bool(previous) and previous != self._models
         starts, self._mixed_models = is_mixed and not self._mixed_models, is_mixed or self._mixed_models
         return starts
 
@@ -146,6 +146,7 @@ class Accumulation:
         self.synced = bool(state_dict["synced"])
         self.is_new_cycle = bool(state_dict["fresh"])
         self.weighted = bool(state_dict["weighted"])
+        self._models = frozenset()
 
     def save_counts(self) -> tuple[int, int, int, bool, bool]:
         """Return the counts, for `restore_counts`."""

@@ -234,3 +234,14 @@ def test_models_that_take_turns_in_one_cycle_are_named_once(pair, together):
     first, other = pair.run(messages, together)
     assert len(first) == (not together)
     assert not other
+
+
+def test_a_cycle_that_is_resumed_is_not_taken_for_one_of_other_models(tmp_path):
+    run = Run(gradient_accumulation_steps=2)
+    run.micro_batch()
+    run.accelerator.save_state(tmp_path)
+    later = Run(gradient_accumulation_steps=2)
+    later.accelerator.load_state(tmp_path)
+    with collect_messages("accel_runtime.training.gradients") as logged:
+        assert later.micro_batch()
+    assert not logged

@@ -291,9 +291,11 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata 0.11
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        walks.backend()
+        read_epochs.backend()
         options = {"batch_size": 2, "num_workers": workers, "persistent_workers": persistent}
-        source = walks.read(StatefulDataLoader(walks.Stateful(11), **options), walks.backend())
+        source = read_epochs.read(
+            StatefulDataLoader(read_epochs.Stateful(11), **options), read_epochs.backend()
+        )
         first, second = walked(source), walked(source)
         again = walked(source, second[0].position)
         assert [step.samples for step in second] == [step.samples for step in first]
@@ -306,7 +308,7 @@ def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks,
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_with_a_state_of_torchdata_is_refused():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = stateful.StatefulDataLoader(walks.Stateful(11), batch_size=2)
+    loader = stateful.StatefulDataLoader(read_epochs.Stateful(11), batch_size=2)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"load_state_dict\(\) was called before prepare\(\)"):
         Accelerator().prepare(loader)
