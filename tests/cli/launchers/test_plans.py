@@ -1,4 +1,4 @@
-"""Plans are pure data, so launchers are compared by what they would do: no process, no network."""
+"""Plans of the launchers single and torchrun."""
 
 import re
 import sys
@@ -22,9 +22,16 @@ SAID = Settings().to_env()
 
 
 def job(kind="script", machine=CPU, env=None, environ=None, **settings):
-    told = Settings(**settings)
+    profile_settings = Settings(**settings)
     return LaunchSpec(
-        "train.py", ("--lr", "-1", "a b"), kind, told, env or {}, environ or {}, machine, python="py"
+        "train.py",
+        ("--lr", "-1", "a b"),
+        kind,
+        profile_settings,
+        env or {},
+        environ or {},
+        machine,
+        python="py",
     )
 
 
@@ -36,7 +43,7 @@ def job(kind="script", machine=CPU, env=None, environ=None, **settings):
         ("program", ("train.py", "--lr", "-1", "a b")),
     ],
 )
-def test_single_runs_what_was_typed(kind, argv):
+def test_single_runs_a_script_module_or_program(kind, argv):
     plan = Single().plan(job(kind))
     assert (plan.argv, plan.nnodes, plan.nproc_per_node, plan.device) == (argv, 1, 1, "cpu")
     assert plan.env == SAID
@@ -45,7 +52,7 @@ def test_single_runs_what_was_typed(kind, argv):
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
 
-def test_torchrun_starts_as_many_processes_as_asked_and_divides_the_cores():
+def test_torchrun_divides_the_cores_among_its_processes():
     plan = Torchrun(nproc_per_node=2).plan(job())
     assert plan.nproc_per_node == 2
     assert plan.env == {**SAID, **LOOPBACK, "OMP_NUM_THREADS": "4"}
@@ -56,13 +63,13 @@ def test_torchrun_starts_as_many_processes_as_asked_and_divides_the_cores():
     assert plan.agent.is_single_node
 
 
-def test_a_program_is_started_by_the_worker_too_so_that_its_output_is_kept():
+def test_a_program_is_started_by_the_worker():
     argv = Torchrun(nproc_per_node=2).plan(job("program")).argv
     assert argv[1].endswith("worker.py")
     assert argv[2:] == ("program", "train.py", "--lr", "-1", "a b")
 
 
-def test_several_machines_meet_at_the_endpoint():
+def test_several_nodes_use_the_rendezvous_endpoint():
     plan = Torchrun(nnodes=3, nproc_per_node=2, rdzv_endpoint="node0:29400").plan(job())
     assert (plan.nnodes, plan.agent.rdzv_endpoint, plan.agent.is_single_node) == (3, "node0:29400", False)
 
@@ -73,7 +80,7 @@ LOCAL = ["localhost:1", "LOCALHOST.:1", "localhost.localdomain:1", "a.localhost:
 
 @pytest.mark.parametrize("endpoint", LOCAL)
 @pytest.mark.parametrize("nnodes", [2, "1:3"])
-def test_several_machines_do_not_meet_where_only_one_of_them_can_be(endpoint, nnodes):
+def test_a_loopback_endpoint_for_several_nodes_is_an_error(endpoint, nnodes):
     with pytest.raises(
         ValidationError, match=r"is not reachable from other nodes.* set launcher.allow_loopback: true"
     ):
@@ -85,21 +92,21 @@ def test_several_machines_do_not_meet_where_only_one_of_them_can_be(endpoint, nn
 @pytest.mark.parametrize(
     "endpoint", ["10.0.0.7:1", "localhosts:1", "[fd00::1]:1", "node0:1", "1.localhost.example:1"]
 )
-def test_an_endpoint_that_others_reach_is_taken(endpoint):
+def test_an_endpoint_that_other_nodes_reach_is_valid(endpoint):
     assert Torchrun(nnodes=2, rdzv_endpoint=endpoint).rdzv_endpoint == endpoint
 
 
-def test_one_machine_may_name_itself():
+def test_a_loopback_endpoint_for_one_node_is_valid():
     assert Torchrun(rdzv_endpoint="localhost:1").plan(job()).agent.rdzv_endpoint == "127.0.0.1:0"
 
 
-def test_collectives_of_several_machines_choose_their_interface_themselves():
+def test_no_network_interface_is_set_for_several_nodes():
     plan = Torchrun(nnodes=2, nproc_per_node=2, rdzv_endpoint="node0:29400").plan(job())
     assert LOOPBACK.keys().isdisjoint(plan.env)
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "wanted", "said"),
+    ("platform", "kind", "wanted", "message"),
     [
         ("linux", "script", "auto", "forkserver (torch is imported once for all processes)"),
         ("linux", "module", "forkserver", "forkserver (launcher.start_method)"),
@@ -108,36 +115,36 @@ def test_collectives_of_several_machines_choose_their_interface_themselves():
         ("darwin", "script", "auto", "exec (the fork server needs Linux, and this is darwin)"),
     ],
 )
-def test_how_processes_start_and_why(monkeypatch, platform, kind, wanted, said):
+def test_the_start_method_has_a_reason(monkeypatch, platform, kind, wanted, message):
     monkeypatch.setattr(sys, "platform", platform)
     plan = Torchrun(nproc_per_node=2, start_method=wanted).plan(job(kind))
-    assert f"{plan.agent.start_method} ({plan.agent.start_method_reason})" == said
+    assert f"{plan.agent.start_method} ({plan.agent.start_method_reason})" == message
 
 
-def test_forking_where_it_cannot_be_is_refused(monkeypatch):
+def test_an_impossible_fork_server_is_an_error(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UsageError, match="Cannot use start_method: forkserver: the fork server needs"):
         Torchrun(nproc_per_node=2, start_method="forkserver").plan(job())
 
 
-def test_auto_is_one_process_for_each_accelerator_or_one_on_the_cpu():
+def test_auto_starts_one_process_for_each_accelerator_or_one_on_the_cpu():
     assert Torchrun().plan(job(machine=GPUS)).nproc_per_node == 4
     assert Torchrun().plan(job(machine=GPUS, device="cpu")).nproc_per_node == 1
     assert Torchrun().plan(job()).nproc_per_node == 1
 
 
-def test_a_variable_the_user_set_is_left_alone():
+def test_inherited_variables_are_not_overridden():
     environ = {"OMP_NUM_THREADS": "7", "NCCL_DEBUG": "WARN"}
     plan = Torchrun(nproc_per_node=2).plan(job(env={"NCCL_DEBUG": "INFO", "A": "1"}, environ=environ))
     assert plan.env == {**SAID, **LOOPBACK, "A": "1"}
 
 
-def test_the_profile_says_the_threads_where_the_user_did_not():
+def test_the_profile_sets_the_number_of_threads_unless_it_is_inherited():
     assert Torchrun(nproc_per_node=2, omp_num_threads=3).plan(job()).env["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "settings", "machine", "said"),
+    ("launcher", "settings", "machine", "message"),
     [
         (
             Torchrun(nproc_per_node=5),
@@ -151,34 +158,34 @@ def test_the_profile_says_the_threads_where_the_user_did_not():
         (Single(), {}, Machine(2, problem="torch cannot be imported"), "torch cannot be imported"),
     ],
 )
-def test_what_this_machine_cannot_do_is_refused(launcher, settings, machine, said):
+def test_a_missing_device_is_an_error(launcher, settings, machine, message):
     with pytest.raises(UsageError) as caught:
         launcher.plan(job(machine=machine, **settings))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_more_processes_than_gpus_share_them_over_gloo_only():
+def test_more_processes_than_gpus_need_gloo():
     launcher = Torchrun(nproc_per_node=5)
     assert launcher.plan(job(machine=GPUS, process_group_backend="gloo")).device == "cuda"
     with pytest.raises(UsageError, match="process_group_backend: gloo"):
         launcher.plan(job(machine=GPUS, process_group_backend="nccl"))
 
 
-def test_more_processes_than_gpus_run_on_the_cpu_when_asked():
+def test_more_processes_than_gpus_run_on_the_cpu():
     assert Torchrun(nproc_per_node=5).plan(job(machine=GPUS, device="cpu")).nproc_per_node == 5
 
 
-def test_one_accelerator_or_none_suggests_one_process_and_several_suggest_several():
+def test_the_suggested_launcher_depends_on_the_number_of_accelerators():
     assert [suggest(machine) for machine in (CPU, GPUS)] == ["single", "torchrun"]
     assert suggest(Machine(8, "cuda", ("H100",))) == "single"
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
-def test_every_launcher_of_the_table_carries_its_kind(kind):
+def test_every_launcher_has_the_kind_of_its_table_entry(kind):
     assert LAUNCHERS[kind].model_fields["kind"].default == kind
 
 
-def test_a_launcher_takes_no_unknown_key():
+def test_an_unknown_key_of_a_launcher_is_an_error():
     with pytest.raises(ValidationError, match="extra"):
         Torchrun(procs=2)
 
@@ -187,30 +194,30 @@ def numbered(number):
     return replace(job(), nodes=NodeLayout(node_rank=number, static=True))
 
 
-def test_a_range_of_machines_is_its_fewest_and_its_most():
+def test_a_range_of_nodes_has_a_minimum_and_a_maximum():
     plan = Torchrun(nnodes="1:4", rdzv_endpoint="node0:29400").plan(job(process_group_timeout=10))
     assert (plan.agent.min_nodes, plan.agent.max_nodes, plan.agent.lost_after) == (1, 4, 10)
 
 
 @pytest.mark.parametrize("nnodes", ["4:1", "0:2", "two", "1:2:3", "", 0])
-def test_what_is_no_number_of_machines_is_refused(nnodes):
+def test_an_invalid_number_of_nodes_is_an_error(nnodes):
     with pytest.raises(ValidationError, match="expected"):
         Torchrun(nnodes=nnodes, rdzv_endpoint="node0:29400")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number", "said"),
+    ("launcher", "number", "message"),
     [
         ({"nnodes": 2, "max_restarts": 1}, 0, "max_restarts 1 lets nodes join later"),
         ({"nnodes": "1:2"}, 0, "nnodes 1:2 lets nodes join later"),
         ({"nnodes": 2}, 2, "Invalid --node-rank 2: expected 0 to 1 for nnodes 2"),
     ],
 )
-def test_a_typed_number_of_a_machine_belongs_to_a_run_whose_machines_stay(launcher, number, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_a_node_rank_is_an_error_if_nodes_may_join_later(launcher, number, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
         Torchrun(rdzv_endpoint="node0:29400", **launcher).plan(numbered(number))
 
 
-def test_one_machine_has_no_second_number():
+def test_a_node_rank_above_zero_is_an_error_on_one_node():
     with pytest.raises(UsageError, match="--node-rank 1 needs several nodes"):
         Single().plan(numbered(1))

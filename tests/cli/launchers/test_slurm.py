@@ -1,4 +1,4 @@
-"""Batch scripts are a pure function of the profile and what was typed: compared with files, and read by bash."""
+"""The Slurm launcher: batch scripts, compared with golden files and read by bash, and plans of steps."""
 
 import os
 import signal
@@ -42,15 +42,15 @@ PROFILES = {
 }
 
 
-def job(*args, kind="script", environ=None, env=None, **told):
+def job(*args, kind="script", environ=None, env=None, **options):
     environ = environ or {}
     return LaunchSpec(
-        "train.py", args, kind, Settings(**told), env or {}, environ, Machine(2), python="/venv/bin/python"
+        "train.py", args, kind, Settings(**options), env or {}, environ, Machine(2), python="/venv/bin/python"
     )
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_the_batch_script_is_this_one_and_bash_can_read_it(name):
+def test_the_batch_script_equals_its_golden_file_and_is_valid_bash(name):
     script = PROFILES[name].plan(job("--lr", "-1", "a b", "it's", "$HOME")).job.script
     golden = GOLDEN / f"{name}.sh"
     if os.environ.get("WRITE_GOLDEN"):
@@ -59,7 +59,7 @@ def test_the_batch_script_is_this_one_and_bash_can_read_it(name):
     assert subprocess.run(["bash", "-n"], input=script.encode(), check=False).returncode == 0
 
 
-def test_a_job_that_saves_in_time_is_requeued_once(tmp_path):
+def test_a_job_near_its_time_limit_is_requeued_once(tmp_path):
     stubs = {
         "srun": f"touch {tmp_path}/started; while [ ! -e {tmp_path}/warned ]; do /bin/sleep 0.05; done",
         "scancel": f"touch {tmp_path}/warned",
@@ -82,11 +82,11 @@ def test_a_job_that_saves_in_time_is_requeued_once(tmp_path):
     assert (tmp_path / "calls").read_text() == "requeue 7\n"
 
 
-def test_every_file_is_of_a_profile():
+def test_every_golden_batch_script_has_a_profile():
     assert {path.stem for path in GOLDEN.glob("*.sh")} == set(PROFILES)
 
 
-def test_the_plan_says_processes_and_command_and_needs_no_gpu_here():
+def test_a_slurm_plan_needs_no_gpu_on_this_machine():
     plan = PROFILES["two-nodes"].plan(job(device="cuda"))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node, plan.device) == ("slurm", 2, 4, "cuda")
     assert plan.argv == ("sbatch", "--parsable", "--export=ALL")
@@ -94,7 +94,7 @@ def test_the_plan_says_processes_and_command_and_needs_no_gpu_here():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "told", "count"),
+    ("launcher", "options", "count"),
     [
         (Slurm(), {}, 1),
         (Slurm(gpus_per_node=8), {}, 8),
@@ -103,11 +103,11 @@ def test_the_plan_says_processes_and_command_and_needs_no_gpu_here():
         (Slurm(gpus_per_node=0, nproc_per_node=3), {}, 3),
     ],
 )
-def test_auto_is_one_process_for_each_gpu_that_is_asked_for(launcher, told, count):
-    assert launcher.plan(job(**told)).nproc_per_node == count
+def test_auto_starts_one_process_for_each_requested_gpu(launcher, options, count):
+    assert launcher.plan(job(**options)).nproc_per_node == count
 
 
-def test_more_processes_than_gpus_are_refused_unless_they_compute_on_the_cpu():
+def test_more_processes_than_requested_gpus_are_an_error_except_on_the_cpu():
     launcher = Slurm(gpus_per_node="a100:2", nproc_per_node=4)
     with pytest.raises(UsageError, match=r"nproc_per_node 4: launcher.gpus_per_node requests 2"):
         launcher.plan(job())
@@ -115,25 +115,25 @@ def test_more_processes_than_gpus_are_refused_unless_they_compute_on_the_cpu():
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "command"),
     [
         ("script", "\n  -- train.py x\n"),
         ("module", "\n  -m -- train.py x\n"),
         ("program", "\n  --no-python -- train.py x\n"),
     ],
 )
-def test_scripts_modules_and_programs_are_launched_as_they_were_typed(kind, said):
-    assert Slurm().plan(job("x", kind=kind)).job.script.endswith(said)
+def test_scripts_modules_and_programs_are_passed_to_srun(kind, command):
+    assert Slurm().plan(job("x", kind=kind)).job.script.endswith(command)
 
 
-def test_what_the_profile_sets_travels_in_the_environment_and_is_in_no_script():
+def test_settings_are_passed_in_the_environment_and_not_in_the_batch_script():
     plan = Slurm().plan(job(env={"WANDB_API_KEY": "s3cret"}, mixed_precision="bf16"))
     assert plan.env["WANDB_API_KEY"] == "s3cret"
     assert plan.env["ACCEL_MIXED_PRECISION"] == "bf16"
     assert "s3cret" not in plan.job.script + " ".join(plan.argv)
 
 
-def test_a_script_whose_name_is_no_line_still_gives_a_job_a_name():
+def test_unprintable_characters_are_replaced_in_the_job_name():
     target = "a\n#SBATCH --uid=0.py"
     plan = Slurm().plan(LaunchSpec(target, (), "script", Settings(), {}, {}, Machine(2), python="py"))
     assert "#SBATCH '--job-name=a_#SBATCH --uid=0.py'\n" in plan.job.script
@@ -143,7 +143,7 @@ def test_a_script_whose_name_is_no_line_still_gives_a_job_a_name():
 @settings(max_examples=60)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.binary(max_size=8).map(
     lambda some: os.fsdecode(some.replace(b"\0", b""))), max_size=6))  # fmt: skip
-def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
+def test_bash_reads_a_quoted_word_unchanged_from_one_line(words):
     line = " ".join(["printf '%s\\0'", *map(quote_for_bash, words)])
     assert "\r" not in line
     assert "\n" not in line
@@ -152,7 +152,7 @@ def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("time", "4 hours", "expected minutes"),
         ("time", 0, "expected minutes"),
@@ -171,13 +171,13 @@ def test_a_quoted_word_is_the_same_word_to_bash_and_one_line(words):
         ("nproc_per_node", 0, "greater than or equal to 1"),
     ],
 )
-def test_a_value_that_slurm_would_trip_over_is_refused(key, value, said):
-    with pytest.raises(ValidationError, match=said):
+def test_an_invalid_value_for_sbatch_is_an_error(key, value, message):
+    with pytest.raises(ValidationError, match=message):
         Slurm(**{key: value})
 
 
 @pytest.mark.parametrize("value", [30, "30", "30:00", "4:00:00", "2-12", "2-12:00:00", "UNLIMITED"])
-def test_a_time_limit_is_what_slurm_takes(value):
+def test_time_limits_have_the_formats_of_slurm(value):
     assert f"\n#SBATCH --time={value}\n" in Slurm(time=value).plan(job()).job.script
 
 
@@ -185,23 +185,23 @@ def test_a_time_limit_is_what_slurm_takes(value):
 
 
 def step(**changes):
-    said = {
+    variables = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "2",
         "SLURM_STEP_NODELIST": "n[03-04]",
         "SLURM_STEP_NUM_NODES": "2",
     }
-    return said | {"SLURM_STEP_NUM_TASKS": "2"} | changes
+    return variables | {"SLURM_STEP_NUM_TASKS": "2"} | changes
 
 
-def test_in_a_step_with_a_task_on_each_node_it_is_the_agent_of_its_node():
+def test_a_step_with_one_task_per_node_runs_agents():
     plan = Slurm(nnodes=2, nproc_per_node=3, max_restarts=1).plan(job(environ=step()))
     assert (plan.launcher, plan.nnodes, plan.nproc_per_node) == ("torchrun", 2, 3)
     agent = plan.agent
     assert (agent.run_id, agent.rdzv_endpoint, agent.max_restarts) == ("slurm-7.2", "n03:20201", 1)
 
 
-def test_inside_a_job_but_not_in_a_step_nothing_is_submitted():
+def test_submitting_from_inside_a_job_is_an_error():
     with pytest.raises(
         UsageError, match=r"already inside the Slurm job 7.*srun --nodes=2 --ntasks-per-node=1"
     ):
@@ -209,7 +209,7 @@ def test_inside_a_job_but_not_in_a_step_nothing_is_submitted():
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_STEP_NUM_TASKS": "4"}, {"SLURM_STEP_NUM_NODES": "1"}])
-def test_a_step_that_is_not_what_the_profile_wants_is_refused(changes):
+def test_a_step_of_another_size_than_the_profile_is_an_error(changes):
     with pytest.raises(UsageError, match=r"the profile needs one on each of 2\. Use srun"):
         Slurm(nnodes=2).plan(job(environ=step(**changes)))
 
@@ -225,5 +225,5 @@ def test_a_step_that_is_not_what_the_profile_wants_is_refused(changes):
         ("gpu-a-1.example,gpu-b-2", "gpu-a-1.example"),
     ],
 )
-def test_the_first_host_of_a_list(listed, first):
+def test_first_host_parses_a_slurm_node_list(listed, first):
     assert first_host(listed) == first

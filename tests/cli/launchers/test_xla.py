@@ -1,4 +1,4 @@
-"""What `launcher.kind: xla` would do, and what it refuses before anything starts."""
+"""Plans and errors of the xla launcher."""
 
 import sys
 from dataclasses import replace
@@ -24,11 +24,13 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platf
 
 
 def job(kind="script", machine=TPU, env=None, environ=None, **settings):
-    told = Settings(**settings)
-    return LaunchSpec("train.py", ("--lr", "-1"), kind, told, env or {}, environ or {}, machine, python="py")
+    profile_settings = Settings(**settings)
+    return LaunchSpec(
+        "train.py", ("--lr", "-1"), kind, profile_settings, env or {}, environ or {}, machine, python="py"
+    )
 
 
-def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute_on():
+def test_one_process_per_node_starts_the_replicas_on_the_chosen_device():
     plan = Xla().plan(job())
     assert (plan.nproc_per_node, plan.nnodes, plan.agent.start_method) == (1, 1, "torch_xla.launch")
     assert plan.argv[1].endswith("accel_cli/runner/xla_replicas.py")
@@ -37,7 +39,7 @@ def test_one_process_a_machine_starts_the_replicas_and_is_told_what_they_compute
     assert plan.agent.starts_replicas
 
 
-def test_what_is_asked_of_the_replicas_is_in_the_command():
+def test_the_command_has_the_number_of_replicas_and_the_function():
     assert Xla(replicas=1).plan(job()).argv[2:5] == ("1", "", "script")
     assert Xla(main_training_function="main").plan(job("module")).argv[2:5] == ("all", "main", "module")
     check = replace(job("module"), is_builtin=True)  # no script of the user's
@@ -48,7 +50,7 @@ def test_what_is_asked_of_the_replicas_is_in_the_command():
 
 
 @pytest.mark.parametrize(("environ", "env"), [({"PJRT_DEVICE": "CPU"}, {}), ({}, {"PJRT_DEVICE": "CPU"})])
-def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
+def test_pjrt_device_of_the_user_is_kept_and_shown(environ, env):
     plan = Xla().plan(job(machine=NONE, environ=environ, env=env))
     assert plan.env["PJRT_DEVICE"] == "CPU"
     assert plan.device == "xla (PJRT_DEVICE=CPU)"
@@ -56,7 +58,7 @@ def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"kind": "program"}, "train.py is a program"),
         ({"device": "cpu"}, "Cannot use device: cpu with launcher.kind: xla"),
@@ -82,24 +84,24 @@ def test_a_device_that_the_user_named_stays_and_is_shown(environ, env):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(given, said):
+def test_unsupported_settings_of_xla_are_an_error(options, message):
     with pytest.raises(UsageError) as caught:
-        Xla().plan(job(**given))
-    assert said in str(caught.value)
+        Xla().plan(job(**options))
+    assert message in str(caught.value)
 
 
-def test_several_devices_of_the_cpu_are_used_by_one_process_or_in_part():
+def test_several_cpu_devices_need_spmd_or_one_replica():
     environ = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     assert Xla(spmd=True).plan(job(environ=environ))
     assert Xla(replicas=1).plan(job(environ=environ))
 
 
-def test_a_variable_that_is_off_rounds_nothing():
+def test_rounding_variables_that_are_off_are_accepted():
     assert Xla().plan(job(environ={"XLA_USE_BF16": "0", "WORLD_SIZE": "1"}))
 
 
 @pytest.mark.parametrize("replicas", [2, 0, True, "two", 8])
-def test_any_number_of_replicas_but_all_or_one_is_refused_with_the_reason(replicas):
+def test_replicas_other_than_all_or_one_are_an_error(replicas):
     with pytest.raises(
         ValidationError, match="expected all or 1: torch_xla starts a replica on every device"
     ):
@@ -107,19 +109,19 @@ def test_any_number_of_replicas_but_all_or_one_is_refused_with_the_reason(replic
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"replicas": 1, "spmd": True}, "spmd uses all devices"),
         ({"replicas": 1, "nnodes": 2}, "several nodes use all devices of each"),
         ({"nnodes": "1:2"}, "the hosts of a TPU do not change"),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused(given, said):
-    with pytest.raises(ValidationError, match=said):
-        Xla(rdzv_endpoint="host0:29400", **given)
+def test_contradictory_keys_of_xla_are_an_error(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Xla(rdzv_endpoint="host0:29400", **options)
 
 
-def test_the_hosts_of_a_pod_meet_as_machines_do():
+def test_the_hosts_of_a_pod_are_nodes_of_a_rendezvous():
     plan = Xla(nnodes=2, rdzv_endpoint="host0:29400").plan(
         replace(job(), nodes=NodeLayout(node_rank=1, static=True))
     )
@@ -133,24 +135,24 @@ def prepared(*assignments, **options):
 
 
 @pytest.mark.parametrize(("typed", "replicas"), [("1", 1), ("all", "all"), ("auto", "all")])
-def test_the_option_for_processes_says_the_replicas(typed, replicas):
+def test_nproc_per_node_sets_the_replicas(typed, replicas):
     resolved, plan = prepared(nproc_per_node=typed)
     assert resolved.profile.launcher.replicas == replicas
     assert plan.argv[2] == str(replicas)
 
 
-def test_a_number_of_processes_is_refused_by_the_name_of_the_option():
+def test_an_error_of_replicas_names_the_typed_option():
     with pytest.raises(ProfileError, match=r"--nproc-per-node: launcher\.replicas: expected all or 1"):
         prepared(nproc_per_node="4")
 
 
-def test_a_typed_number_of_this_machine_reaches_the_plan():
+def test_a_node_rank_option_is_in_the_plan():
     options = {"nnodes": "2", "rdzv_endpoint": "host0:29400", "node_rank": 1}
     _, plan = prepared(**options)
     assert plan.agent.node_rank == 1
 
 
-def test_the_line_at_the_start_says_no_number_that_nobody_knows():
+def test_the_start_line_omits_an_unknown_number_of_replicas():
     resolved, plan = prepared()
     assert format_headline(plan, resolved).startswith(
         "xla, a replica on every device, xla (PJRT_DEVICE=TPU), mixed precision no;"

@@ -1,4 +1,4 @@
-"""How a launch divides models: what is refused before anything starts, and what is said of the rest."""
+"""The layout of models in a plan, and its errors."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def planned(launcher, machine=GPUS, nodes=None, environ=None, **said):
         (P4 | {"instance_type": "ml.g99.48xlarge"}, {"dp_shard": "auto", "tp": 2}, "dp_shard auto x tp 2"),
     ],
 )
-def test_a_plan_says_how_models_are_divided(launcher, parallel, said, tmp_path, monkeypatch):
+def test_a_plan_has_the_sizes_of_parallelism(launcher, parallel, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if launcher["kind"] == "sagemaker":
         launcher = {**launcher, "allow_unknown_instance": True}
@@ -63,7 +63,7 @@ def test_a_plan_says_how_models_are_divided(launcher, parallel, said, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("launcher", "said", "because"),
+    ("launcher", "said", "reason"),
     [
         (FOUR, {"parallel": {"dp_shard": 8}}, "dp_shard: 8 x cp: 1 x tp: 1 is 8, and there are 4 processes. Start 8"),
         (FOUR, {"parallel": {"tp": 2}}, "dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
@@ -81,13 +81,11 @@ def test_a_plan_says_how_models_are_divided(launcher, parallel, said, tmp_path, 
         (FOUR, {"parallel": {"dp_shard": 4}, "fully_shard": {"reshard_after_forward": 3}}, "does not divide the 4"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_divided_so_is_refused_before_anything_starts(
-    launcher, said, because, tmp_path, monkeypatch
-):
+def test_an_impossible_layout_is_an_error(launcher, said, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         planned(said.pop("launcher", launcher), **said)
-    assert because in str(caught.value)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -95,28 +93,28 @@ def test_what_cannot_be_divided_so_is_refused_before_anything_starts(
     [{"parallel": {"dp_shard": "auto"}}, {"parallel": {"tp": 2}}, {"fully_shard": {"cpu_offload": True}}],
 )
 @pytest.mark.parametrize("spmd", [True, False])
-def test_a_tpu_divides_models_in_a_way_of_its_own_which_the_refusal_names(said, spmd):
+def test_parallel_sections_are_an_error_on_a_tpu_that_names_spmd(said, spmd):
     launcher = {"kind": "xla", "spmd": spmd}
     with pytest.raises(UsageError, match=r"TPU \(torch_xla\): it shards models by launcher.spmd: true"):
         planned(launcher, TPU, **said)
     assert planned(launcher, TPU).layout == ""
 
 
-def test_ranks_that_something_else_started_are_counted(monkeypatch):
+def test_ranks_of_another_launcher_are_counted_in_the_layout(monkeypatch):
     around = NodeLayout("mpirun", ranks={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     assert planned(SINGLE, nodes=around, parallel={"tp": 2}).layout == "tp 2"
     with pytest.raises(UsageError, match="there are 2 processes"):
         planned(SINGLE, nodes=around, parallel={"tp": 4})
 
 
-def test_only_one_library_divides_the_models_of_a_job(tmp_path, monkeypatch):
+def test_parallel_sections_and_the_library_of_sagemaker_exclude_each_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launcher = P4 | {"image_uri": "my/image", "model_parallel": {"hybrid_shard_degree": 2}}
     with pytest.raises(UsageError, match=r"launcher\.model_parallel and parallel: both shard"):
         planned(launcher, parallel={"dp_shard": "auto"})
 
 
-def test_a_launch_is_refused_in_planning_and_says_its_layout_at_the_start(cwd):
+def test_a_launch_prints_its_layout_or_an_error_of_planning(cwd):
     sizes = ("parallel.dp_shard=2", "parallel.tp=2")
     resolved, plan = planner.prepare(
         Request("x.py", options={"nproc_per_node": "4", "cpu": True, "set": sizes}), {}
@@ -129,19 +127,19 @@ def test_a_launch_is_refused_in_planning_and_says_its_layout_at_the_start(cwd):
         planner.prepare(Request("x.py", options={"nproc_per_node": "3", "cpu": True, "set": sizes}), {})
 
 
-def test_a_launch_of_whole_models_says_nothing_of_it(cwd):
+def test_a_launch_of_replicated_models_prints_no_layout(cwd):
     resolved, plan = planner.prepare(Request("x.py", options={"nproc_per_node": "2", "cpu": True}), {})
     assert plan.layout == ""
     assert "layout" not in format_plan(plan, None)
     assert "dp_" not in format_headline(plan, resolved)
 
 
-def test_words_of_fsdp1_are_refused_with_what_is_said_today(cwd):
+def test_names_of_fsdp1_are_an_error_with_their_replacement(cwd):
     for key in ("fully_shard.sharding_strategy", "fully_shard.fsdp_backward_prefetch", "use_orig_params"):
         with pytest.raises(ProfileError, match=f"{key}: this is an option of FSDP1; under fully_shard, "):
             planner.prepare(Request("x.py", options={"set": (f"{key}=x",)}), {})
 
 
-def test_every_launcher_says_whether_its_processes_can_divide_models():
+def test_every_launcher_declares_if_it_supports_sharding():
     assert [kind for kind, launcher in LAUNCHERS.items() if not launcher.supports_sharding] == ["xla"]
     assert Settings().parallel.plain

@@ -1,4 +1,4 @@
-"""A plan is plain data: what is written for the process that runs it is what that process reads."""
+"""Serialization of plans."""
 
 import os
 
@@ -22,7 +22,7 @@ PLANS = st.builds(
 
 
 @given(PLANS)
-def test_a_plan_is_read_as_it_was_written(plan):
+def test_a_plan_is_unchanged_after_json(plan):
     read = Plan.from_json(plan.to_json())
     assert read == plan
     assert read.agent is None or isinstance(read.agent, AgentSettings)

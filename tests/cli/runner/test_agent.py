@@ -1,4 +1,4 @@
-"""Limits of the system that a run meets before it starts."""
+"""Errors of the system before a run starts."""
 
 import errno
 import os
@@ -23,18 +23,18 @@ def few_files():
 PLAN = Plan(launcher="torchrun", argv=("python",), env={}, device="cpu", nproc_per_node=2)
 
 
-def test_too_few_open_files_are_refused_before_anything_starts(few_files):
+def test_too_low_a_limit_on_open_files_is_an_error_before_the_start(few_files):
     with pytest.raises(
         UsageError, match=r"the limit on open files is 24, .* needs 48. Raise it: ulimit -n 1024"
     ):
         agent.run(PLAN)
 
 
-def test_a_plan_that_cannot_be_passed_on_is_one_message(monkeypatch):
+def test_a_plan_that_cannot_be_passed_to_the_fork_server_is_an_error(monkeypatch):
     def refuse(*_):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    said = r"the plan cannot be passed on: File too large. Raise the limit on file sizes \(ulimit -f\)."
-    with pytest.raises(AccelError, match=said):
+    message = r"the plan cannot be passed on: File too large. Raise the limit on file sizes \(ulimit -f\)."
+    with pytest.raises(AccelError, match=message):
         forkserver.exec_fork_server(PLAN)

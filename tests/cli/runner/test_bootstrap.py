@@ -19,7 +19,7 @@ def opened():
     return sorted(Path("/proc/self/fd").iterdir())
 
 
-def test_connections_to_the_store_are_limited_and_every_file_stays_as_it_was(tmp_path):
+def test_limit_connections_changes_sockets_of_the_store_only(tmp_path):
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_server(("127.0.0.1", 0)) as other,

@@ -1,4 +1,4 @@
-"""The file of the reason: small, whole letters, and the first reason stays."""
+"""The file with the reason of a failure."""
 
 from accel_cli.runner import run_dir
 from accel_cli.runner.failures import ExceptionInfo, Failure, Frame, format_reason
@@ -9,13 +9,13 @@ def failure(tmp_path, **more):
     return Failure(**{**known, **more})
 
 
-def test_a_plan_that_names_no_file_leaves_none(tmp_path, monkeypatch):
+def test_no_reason_is_written_without_a_failure_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_dir.write_reason(None, "why")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_first_reason_stays_and_a_disk_that_refuses_hides_nothing(tmp_path):
+def test_the_first_reason_is_kept_and_write_errors_are_ignored(tmp_path):
     file = str(tmp_path / "failure")
     run_dir.write_reason(file, "first")
     run_dir.write_reason(file, "second")
@@ -23,25 +23,25 @@ def test_the_first_reason_stays_and_a_disk_that_refuses_hides_nothing(tmp_path):
     assert (tmp_path / "failure").read_text() == "first"
 
 
-def test_a_long_reason_ends_with_a_whole_letter(tmp_path):
+def test_a_truncated_reason_ends_with_a_complete_character(tmp_path):
     run_dir.write_reason(str(tmp_path / "failure"), "x" + "ü" * 1024)
-    said = (tmp_path / "failure").read_bytes()
-    assert len(said) == 1023
-    assert said.decode().endswith("ü")
+    reason = (tmp_path / "failure").read_bytes()
+    assert len(reason) == 1023
+    assert reason.decode().endswith("ü")
 
 
-def test_of_a_deep_traceback_the_last_calls_are_said_below_the_cause(tmp_path):
+def test_the_reason_has_the_last_frames_of_a_deep_traceback(tmp_path):
     frames = tuple(Frame(f"/opt/ml/code/{'deep/' * 12}{n}.py", n, f"call{n}", "x" * 90) for n in range(12))
-    said = format_reason(
+    reason = format_reason(
         failure(tmp_path, chain=(ExceptionInfo("ValueError", "ValueError: boom\n", frames),))
     )
-    head, *places = said.splitlines()
+    head, *places = reason.splitlines()
     assert head == "exit code 1 on algo-2, rank 3: ValueError: boom"
     assert "in call11" in places[-2]
-    assert len(said.encode()) <= run_dir.REASON_SIZE
+    assert len(reason.encode()) <= run_dir.REASON_SIZE
 
 
-def test_what_left_no_exception_is_said_by_its_last_lines(tmp_path):
+def test_the_reason_of_a_failure_without_an_exception_has_the_end_of_the_log(tmp_path):
     (tmp_path / "log").write_text("one\n\ntwo\n")
     killed = format_reason(failure(tmp_path, exitcode=-9, out_of_memory=True))
     assert killed.splitlines() == [

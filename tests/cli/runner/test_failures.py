@@ -1,4 +1,4 @@
-"""Which of several failures was the first, and how it is told in few lines."""
+"""The first of several failures, and its formatting."""
 
 import itertools
 import os
@@ -40,7 +40,7 @@ TOLD_LOSS = {
 }
 
 
-def test_the_first_is_the_earliest_of_those_nearest_to_the_root():
+def test_the_first_failure_is_the_earliest_of_those_nearest_to_the_root_cause():
     in_order = [
         failure(3, 5.0),
         failure(1, 6.0),
@@ -56,25 +56,25 @@ def test_the_first_is_the_earliest_of_those_nearest_to_the_root():
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "text"),
     [
         ("builtins.ConnectionResetError", "ConnectionResetError: [Errno 104] Connection reset by peer\n"),
         ("requests.exceptions.ConnectionError", "ConnectionError: Connection refused\n"),
         ("builtins.TimeoutError", "TimeoutError: timed out\n"),
     ],
 )
-def test_a_connection_that_is_not_between_the_ranks_is_a_failure_of_its_own(kind, said):
-    assert failure(0, kind=kind, text=said).cause == Cause.PRIMARY
+def test_errors_of_connections_to_other_services_are_primary_failures(kind, text):
+    assert failure(0, kind=kind, text=text).cause == Cause.PRIMARY
 
 
-def test_a_lost_peer_is_known_behind_what_was_made_of_it():
+def test_a_lost_peer_is_recognized_in_the_cause_of_another_exception():
     lost = ExceptionInfo(**LOST)
     raised = ExceptionInfo("builtins.SystemExit", "SystemExit: 1\n")
     assert Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, lost), exit=1).cause == Cause.LOST_PEER
 
 
 def left(folder, source, name="train.py"):
-    """What a script leaves that the worker runs in a rank's folder."""
+    """Return the failure that the worker records for a script, and the folder of the rank."""
     rank = RankFolder(folder / "rank_0")
     rank.path.mkdir()
     for stream in ("stdout", "stderr"):
@@ -91,32 +91,32 @@ def left(folder, source, name="train.py"):
     ), rank
 
 
-def test_a_traceback_is_told_by_the_launcher_alone_and_is_in_the_log(tmp_path):
-    found, rank = left(tmp_path, "print('a')\nraise ValueError('boom')\n")
-    assert failures.format_cause(found) == "ValueError: boom"
-    assert failures.format_stack(found)[1] == "    raise ValueError('boom')"
+def test_a_traceback_is_printed_by_the_launcher_only_and_is_in_the_log(tmp_path):
+    read, rank = left(tmp_path, "print('a')\nraise ValueError('boom')\n")
+    assert failures.format_cause(read) == "ValueError: boom"
+    assert failures.format_stack(read)[1] == "    raise ValueError('boom')"
     assert rank.output.read_text().startswith("a\nTraceback (most recent call last):\n")
     assert not rank.fault.exists()
 
 
-def test_an_endless_recursion_is_few_lines(tmp_path):
-    found, _ = left(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
-    assert len(failures.format_stack(found)) <= 12
-    assert failures.format_cause(found).startswith("RecursionError: maximum recursion depth exceeded")
+def test_the_traceback_of_an_endless_recursion_is_folded(tmp_path):
+    read, _ = left(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
+    assert len(failures.format_stack(read)) <= 12
+    assert failures.format_cause(read).startswith("RecursionError: maximum recursion depth exceeded")
 
 
-def test_a_message_moves_no_cursor(tmp_path):
-    found, _ = left(tmp_path, r"raise ValueError('\x1b[2J\x1b]0;x\x07red\x08\x00')")
-    assert failures.format_cause(found) == "ValueError: red\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
+def test_escape_sequences_are_removed_from_messages(tmp_path):
+    read, _ = left(tmp_path, r"raise ValueError('\x1b[2J\x1b]0;x\x07red\x08\x00')")
+    assert failures.format_cause(read) == "ValueError: red\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
 
 
-def test_an_exit_with_zero_is_no_failure(tmp_path):
+def test_an_exit_with_code_0_is_not_recorded_as_a_failure(tmp_path):
     _, rank = left(tmp_path, "import sys\nsys.exit(0)\n")
     assert not rank.error.exists()
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("ranks", "text"),
     [
         ([2], "rank 2"),
         ([1, 0], "ranks 0 and 1"),
@@ -124,17 +124,17 @@ def test_an_exit_with_zero_is_no_failure(tmp_path):
         ([0, 2, 3], "ranks 0, 2 and 3"),
     ],
 )
-def test_ranks_are_named_in_words(ranks, said):
-    assert format_ranks(ranks) == said
+def test_format_ranks_joins_ranks_to_text(ranks, text):
+    assert format_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(
-    ("said", "worker"),
+    ("text", "worker"),
     [
         ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ", 4711),
         ("RuntimeError: DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ", None),
         ("RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly", None),
     ],
 )
-def test_a_data_loader_worker_that_sigkill_ended_is_known(said, worker):
-    assert failure(0, text=said, kind="builtins.RuntimeError").killed_worker == worker
+def test_a_data_loader_worker_killed_by_sigkill_is_recognized(text, worker):
+    assert failure(0, text=text, kind="builtins.RuntimeError").killed_worker == worker

@@ -1,4 +1,4 @@
-"""What is printed of failed processes is that of the golden files."""
+"""Failure reports, compared with golden files."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_is_reported_as_in_its_golden_file(name, elsewhere, capfd):
+def test_a_failure_report_equals_its_golden_file(name, elsewhere, capfd):
     failures = FAILURES[name]
     first = find_first(failures)
     world_size = 4 if first.world_size is None else 0
@@ -67,5 +67,5 @@ def test_a_failure_is_reported_as_in_its_golden_file(name, elsewhere, capfd):
     golden.check(f"failures/{name}{'-elsewhere' if elsewhere else ''}.txt", text)
 
 
-def test_every_golden_failure_is_of_a_test():
+def test_every_golden_failure_report_has_a_test():
     assert golden.names("failures") == {f"{name}{end}" for name in FAILURES for end in ("", "-elsewhere")}

@@ -1,4 +1,4 @@
-"""When a script must not run in a process that has torch loaded already."""
+"""The choice between the fork server and exec."""
 
 import os
 import sys
@@ -17,13 +17,13 @@ def reason(kind, target):
 
 
 @pytest.mark.parametrize("name", ["train.pyc", "train.zip"])
-def test_what_is_not_source_cannot_be_searched(tmp_path, name):
+def test_scripts_that_are_not_source_code_are_started_by_exec(tmp_path, name):
     with zipfile.ZipFile(tmp_path / name, "w") as archive:
         archive.writestr("__main__.py", "print()")
     assert "is not source code" in reason("script", str(tmp_path / name))
 
 
-def test_a_script_that_is_a_pipe_is_left_to_the_process_that_runs_it(tmp_path):
+def test_a_script_that_is_a_pipe_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert reason("script", str(tmp_path / "pipe")) is None
 
@@ -40,11 +40,11 @@ def test_a_script_that_is_a_pipe_is_left_to_the_process_that_runs_it(tmp_path):
         ("import os\ndel os.environ['OMP_NUM_THREADS']", "OMP_NUM_THREADS"),
     ],
 )
-def test_a_variable_that_is_read_while_torch_is_loaded_is_found_where_a_script_sets_it(tmp_path, text, named):
+def test_a_script_that_sets_a_variable_of_torch_is_started_by_exec(tmp_path, text, named):
     (tmp_path / "train.py").write_text(text)
-    said = reason("script", str(tmp_path / "train.py"))
-    assert said
-    assert f"sets {named}, which is read while torch is loaded" in said
+    explanation = reason("script", str(tmp_path / "train.py"))
+    assert explanation
+    assert f"sets {named}, which is read while torch is loaded" in explanation
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_a_variable_that_is_read_while_torch_is_loaded_is_found_where_a_script_s
         "",
     ],
 )
-def test_what_is_only_read_or_is_read_later_is_no_reason(tmp_path, text):
+def test_variables_that_are_only_read_or_read_later_allow_a_fork(tmp_path, text):
     (tmp_path / "train.py").write_text(text)
     assert reason("script", str(tmp_path / "train.py")) is None
 
 
 @pytest.mark.parametrize("file", ["string.py", "string/__init__.py", "string.so"])
-def test_a_module_of_the_scripts_folder_that_is_loaded_by_then_is_a_reason(tmp_path, file):
+def test_a_module_with_the_name_of_an_imported_one_is_a_reason_for_exec(tmp_path, file):
     (tmp_path / "train.py").touch()
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
@@ -74,14 +74,14 @@ def test_a_module_of_the_scripts_folder_that_is_loaded_by_then_is_a_reason(tmp_p
 
 
 @pytest.mark.parametrize("file", ["time.py", "no_such_module.py", "string.txt", "string/data.csv"])
-def test_what_shadows_nothing_is_no_reason(tmp_path, file):
+def test_files_that_shadow_no_imported_module_allow_a_fork(tmp_path, file):
     (tmp_path / "train.py").touch()
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     assert reason("script", str(tmp_path / "train.py")) is None
 
 
-def test_a_module_is_looked_into_without_being_imported(tmp_path, monkeypatch):
+def test_the_source_of_a_module_is_read_without_importing_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("1 / 0")

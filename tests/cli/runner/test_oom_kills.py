@@ -1,4 +1,4 @@
-"""Whether the kernel killed for memory: groups of both versions, as files."""
+"""Out-of-memory kills in the files of control groups, versions 1 and 2."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from accel_cli.runner.processes import OomKillCounter
         ("0::/elsewhere\n", "memory.events"),
     ],
 )
-def test_a_kill_that_the_group_counts_is_known(tmp_path, own, file):
+def test_an_oom_kill_is_read_from_the_control_group(tmp_path, own, file):
     (tmp_path / "own").write_text(own)
     counts = tmp_path / "groups" / file
     counts.parent.mkdir(parents=True)
@@ -24,5 +24,5 @@ def test_a_kill_that_the_group_counts_is_known(tmp_path, own, file):
     assert kills.was_killed(2**22 + 1)
 
 
-def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path):
+def test_unreadable_control_groups_report_no_oom_kill(tmp_path):
     assert not OomKillCounter(membership=tmp_path / "none", cgroups=tmp_path).was_killed(2**22 + 1)

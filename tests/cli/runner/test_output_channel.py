@@ -1,4 +1,4 @@
-"""One way from a rank to the screen."""
+"""The channel from a rank to the screen and its log."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from accel_cli.runner.output import OutputChannel, get_file_identity
 
 @pytest.fixture
 def screen():
-    """The two ends of what stands for the launcher's own output."""
+    """The two ends of a pipe in place of the launcher's own output."""
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -20,7 +20,7 @@ def screen():
             os.close(end)
 
 
-def test_a_disk_that_is_full_ends_the_log_and_not_the_run(tmp_path, screen, capfd):
+def test_a_full_disk_ends_the_log_but_not_the_output(tmp_path, screen, capfd):
     seen, shown = screen
     channel = OutputChannel(tmp_path / "stdout", Path("/dev/full"), shown, None, console.note)
     for word in (b"one", b"two"):
@@ -31,7 +31,7 @@ def test_a_disk_that_is_full_ends_the_log_and_not_the_run(tmp_path, screen, capf
     assert capfd.readouterr().err.count("could not write: No space left on device") == 1
 
 
-def test_what_is_written_reaches_screen_and_log_and_a_closed_screen_ends_it(tmp_path, screen):
+def test_output_is_copied_to_screen_and_log_until_the_screen_is_closed(tmp_path, screen):
     seen, shown = screen
     channel = OutputChannel(tmp_path / "stdout", tmp_path / "log", shown, None, console.note)
     rank = os.open(tmp_path / "stdout", os.O_WRONLY)
@@ -47,7 +47,7 @@ def test_what_is_written_reaches_screen_and_log_and_a_closed_screen_ends_it(tmp_
     assert not (tmp_path / "stdout").exists()
 
 
-def test_two_descriptors_of_one_file_are_one_screen(tmp_path, screen):
+def test_two_descriptors_of_one_file_have_one_identity(tmp_path, screen):
     again = os.dup(screen[1])
     assert get_file_identity(again) == get_file_identity(screen[1]) != get_file_identity(screen[0] + 1000)
     os.close(again)

@@ -1,4 +1,4 @@
-"""What a restart is given: torch's bug as it is, and what accel does instead; one count, and machines that fit."""
+"""Rendezvous of nodes: stores of attempts, restart budget, and checks before a node joins."""
 
 import json
 import socket
@@ -30,12 +30,12 @@ from accel_cli.runner.rendezvous import (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """`NodeRendezvous` sets a variable for good; a launch is a process of its own."""
+    """Remove the variable that `NodeRendezvous` sets for the whole process."""
     monkeypatch.setenv(SHARED_STORE_OFF, "0")
 
 
-def said(**fields):
-    """What a plan tells the agent."""
+def agent_settings(**fields):
+    """Return settings of an elastic agent."""
     launcher = Torchrun(allow_loopback=True, **fields)
     job = SimpleNamespace(
         nodes=SimpleNamespace(node_rank=None, static=False),
@@ -46,12 +46,12 @@ def said(**fields):
 
 
 def pair(port):
-    """What two launchers on this machine are told."""
-    return said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}")
+    """Return the settings of two launchers on this machine."""
+    return agent_settings(nnodes=2, rdzv_endpoint=f"127.0.0.1:{port}")
 
 
 def left_behind(handler):
-    """Two attempts of a handler: the ports of their stores, and whether the second knows a key of the first."""
+    """Run two attempts; return the ports of their stores, and whether the second has a key of the first."""
     infos, stores = [], []
     for _ in range(2):
         infos.append(handler.next_rendezvous().bootstrap_store_info)
@@ -64,8 +64,8 @@ def left_behind(handler):
     return infos[0].master_port == infos[1].master_port, stores[1].check(["of the dead attempt"])
 
 
-def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
-    """The bug that `NodeRendezvous` is there for (torch 2.13, pytorch#167288).
+def test_torch_reuses_the_store_of_the_failed_attempt_at_a_restart():
+    """The bug that `NodeRendezvous` works around (torch 2.13, pytorch#167288).
 
     If this fails, torch has mended it: read docs/design/restarts.md for what can go.
     """
@@ -78,33 +78,33 @@ def test_torch_gives_a_restart_the_store_of_the_dead_attempt():
     handler.shutdown()
 
 
-def test_every_attempt_of_machines_has_a_store_of_its_own(port):
-    told = said(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
-    handler = NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told)
+def test_every_attempt_on_several_nodes_has_a_separate_store(port):
+    options = agent_settings(nnodes="1:2", rdzv_endpoint=f"127.0.0.1:{port}", last_call_timeout=1)
+    handler = NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options)
     assert left_behind(handler) == (False, False)
     handler.shutdown()
 
 
-def test_every_attempt_of_one_machine_has_a_store_of_its_own_on_loopback_only():
-    alone = SingleNodeRendezvous(BootstrapStore(said(), 1, derived=False), "run")
+def test_every_attempt_on_one_node_has_a_separate_store_on_loopback():
+    alone = SingleNodeRendezvous(BootstrapStore(agent_settings(), 1, derived=False), "run")
     assert left_behind(alone) == (False, False)
     info = alone.next_rendezvous()
     assert not reachable(outward(), info.bootstrap_store_info.master_port)
 
 
 def met(handlers):
-    """How many machines each of some handlers finds in a round that they begin at once."""
+    """Return the number of nodes that each handler finds in a round that they start at the same time."""
     with ThreadPoolExecutor() as pool:
         return [info.world_size for info in pool.map(lambda handler: handler.next_rendezvous(), handlers)]
 
 
-def test_two_machines_of_one_address_and_process_id_are_two(port, monkeypatch):
+def test_nodes_with_equal_address_and_process_id_are_distinct(port, monkeypatch):
     handlers = []
     for _ in range(2):
         # As in two containers: torch's own number of a handler is the same in both, too.
         monkeypatch.setattr(NodeRendezvous, "_node_desc_generator", dynamic_rendezvous._NodeDescGenerator())
-        told = replace(pair(port), rdzv_timeout=20)
-        handlers.append(NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told))
+        options = replace(pair(port), rdzv_timeout=20)
+        handlers.append(NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options))
     assert met(handlers) == [2, 2]
     assert len({node.id for node in handlers[0].nodes}) == 2
     assert (
@@ -118,9 +118,9 @@ def test_two_machines_of_one_address_and_process_id_are_two(port, monkeypatch):
         handler.shutdown()
 
 
-def test_a_machine_too_many_is_refused_and_the_others_run_on(port):
-    told = replace(pair(port), rdzv_timeout=20)
-    handlers = [NodeRendezvous.create(BootstrapStore(told, 1, derived=False), told) for _ in range(3)]
+def test_a_surplus_node_is_rejected_while_the_others_continue(port):
+    options = replace(pair(port), rdzv_timeout=20)
+    handlers = [NodeRendezvous.create(BootstrapStore(options, 1, derived=False), options) for _ in range(3)]
     assert met(handlers[:2]) == [2, 2]
     with pytest.raises(UsageError, match=r"cannot join: the run already has all 2 machines \(.*, .*\)"):
         handlers[2].next_rendezvous()
@@ -129,7 +129,7 @@ def test_a_machine_too_many_is_refused_and_the_others_run_on(port):
         handler.shutdown()
 
 
-def test_facts_of_a_node_with_another_version_are_read_without_the_unknown_ones():
+def test_unknown_fields_of_a_node_with_another_version_are_ignored():
     node = NodeInfo("h0", "10.0.0.1", 1, 1, "2", None, "2.9", "0.1")
     assert NodeInfo.from_json(json.dumps({**json.loads(node.to_json()), "colour": "blue"})) == node
 
@@ -152,8 +152,8 @@ def reachable(address, port):
     return True
 
 
-def test_machines_use_one_restart_for_what_several_of_them_saw():
-    store = BootstrapStore(said(), 1, derived=False)
+def test_nodes_use_one_restart_for_a_failure_that_several_of_them_report():
+    store = BootstrapStore(agent_settings(), 1, derived=False)
     machines = [RestartBudget(store, 3), RestartBudget(store, 3)]
     machines[1].use(0, RestartReason(is_consequence=True, time=1.0, text="rank 1 lost a connection"))
     machines[0].use(0, RestartReason(is_consequence=False, time=2.0, text="rank 0 ran out of memory"))
@@ -162,16 +162,16 @@ def test_machines_use_one_restart_for_what_several_of_them_saw():
     assert machines[0].get_reason(1) is None
 
 
-def come(told):
+def come(options):
     """The first launcher at the rendezvous, in a thread of this process."""
     first = []
-    thread = threading.Thread(target=lambda: first.append(BootstrapStore(told, 1, derived=False)))
+    thread = threading.Thread(target=lambda: first.append(BootstrapStore(options, 1, derived=False)))
     thread.start()
     thread.join(20)
     return first[0]
 
 
-def test_the_thread_that_publishes_the_time_ends_with_its_store(port):
+def test_the_clock_thread_ends_with_its_store(port):
     first = come(pair(port))
     clock = next(thread for thread in threading.enumerate() if thread.name == "clock")
     assert abs(float(first.store.get(first.get_key("clock"))) - time.time()) < 30
@@ -180,18 +180,18 @@ def test_the_thread_that_publishes_the_time_ends_with_its_store(port):
     assert not clock.is_alive()
 
 
-def test_a_machine_with_another_version_is_refused_and_the_first_one_knows(port, monkeypatch):
-    told = pair(port)
-    first = come(told)
+def test_a_node_with_another_version_is_rejected_and_the_first_node_is_informed(port, monkeypatch):
+    options = pair(port)
+    first = come(options)
     monkeypatch.setattr(bootstrap.torch, "__version__", "1.0")
     with pytest.raises(UsageError, match=r"has torch 1\.0, and .* has torch 2\..*Make them the same"):
-        BootstrapStore(told, 1, derived=False)
+        BootstrapStore(options, 1, derived=False)
     assert "has torch 1.0" in first.get_value("refused")
 
 
-def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
-    told = pair(port)
-    first = come(told)
+def test_a_node_with_a_wrong_clock_is_rejected(port, monkeypatch):
+    options = pair(port)
+    first = come(options)
     other = SimpleNamespace(
         time=lambda: time.time() + (100 if threading.current_thread() is threading.main_thread() else 0),
         monotonic=time.monotonic,
@@ -201,23 +201,23 @@ def test_a_machine_whose_clock_is_off_is_refused(port, monkeypatch):
     with pytest.raises(
         UsageError, match=r"the clock of .* is (99|10\d) s ahead of that of the first machine"
     ):
-        BootstrapStore(told, 1, derived=False)
+        BootstrapStore(options, 1, derived=False)
     assert "clock" in first.get_value("refused")
 
 
-def test_another_program_at_the_port_of_the_rendezvous_is_named_and_not_waited_for(monkeypatch):
+def test_another_program_at_the_rendezvous_port_is_an_error(monkeypatch):
     monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 1)
     monkeypatch.setattr(bootstrap, "_STORE_TIMEOUT_S", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        told = said(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
+        options = agent_settings(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(AccelError, match=r"port .* on 127.0.0.1 is used by another program"):
-            BootstrapStore(told, 1, derived=False)
+            BootstrapStore(options, 1, derived=False)
 
 
-def test_a_rendezvous_of_another_run_is_named_and_no_traceback(port, monkeypatch):
+def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
     monkeypatch.setattr(bootstrap, "_STORE_TIMEOUT_S", 5)
-    told = pair(port)
-    other = come(replace(told, run_id="other"))
+    options = pair(port)
+    other = come(replace(options, run_id="other"))
     with pytest.raises(AccelError, match=r"does not belong to run 'mine'"):
-        BootstrapStore(replace(told, run_id="mine"), 1, derived=False)
+        BootstrapStore(replace(options, run_id="mine"), 1, derived=False)
     assert other.is_host, "its store ends with it"

@@ -1,4 +1,4 @@
-"""What is seen while machines come."""
+"""Progress of a node that waits for others."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.rendezvous import format_arrivals
 
 
-def test_the_line_says_who_is_here_how_many_are_missing_and_how_long_it_waits():
+def test_the_line_names_joined_nodes_missing_nodes_and_the_remaining_time():
     assert format_arrivals(["h0"], 3, 3, 41.6) == "waiting: 1 of 3 machines joined (h0), 2 missing; 42 s left"
     assert format_arrivals(["h0"], 2, 2, 9, ["node_rank 1"]) == (
         "waiting: 1 of 2 machines joined (h0), 1 missing: node_rank 1; 9 s left"
@@ -17,12 +17,12 @@ def test_the_line_says_who_is_here_how_many_are_missing_and_how_long_it_waits():
     )
 
 
-def test_a_pipe_gets_a_line_at_once_and_when_something_changes(capsys):
-    said = iter(["one; 9 s", "one; 8 s", "two; 7 s"])
+def test_progress_is_printed_to_a_pipe_when_it_changes(capsys):
+    lines = iter(["one; 9 s", "one; 8 s", "two; 7 s"])
     over = threading.Event()
 
     def tell():
-        text = next(said, None)
+        text = next(lines, None)
         if text is None:
             over.set()
         return text or "two; 6 s"
@@ -32,7 +32,7 @@ def test_a_pipe_gets_a_line_at_once_and_when_something_changes(capsys):
     assert capsys.readouterr().err == "accel: one; 9 s\naccel: two; 7 s\n"
 
 
-def test_a_terminal_gets_one_line_in_place_that_goes_away(capsys, monkeypatch):
+def test_progress_on_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     seen = threading.Event()
 
@@ -48,7 +48,7 @@ def test_a_terminal_gets_one_line_in_place_that_goes_away(capsys, monkeypatch):
     assert "\n" not in written
 
 
-def test_machines_that_are_there_at_once_are_not_spoken_of(capsys):
+def test_no_progress_is_printed_if_all_nodes_join_at_once(capsys):
     with RendezvousProgress(lambda: "waiting"):
         pass
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Replicas that are threads of one process: each has its own `__main__`, its own output and its own handlers."""
+"""Replicas as threads of one process: `__main__`, output and signal handlers of each."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def run(body, folder):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
 
 
-def test_each_has_a_main_of_its_own_also_for_pickle(tmp_path):
+def test_each_replica_has_its_own_main_module(tmp_path):
     done = run(
         "def body(number):\n    module = ModuleType('__main__')\n    threads.set_main(module)\n    both.wait(60)\n"
         "    exec('class Own:\\n    pass', vars(module))\n    import __main__\n"
@@ -48,7 +48,7 @@ def test_each_has_a_main_of_its_own_also_for_pickle(tmp_path):
     assert (done.stdout.count("held"), done.stderr) == (2, "")
 
 
-def test_what_one_and_its_threads_print_goes_where_it_was_sent(tmp_path):
+def test_output_of_a_replica_and_its_threads_goes_to_its_files(tmp_path):
     for name in ("stdout", "stderr"):
         (tmp_path / name).touch()
     done = run(
@@ -76,7 +76,7 @@ def body(number):
 """
 
 
-def test_a_handler_of_each_is_called_as_that_replica(tmp_path):
+def test_the_signal_handler_of_each_replica_is_called_as_that_replica(tmp_path):
     done = run(
         "came, heard = threading.Event(), []\n"
         "def handle(number, frame):\n    heard.append(threads.get_current())\n    len(heard) == 2 and came.set()\n"
@@ -86,7 +86,7 @@ def test_a_handler_of_each_is_called_as_that_replica(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1]\n", "")
 
 
-def test_what_a_handler_raises_ends_the_replica_after_all_handlers_ran(tmp_path):
+def test_an_exception_of_a_handler_ends_the_process_after_all_handlers(tmp_path):
     done = run(
         "came = threading.Event()\n"
         "def handle(number, frame):\n    Path(f'ran{threads.get_current()}').touch()\n"
@@ -99,7 +99,7 @@ def test_what_a_handler_raises_ends_the_replica_after_all_handlers_ran(tmp_path)
     assert len(list(tmp_path.glob("ran*"))) == 2
 
 
-def test_without_a_handler_a_signal_ends_the_process_and_others_cannot_be_handled(tmp_path):
+def test_signals_without_a_handler_end_the_process_and_other_signals_are_rejected(tmp_path):
     done = run(
         "def body(number):\n    try:\n        signal.signal(signal.SIGALRM, print)\n"
         "    except ValueError as error:\n        print(error)\n"

@@ -1,4 +1,4 @@
-"""Runs leave a folder each, and the last ones stay."""
+"""Folders of runs: records, search, and removal of the oldest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accel_cli.runner import run_dir
 from accel_cli.runner.run_dir import KEPT_RUNS, RunFolder, find_recent_runs, find_run, read_log
 
 
-def test_the_newest_comes_first_and_says_what_was_recorded(tmp_path):
+def test_runs_are_listed_with_their_records_newest_first(tmp_path):
     for n in range(3):
         RunFolder.create(tmp_path, f"s{n}.py", {"argv": ["python", f"s{n}.py"]}).update({"exit_code": n})
     assert [run.record["exit_code"] for run in find_recent_runs(tmp_path)] == [2, 1, 0]
     assert not any(run.is_running for run in find_recent_runs(tmp_path))
 
 
-def test_the_oldest_go_but_none_that_still_runs(tmp_path):
+def test_the_oldest_runs_are_removed_unless_they_are_running(tmp_path):
     running = RunFolder.create(tmp_path, "long.py", {})
     for n in range(KEPT_RUNS + 5):
         RunFolder.create(tmp_path, f"s{n}.py", {}).update({"exit_code": 0})
@@ -30,7 +30,7 @@ def test_the_oldest_go_but_none_that_still_runs(tmp_path):
     assert len(left) == KEPT_RUNS + 1
 
 
-def test_runs_that_begin_at_once_do_not_trip_over_what_another_lets_go(tmp_path, monkeypatch):
+def test_runs_that_start_at_the_same_time_ignore_removed_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir, "KEPT_RUNS", 1)
 
     def begin(n):
@@ -41,7 +41,7 @@ def test_runs_that_begin_at_once_do_not_trip_over_what_another_lets_go(tmp_path,
     assert len(find_recent_runs(tmp_path)) >= 1
 
 
-def test_a_folder_that_another_launch_has_let_go_says_nothing(tmp_path):
+def test_the_record_of_a_removed_run_is_empty(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
     (run.path / "run.json").unlink()
     assert run.record == {}
@@ -49,12 +49,12 @@ def test_a_folder_that_another_launch_has_let_go_says_nothing(tmp_path):
     assert find_recent_runs(tmp_path) == []
 
 
-def test_nobody_else_reads_what_a_run_leaves(tmp_path):
+def test_run_folders_are_readable_by_their_user_only(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
     assert os.stat(run.path).st_mode & 0o077 == 0  # noqa: PTH116
 
 
-def test_launchers_on_machines_that_share_a_folder_leave_each_other_alone(tmp_path, monkeypatch):
+def test_runs_of_other_nodes_that_share_the_folder_are_not_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
     monkeypatch.setattr("socket.gethostname", lambda: "h0")
     away = RunFolder.create(tmp_path, "train.py", {})
@@ -69,8 +69,8 @@ def test_launchers_on_machines_that_share_a_folder_leave_each_other_alone(tmp_pa
     assert len(find_recent_runs(tmp_path)) == KEPT_RUNS + 1
 
 
-def test_folders_that_no_launch_of_this_user_made_are_never_removed(tmp_path):
-    """A folder of the user with a `run.json` of its own, a link, and a run of another user."""
+def test_other_folders_are_never_removed(tmp_path):
+    """A folder that has a `run.json`, a link, and a run of another user."""
     mine = tmp_path / "exp"
     mine.mkdir()
     (mine / "run.json").write_text(json.dumps({"started": 1.0}))
@@ -89,7 +89,7 @@ def test_folders_that_no_launch_of_this_user_made_are_never_removed(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "nonsense", '{"started": "x"}', "{}", None])
-def test_a_file_of_a_run_that_cannot_be_used_stops_no_launch(tmp_path, content):
+def test_an_invalid_run_record_does_not_stop_a_launch(tmp_path, content):
     broken = tmp_path / "20200101-000000-train-1"
     broken.mkdir()
     if content is None:
@@ -101,7 +101,7 @@ def test_a_file_of_a_run_that_cannot_be_used_stops_no_launch(tmp_path, content):
     assert find_run(tmp_path).path == run.path
 
 
-def test_a_run_of_a_clock_far_ahead_is_not_the_newest(tmp_path):
+def test_a_run_dated_in_the_future_is_not_the_newest(tmp_path):
     ahead = RunFolder.create(tmp_path, "ahead.py", {})
     ahead.update({"started": time.time() + 365 * 24 * 3600, "exit_code": 0})
     older, newer = (RunFolder.create(tmp_path, name, {}) for name in ("older.py", "newer.py"))
@@ -110,7 +110,7 @@ def test_a_run_of_a_clock_far_ahead_is_not_the_newest(tmp_path):
     assert find_run(tmp_path) == newer
 
 
-def test_a_log_that_is_a_named_pipe_is_not_waited_for(tmp_path):
+def test_a_log_that_is_a_named_pipe_is_not_opened(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
     run.update({"exit_code": 0})
     output = run.get_rank(0, 0).output
@@ -119,11 +119,11 @@ def test_a_log_that_is_a_named_pipe_is_not_waited_for(tmp_path):
     assert list(read_log(run)) == []
 
 
-def test_the_name_of_a_run_is_short_enough_for_a_folder(tmp_path):
+def test_the_name_of_a_run_is_limited_in_length(tmp_path):
     assert len(RunFolder.create(tmp_path, "a" * 255, {}).path.name) < 255
 
 
-def test_the_last_run_is_the_last_that_started_processes_or_may_still_do_so(tmp_path):
+def test_the_default_run_is_the_newest_that_started_processes_or_may_do_so(tmp_path):
     trained = RunFolder.create(tmp_path / "runs", "train.py", {"exit_code": 0})
     trained.get_rank(0, 0).path.mkdir(parents=True)
     alone = RunFolder.create(tmp_path / "runs", "never-met.py", {"exit_code": 1})

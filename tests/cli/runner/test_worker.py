@@ -1,4 +1,4 @@
-"""What a started process runs."""
+"""The worker: its writes to the terminal, and records of failures."""
 
 import json
 import os
@@ -16,15 +16,15 @@ WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
 
 
 def writes(folder, source, stream):
-    """Each write the worker makes to `stdout` or `stderr`: a packet socket keeps them apart."""
+    """Return the exit code and each write of the worker to `stdout` or `stderr`, through a packet socket."""
     (folder / "train.py").write_text(source)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         command = [sys.executable, "-u", str(WORKER), "script", "train.py"]
         process = subprocess.Popen(command, cwd=folder, **{stream: theirs.fileno()})
         theirs.close()
-        found = iter(lambda: ours.recv(65536).decode(), "")
-        return process.wait(timeout=200), list(found)
+        writes_of_process = iter(lambda: ours.recv(65536).decode(), "")
+        return process.wait(timeout=200), list(writes_of_process)
 
 
 def test_a_printed_line_is_one_write(tmp_path):
@@ -37,14 +37,14 @@ def test_a_line_on_stderr_is_one_write(tmp_path):
 
 
 def test_a_traceback_is_one_write(tmp_path):
-    code, (said,) = writes(tmp_path, "def f():\n    raise ValueError('no data')\nf()\n", "stderr")
+    code, (text,) = writes(tmp_path, "def f():\n    raise ValueError('no data')\nf()\n", "stderr")
     assert code == 1
-    assert said.startswith("Traceback (most recent call last):\n")
-    assert said.endswith("ValueError: no data\n")
-    assert "worker.py" not in said
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("ValueError: no data\n")
+    assert "worker.py" not in text
 
 
-def test_a_print_to_a_log_on_a_full_disk_is_dropped_and_leaves_a_sign(tmp_path):
+def test_output_to_a_log_on_a_full_disk_is_dropped_and_unlinks_the_log(tmp_path):
     sign = tmp_path / "stdout"
     sign.symlink_to("output.log")
     with Path("/dev/full").open("w", buffering=1) as stream:
@@ -54,7 +54,7 @@ def test_a_print_to_a_log_on_a_full_disk_is_dropped_and_leaves_a_sign(tmp_path):
     assert not sign.is_symlink()
 
 
-def test_a_print_to_a_pipe_that_nobody_reads_fails_as_ever(tmp_path):
+def test_output_to_a_closed_pipe_raises_an_error(tmp_path):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w", buffering=1) as stream:
@@ -65,7 +65,7 @@ def test_a_print_to_a_pipe_that_nobody_reads_fails_as_ever(tmp_path):
             stream.close()
 
 
-def test_a_failure_is_left_whole_or_not_at_all_and_is_said_where_no_file_takes_it(tmp_path, monkeypatch):
+def test_a_failure_that_cannot_be_recorded_is_printed(tmp_path, monkeypatch):
     error = ValueError("no data")
     worker.record_failure(error, tmp_path / "error.json")
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
