@@ -1,7 +1,9 @@
-"""Generate the reference pages from the sources when mkdocs builds the site."""
+"""Generate the reference pages from the sources, and the text that console blocks copy, when mkdocs builds the site."""
 
 from __future__ import annotations
 
+import html
+import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -23,7 +25,7 @@ from accel_cli.profile.sections import Question, Section
 from accel_runtime import env
 from accel_runtime.env import Settings
 
-__all__ = ["cli_page", "on_files", "profile_page"]
+__all__ = ["cli_page", "on_files", "on_page_content", "profile_page"]
 
 _NOT_MEASURED = """\
 # Benchmarks
@@ -42,6 +44,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+_CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Make the button of console blocks copy the commands only; `mkdocs` calls this for each page."""
+    return _CONSOLE.sub(_add_copied_text, content)
+
+
+def _add_copied_text(block: re.Match[str]) -> str:
+    lines = html.unescape(re.sub(r"<[^>]+>", "", block[1])).splitlines()
+    commands = "\n".join(line[2:].partition("  # ")[0] for line in lines if line.startswith("$ "))
+    # Material for MkDocs copies this attribute in place of the text of the block.
+    return block[0].replace("<div ", f'<div data-copy="{html.escape(commands)}" ', 1)
 
 
 # The command line ----------------------------------------------------------------------

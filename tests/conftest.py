@@ -141,9 +141,21 @@ def replicas():
 
 
 @pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The documentation, built as `make check` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
 def slurm_cluster():
     """A Slurm cluster of two nodes, made once; skipped by name where the machine cannot have one."""
-    from slurm_cluster import SlurmCluster, UnavailableError
+    from debian import UnavailableError
+    from slurm_cluster import SlurmCluster
 
     try:
         cluster = SlurmCluster().start()

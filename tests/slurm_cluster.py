@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from debian import UnavailableError, install
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "setpriv")
 CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue", "sacct")
@@ -58,10 +60,6 @@ GresTypes=gpu
 PartitionName=short Nodes={names} Default=YES MaxTime=60 State=UP
 PartitionName=long Nodes={names} MaxTime=600 State=UP
 """
-
-
-class UnavailableError(RuntimeError):
-    """Why there can be no cluster here."""
 
 
 class SlurmCluster:
@@ -219,25 +217,7 @@ def _install():
     if sys.platform != "linux" or os.getuid() != 0:
         raise UnavailableError("a Slurm cluster of namespaces needs Linux and root")
     os.environ["PATH"] += ":/usr/sbin:/sbin"
-    if all(map(shutil.which, PROGRAMS)):
-        return
-    if not shutil.which("apt-get"):
-        raise UnavailableError("Slurm is not installed, and there is no apt-get to install it with")
-    quiet = {"env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, "capture_output": True, "text": True}
-    subprocess.run(["apt-get", "update", "-q"], check=False, **quiet)
-    install = [
-        "apt-get",
-        "-o",
-        "DPkg::Lock::Timeout=120",
-        "install",
-        "-y",
-        "-q",
-        "--no-install-recommends",
-        *PACKAGES,
-    ]
-    done = subprocess.run(install, check=False, **quiet)
-    if not all(map(shutil.which, PROGRAMS)):
-        raise UnavailableError(f"apt-get cannot install Slurm: {done.stderr[-500:]}")
+    install(PACKAGES, PROGRAMS)
 
 
 def _version():

@@ -1,0 +1,192 @@
+"""Chromium shows every page of the documentation.
+
+A browser without a network opens the site from loopback, so a request to another host is an error on the console.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from debian import UnavailableError, install
+from docs_reader import DOCS, blocks, commands
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.wait import WebDriverWait
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = {"desktop": 1280, "phone": 390}
+WORDS = [
+    "multi-node", "multi-gpu", "docker", "jupyter", "lora", "tutorial", "faq", "troubleshooting", "performance",
+]  # fmt: skip
+
+# Each change of the window is seen a moment later, so a script waits until the page is as expected, or ten seconds.
+FIT = """
+const [done, end] = [arguments[0], performance.now() + 10000]
+const scrolls = e => e && (/auto|scroll|hidden/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement))
+function look() {
+  const wide = document.documentElement.scrollWidth > innerWidth ? ["the page"] : []
+  for (const code of document.querySelectorAll("article :not(pre) > code")) {
+    if (code.getBoundingClientRect().right > innerWidth + 1 && !scrolls(code.parentElement)) wide.push(code.textContent)
+  }
+  wide.length && performance.now() < end ? setTimeout(look, 50) : done(wide)
+}
+look()
+"""
+COLORS = """
+const [expected, done] = arguments, end = performance.now() + 10000
+function look() {
+  const scheme = document.body.dataset.mdColorScheme
+  scheme != expected && performance.now() < end ? setTimeout(look, 10) : done(scheme)
+}
+look()
+"""
+FIND = """
+const [word, done] = arguments, end = performance.now() + 10000
+function look() {
+  const first = document.querySelector(".md-search-result__item")?.textContent.toLowerCase() ?? ""
+  first.includes(word) || performance.now() > end ? done(first.includes(word)) : setTimeout(look, 50)
+}
+look()
+"""
+READ = """
+const links = [...document.querySelectorAll("a[href]")].map(a => a.href)
+const next = document.querySelector(".md-footer__link--next")
+return [links, [...document.querySelectorAll("[id]")].map(e => e.id), next && next.href]
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[WebDriver]:
+    """A headless Chromium that reaches loopback only; without one, tests are skipped, but fail in CI."""
+    try:
+        install(("chromium", "chromium-driver"), ("chromedriver",))
+    except UnavailableError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no Chromium: {error}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # Chromium has none for root
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The address of the site, served on loopback."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def resize(browser: WebDriver, width: str) -> None:
+    screen = {"width": WIDTHS[width], "height": 900, "deviceScaleFactor": 1, "mobile": width == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+
+
+def prefer(browser: WebDriver, scheme: str) -> None:
+    feature = {"name": "prefers-color-scheme", "value": "dark" if scheme == "slate" else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
+    site: Path, address: str, browser: WebDriver
+) -> None:
+    browser.get_log("browser")
+    problems: list[str] = []
+    anchors: dict[str, list[str]] = {}
+    links: dict[str, list[str]] = {}
+    url: str | None = address
+    while url:
+        browser.get(url)
+        for width, schemes in (("desktop", ("default", "slate")), ("phone", ("slate", "default"))):
+            resize(browser, width)
+            problems += [f"{url}: {width}: {code} is too wide" for code in browser.execute_async_script(FIT)]
+            for scheme in schemes:
+                prefer(browser, scheme)
+                shown = browser.execute_async_script(COLORS, scheme)
+                problems += [f"{url}: {width}: {scheme} is shown as {shown}"] * (shown != scheme)
+        problems += [f"{url}: {entry['message']}" for entry in browser.get_log("browser")]
+        links[url], anchors[url], url = browser.execute_script(READ)
+    for origin, targets in links.items():
+        for target in {target for target in targets if target.startswith(address)}:
+            path, _, anchor = target.partition("#")
+            if path not in anchors and not (site / path.removeprefix(address)).is_file():
+                problems.append(f"{origin}: {target} does not exist")
+            elif anchor and anchor not in anchors.get(path, [anchor]):
+                problems.append(f"{origin}: {target} has no such anchor")
+    pages = {f"{address}{file.parent.relative_to(site).as_posix()}/" for file in site.rglob("index.html")}
+    assert set(links) == {page.replace("/./", "/") for page in pages}, "the navigation leads to every page"
+    assert not problems, "\n".join(problems)
+
+
+def test_the_menu_of_a_phone_leads_to_a_page(address: str, browser: WebDriver) -> None:
+    resize(browser, "phone")
+    browser.get(address)
+    browser.find_element(By.CSS_SELECTOR, "label[for=__drawer].md-header__button").click()
+    link = browser.find_element(By.CSS_SELECTOR, "nav a[href='troubleshooting/']")
+    WebDriverWait(browser, 20).until(lambda _: link.is_displayed())
+    browser.execute_script("arguments[0].click()", link)
+    WebDriverWait(browser, 20).until(lambda _: browser.current_url.endswith("/troubleshooting/"))
+
+
+def test_the_search_finds_the_words_of_the_field(address: str, browser: WebDriver) -> None:
+    resize(browser, "desktop")
+    browser.get(address)
+    field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
+    field.click()
+    missing = []
+    for word in WORDS:
+        field.clear()
+        field.send_keys(word)
+        if not browser.execute_async_script(FIND, word):
+            missing.append(word)
+    assert not missing
+
+
+def test_a_copied_console_block_is_its_commands(address: str, browser: WebDriver) -> None:
+    grant = {"origin": address, "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+    resize(browser, "desktop")
+    browser.get(f"{address}first-launch/")
+    buttons = browser.find_elements(By.CSS_SELECTOR, ".language-console .md-code__button")
+    shown = [block for block in blocks(DOCS / "first-launch.md") if block.language == "console"]
+    assert len(buttons) == len(shown) > 1
+    for button, block in zip(buttons, shown, strict=True):
+        button.click()
+        expected = "\n".join(command.text for command in commands(block))
+        WebDriverWait(browser, 20).until(
+            lambda _, expected=expected: clipboard(browser) == expected, expected
+        )
+
+
+def clipboard(browser: WebDriver) -> str:
+    return str(browser.execute_script("return navigator.clipboard.readText()"))
