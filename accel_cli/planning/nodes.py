@@ -22,7 +22,6 @@ __all__ = [
     "NodeOptions",
     "find_nodes",
     "find_tpu_nodes",
-    "first_host",
     "get_slurm_rendezvous",
 ]
 
@@ -218,7 +217,7 @@ def get_slurm_rendezvous(environ: Mapping[str, str]) -> tuple[str, str, str]:
     job, step = _parse_number(environ, "SLURM_JOB_ID"), _parse_number(environ, "SLURM_STEP_ID", default="0")
     # Steps of one job may run at the same time.
     port = FIRST_JOB_PORT + (job + 97 * step) % NUM_JOB_PORTS
-    return first_host(environ.get("SLURM_STEP_NODELIST", "")), str(port), f"{job}.{step}"
+    return _parse_first_host(environ.get("SLURM_STEP_NODELIST", "")), str(port), f"{job}.{step}"
 
 
 def _find_mpi_ranks(environ: Mapping[str, str], options: NodeOptions, parent: int) -> NodeLayout | None:
@@ -368,7 +367,7 @@ def _join_endpoint(host: str, port: str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def first_host(nodelist: str) -> str:
+def _parse_first_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[03-07,9],big1`."""
     host = re.match(r"(?:[^,[]|\[[^]]*\])+", nodelist)
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", host[0]) if host else ""

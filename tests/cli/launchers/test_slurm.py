@@ -15,7 +15,6 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.slurm import Slurm
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.nodes import first_host
 from accel_cli.planning.plan import quote_for_bash
 from accel_runtime.env import Settings
 
@@ -212,18 +211,3 @@ def test_submitting_from_inside_a_job_is_an_error():
 def test_a_step_of_another_size_than_the_profile_is_an_error(changes):
     with pytest.raises(UsageError, match=r"the profile needs one on each of 2\. Use srun"):
         Slurm(nnodes=2).plan(job(environ=step(**changes)))
-
-
-@pytest.mark.parametrize(
-    ("listed", "first"),
-    [
-        ("n0", "n0"),
-        ("n[0-1]", "n0"),
-        ("n[03-10,12],m1", "n03"),
-        ("n7,m[1-2]", "n7"),
-        ("rack[2-3]node[5,7]", "rack2node5"),
-        ("gpu-a-1.example,gpu-b-2", "gpu-a-1.example"),
-    ],
-)
-def test_first_host_parses_a_slurm_node_list(listed, first):
-    assert first_host(listed) == first

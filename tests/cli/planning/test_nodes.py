@@ -155,6 +155,8 @@ def test_invalid_or_contradictory_variables_are_an_error_of_one_line(options, en
         ("gpu[03-07,9],big1", "gpu03"),
         ("r[1-2]n[4-5]", "r1n4"),
         ("n[1]-ib,n2", "n1-ib"),
+        ("n7,m[1-2]", "n7"),
+        ("gpu-a-1.example,gpu-b-2", "gpu-a-1.example"),
     ],
 )
 def test_the_first_host_of_a_slurm_node_list_is_the_rendezvous_host(nodelist, head):

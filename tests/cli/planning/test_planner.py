@@ -202,12 +202,6 @@ def test_a_tpu_without_its_packages_is_an_error_with_the_install_command(cwd):
         planned(replace(TPU, packages=Packages(None, "2.13.0")))
 
 
-@pytest.mark.parametrize("count", ["2", "8"])
-def test_a_number_of_xla_processes_other_than_all_or_one_is_an_error(cwd, count):
-    with pytest.raises(ProfileError, match="expected all or 1: torch_xla starts a replica on every device"):
-        resolved(TPU, nproc_per_node=count)
-
-
 def test_the_first_host_of_a_pod_is_the_rendezvous_and_hosts_keep_their_ranks(cwd):
     plan = planned(POD)
     assert (plan.nnodes, plan.agent.rdzv_endpoint, plan.agent.node_rank) == (2, "t0:29400", 1)
