@@ -37,7 +37,7 @@ def log(home, rank):
     return found.read_text()
 
 
-def test_an_exception_while_the_others_are_in_a_collective(fails, home):
+def test_the_report_of_an_exception_while_other_ranks_are_in_a_collective(fails, home):
     lines, code = fails(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -55,7 +55,7 @@ def test_an_exception_while_the_others_are_in_a_collective(fails, home):
     assert log(home, 2).count("ValueError: there is no data\n") == 1
 
 
-def test_the_reason_is_in_a_file_too_under_the_name_of_the_node(fails, monkeypatch, tmp_path):
+def test_the_failure_file_has_the_reason_and_the_name_of_the_node(fails, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCEL_NODE_NAME", "algo-7")
     monkeypatch.setenv("ACCEL_FAILURE_FILE", str(tmp_path / "failure"))
     lines, code = fails(f"{IF_2}    raise ValueError('there is no data')\n{OTHERS_WAIT}")
@@ -65,7 +65,7 @@ def test_the_reason_is_in_a_file_too_under_the_name_of_the_node(fails, monkeypat
     assert reason.startswith("exit code 1 on algo-7, rank 2: ValueError: there is no data\n")
 
 
-def test_a_rank_that_has_raised_and_is_slow_to_end_is_the_first_failure(fails):
+def test_a_rank_that_has_raised_and_exits_slowly_is_the_first_failure(fails):
     lines, code = fails(
         "import atexit, os, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '2':\n"
@@ -79,7 +79,7 @@ def test_a_rank_that_has_raised_and_is_slow_to_end_is_the_first_failure(fails):
     assert lines[-1].endswith(": ValueError: there is no data")
 
 
-def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged_with_all_its_bytes(script, cwd, home):
+def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged(script, cwd, home):
     """A file name that another system wrote, in a folder that has such a name too."""
     folder = Path(os.fsdecode(os.fsencode(cwd) + b"/\xff"))
     folder.mkdir()
@@ -94,7 +94,7 @@ def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged_with_all_its_
         assert found.read_bytes().endswith(b"ValueError: \xff.jpg\n")
 
 
-def test_all_ranks_raise(fails):
+def test_the_report_of_an_exception_on_all_ranks(fails):
     lines, code = fails(
         "import os, time\ntime.sleep(1.5 * (int(os.environ['RANK']) != 3))\nraise KeyError('x')\n"
     )
@@ -103,26 +103,26 @@ def test_all_ranks_raise(fails):
     assert lines[-1].endswith(": KeyError: 'x'")
 
 
-def test_an_exit_code(fails):
+def test_the_report_of_an_exit_code(fails):
     lines, code = fails(f"{IF_2}    sys.exit(3)\n{OTHERS_WAIT}")
     assert code == 3
     assert lines[-1].endswith(": exited with code 3")
 
 
-def test_a_text_given_to_exit(fails, home):
+def test_the_report_of_a_text_passed_to_exit(fails, home):
     lines, code = fails(f"{IF_2}    sys.exit('no such dataset: x')\n{OTHERS_WAIT}")
     assert code == 1
     assert lines[-1].endswith(": exited with code 1: no such dataset: x")
     assert log(home, 2) == "begins 2\nno such dataset: x\n"
 
 
-def test_an_import_that_fails(fails):
+def test_the_report_of_a_failed_import(fails):
     lines, _ = fails(f"{IF_2}    import no_such_module\n{OTHERS_WAIT}")
     assert "    import no_such_module" in lines
     assert lines[-1].endswith(": ModuleNotFoundError: No module named 'no_such_module'")
 
 
-def test_a_syntax_error_shows_place_and_caret_and_nothing_of_ours(fails, cwd):
+def test_the_report_of_a_syntax_error_has_its_location_and_no_frame_of_accel(fails, cwd):
     lines, code = fails("x = (\n")
     assert code == 1
     assert lines[-4:-1] == [f'  File "{cwd}/train.py", line 1', "    x = (", "        ^"]
@@ -130,7 +130,7 @@ def test_a_syntax_error_shows_place_and_caret_and_nothing_of_ours(fails, cwd):
     assert "Traceback" not in "\n".join(lines)
 
 
-def test_a_segmentation_fault_shows_where_python_was(fails, home):
+def test_the_report_of_a_segmentation_fault_has_the_python_stack(fails, home):
     lines, code = fails(
         f"import ctypes\ndef native():\n    ctypes.string_at(0)\n{IF_2}    native()\n{OTHERS_WAIT}"
     )
@@ -140,13 +140,13 @@ def test_a_segmentation_fault_shows_where_python_was(fails, home):
     assert "Fatal Python error: Segmentation fault" in log(home, 2)
 
 
-def test_a_kill(fails):
+def test_the_report_of_a_killed_rank(fails):
     lines, code = fails(f"{IF_2}    os.kill(os.getpid(), 9)\n{OTHERS_WAIT}")
     assert code == 137
     assert lines[-1].endswith(": terminated by SIGKILL: often the out-of-memory killer")
 
 
-def test_memory_that_torch_does_not_get(fails):
+def test_the_report_of_a_failed_allocation_of_torch(fails):
     lines, code = fails(
         f"{IF_2}    import torch\n"
         "    raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB. If reserved by PyTorch "
@@ -158,7 +158,7 @@ def test_memory_that_torch_does_not_get(fails):
     assert [line for line in lines if line.startswith("accel: hint: set PYTORCH_CUDA_ALLOC_CONF=")]
 
 
-def test_a_long_message_and_what_the_exception_came_from_are_cut_with_a_pointer_to_the_log(fails, home):
+def test_a_long_message_and_its_causes_are_shortened_in_the_report(fails, home):
     lines, _ = fails(
         f"{IF_2}    try:\n        {{}}['absent']\n    except KeyError as error:\n"
         "        raise RuntimeError('\\n'.join(['y' * 1000] * 100)) from error\n"
@@ -170,13 +170,13 @@ def test_a_long_message_and_what_the_exception_came_from_are_cut_with_a_pointer_
     assert log(home, 2).count("y" * 1000) == 100
 
 
-def test_a_deep_stack_keeps_its_first_and_last_calls(fails):
+def test_the_report_of_a_deep_stack_has_its_first_and_last_calls(fails):
     lines, _ = fails(f"def down(n):\n    down(n - 1) if n else int('x')\n{IF_2}    down(100)\n{OTHERS_WAIT}")
     assert "    down(100)" in lines
     assert lines[-1].endswith("ValueError: invalid literal for int() with base 10: 'x'")
 
 
-def test_frames_of_torch_are_one_line(fails):
+def test_frames_of_torch_are_folded_into_one_line(fails):
     lines, _ = fails(
         f"{IF_2}    import torch\n    torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(3))\n{OTHERS_WAIT}"
     )
@@ -184,7 +184,7 @@ def test_frames_of_torch_are_one_line(fails):
     assert not [line for line in lines if "site-packages" in line]
 
 
-def test_an_exception_that_cannot_be_printed(fails):
+def test_the_report_of_an_exception_that_cannot_be_printed(fails):
     lines, _ = fails(
         "class Bad(Exception):\n    def __str__(self):\n        raise ValueError\n"
         f"{IF_2}    raise Bad\n{OTHERS_WAIT}"
@@ -192,7 +192,7 @@ def test_an_exception_that_cannot_be_printed(fails):
     assert lines[-1].endswith(": Bad: <exception str() failed>")
 
 
-def test_an_exit_in_another_thread_of_a_rank_that_is_not_shown(fails):
+def test_the_report_of_an_exit_in_a_thread_of_a_hidden_rank(fails):
     lines, code = fails(
         f"{IF_2}    import threading\n    print('the disk is full', file=sys.stderr)\n"
         "    threading.Thread(target=os._exit, args=(7,)).start()\n"
@@ -211,7 +211,7 @@ def test_a_script_that_uses_record_has_one_report(fails):
     assert len([line for line in lines if "ValueError: boom" in line]) == 1
 
 
-def test_a_hook_of_the_users_still_runs(fails):
+def test_an_excepthook_of_the_script_is_called(fails):
     lines, _ = fails(
         "import sys\nprevious = sys.excepthook\n"
         "def hook(*error):\n    print('hook:', error[0].__name__, flush=True)\n    previous(*error)\n"
@@ -222,7 +222,7 @@ def test_a_hook_of_the_users_still_runs(fails):
     assert len([line for line in lines if "ValueError: boom" in line]) == 1
 
 
-def test_ranks_that_were_ended_by_the_launcher_are_no_failures(fails):
+def test_ranks_that_the_launcher_ended_are_not_reported_as_failures(fails):
     lines, code = fails(
         "import signal\n"
         f"{IF_2}    time.sleep(0.5)\n    sys.exit(5)\n"
@@ -234,7 +234,7 @@ def test_ranks_that_were_ended_by_the_launcher_are_no_failures(fails):
 
 
 @pytest.mark.slow
-def test_on_two_machines_both_name_the_rank_that_failed_first(script, cwd, tmp_path, port):
+def test_two_nodes_report_the_same_first_failure(script, cwd, tmp_path, port):
     """Both agents run here, on loopback, as two machines would."""
     script(
         "import torch, torch.distributed as dist\n"
@@ -299,7 +299,7 @@ def little_memory():
     pytest.skip("needs the right to make a control group for memory")
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_is_named_so(script, little_memory):
+def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
     script(
         f"{IF_2}    hoard = []\n    while True:\n        hoard.append(bytearray(b'x' * (1 << 24)))\n{OTHERS_WAIT}"
     )

@@ -39,7 +39,7 @@ def told(tmp_path, monkeypatch):
     return lambda: {path.stem: json.loads(path.read_text()) for path in sorted(out.iterdir())}
 
 
-def test_one_process_is_the_launcher_itself_and_its_exit_code_its_own(accel, script):
+def test_one_process_replaces_the_launcher_and_keeps_its_exit_code(accel, script):
     script("import os, sys; print(os.getpid()); sys.exit(7)")
     command = [sys.executable, "-m", "accel_cli", "launch", "train.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -50,7 +50,7 @@ def test_one_process_is_the_launcher_itself_and_its_exit_code_its_own(accel, scr
     )
 
 
-def test_the_number_of_processes_asked_for_is_the_number_that_runs(accel, script, told):
+def test_the_requested_number_of_processes_runs(accel, script, told):
     script(TELL)
     done = accel("launch", "--cpu", "--nproc-per-node", 3, "train.py", "x")
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_the_number_of_processes_asked_for_is_the_number_that_runs(accel, script
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_script_sees_what_python_would_show_it(accel, script, told, count):
+def test_a_script_has_the_environment_of_python(accel, script, told, count):
     path = script(TELL, "sub/train.py")
     done = accel(
         "launch", "--nproc-per-node", count, "--mixed-precision", "bf16", "sub/train.py", "--lr", "-1"
@@ -71,7 +71,7 @@ def test_a_script_sees_what_python_would_show_it(accel, script, told, count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_module_runs_as_python_dash_m_would(accel, script, told, count, cwd):
+def test_a_module_runs_as_with_python_m(accel, script, told, count, cwd):
     script("", "pack/__init__.py")
     path = script("from . import __name__ as own\nassert own == 'pack'\n" + TELL, "pack/train.py")
     done = accel("launch", "--nproc-per-node", count, "-m", "pack.train", "--", "-m")
@@ -129,12 +129,12 @@ AWKWARD = [
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(args=ARGS)
-def test_arguments_reach_one_process_byte_for_byte(accel, script, args):
+def test_arguments_of_one_process_are_unchanged(accel, script, args):
     script("import sys; print(ascii(sys.argv[1:]))")
     assert accel("launch", "-q", "train.py", *args).stdout.strip() == ascii(args)
 
 
-def test_awkward_arguments_reach_every_process_byte_for_byte(accel, script, told):
+def test_unusual_arguments_of_several_processes_are_unchanged(accel, script, told):
     script(TELL)
     args = [*AWKWARD, "train.py", *reversed(AWKWARD)]
     done = accel("launch", "--nproc-per-node", 2, "train.py", *args)
@@ -142,7 +142,7 @@ def test_awkward_arguments_reach_every_process_byte_for_byte(accel, script, told
     assert [said["argv"][1:] for said in told().values()] == [args, args]
 
 
-def test_arguments_that_are_no_text_reach_the_script_as_their_bytes(script, cwd):
+def test_arguments_that_are_not_utf_8_are_unchanged(script, cwd):
     script("import os, sys; print(os.fsencode(sys.argv[1]))")
     command = [sys.executable, "-m", "accel_cli", "launch", "-q", "train.py", b"\xff\xfe"]
     assert (
@@ -159,9 +159,7 @@ def test_arguments_that_are_no_text_reach_the_script_as_their_bytes(script, cwd)
         ("os.abort()", 134, "terminated by SIGABRT"),
     ],
 )
-def test_the_exit_code_is_that_of_the_rank_that_failed_and_the_last_line_names_it(
-    accel, script, ends, code, said
-):
+def test_the_exit_code_is_that_of_the_failed_rank_and_the_last_line_names_it(accel, script, ends, code, said):
     script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(60)")
     done = accel("launch", "--nproc-per-node", 2, "train.py")
     assert done.returncode == code
@@ -179,7 +177,7 @@ def test_a_traceback_begins_in_the_script(accel, script):
 
 
 @pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_reaches_every_process_and_leaves_none(script, cwd, count, number):
+def test_a_signal_ends_every_process(script, cwd, count, number):
     script(
         "import os, signal, sys, time\n"
         "from pathlib import Path\n"
@@ -224,7 +222,7 @@ def test_a_signal_reaches_every_process_and_leaves_none(script, cwd, count, numb
         ((), "Missing argument"),
     ],
 )
-def test_bad_input_is_one_message_and_code_2_and_nothing_starts(accel, script, cwd, args, said):
+def test_invalid_input_is_one_message_with_exit_code_2(accel, script, cwd, args, said):
     script("from pathlib import Path; Path('started').touch()")
     (cwd / "sub").mkdir()
     done = accel("launch", *args)
@@ -234,7 +232,7 @@ def test_bad_input_is_one_message_and_code_2_and_nothing_starts(accel, script, c
     assert not (cwd / "started").exists()
 
 
-def test_a_profile_that_cannot_be_read_is_named(accel, script, home):
+def test_an_invalid_profile_is_named(accel, script, home):
     script("")
     (home / "profiles" / "default.yaml").mkdir(parents=True)
     (home / "profiles" / "x.yaml").write_bytes(b"\xff")
@@ -255,7 +253,7 @@ def test_a_dry_run_prints_the_plan_and_runs_nothing(accel, script, cwd):
     assert not (cwd / "started").exists()
 
 
-def test_explain_says_where_every_value_came_from(accel, script, home):
+def test_explain_prints_the_source_of_every_value(accel, script, home):
     script("")
     accel("config", "set", "mixed_precision=bf16")
     done = accel("launch", "--explain", "--cpu", "train.py")
@@ -264,7 +262,7 @@ def test_explain_says_where_every_value_came_from(accel, script, home):
     assert "  process_group_timeout: 1800  [default]" in done.stdout.splitlines()
 
 
-def test_the_line_at_the_start_names_the_profile_and_quiet_leaves_it_out(accel, script, home):
+def test_the_start_line_names_the_profile_and_quiet_omits_it(accel, script, home):
     script("")
     accel("config", "set", "mixed_precision=bf16")
     assert accel("launch", "train.py").stderr == (
@@ -273,7 +271,7 @@ def test_the_line_at_the_start_names_the_profile_and_quiet_leaves_it_out(accel, 
     assert accel("launch", "-q", "train.py").stderr == ""
 
 
-def test_the_profile_in_force_reaches_the_library_in_every_process(accel, script):
+def test_the_effective_profile_reaches_the_runtime_in_every_process(accel, script):
     script(
         "from accel_runtime import Accelerator\na = Accelerator()\n"
         "a.wait_for_everyone()\nprint(a.mixed_precision, a.device, a.num_processes, a.process_index)\n"
@@ -283,14 +281,14 @@ def test_the_profile_in_force_reaches_the_library_in_every_process(accel, script
     assert sorted(done.stdout.splitlines()) == ["[0] bf16 cpu 2 0", "[1] bf16 cpu 2 1"], done.stderr
 
 
-def test_lines_that_ranks_print_together_are_not_torn(accel, script):
+def test_lines_of_ranks_that_print_at_the_same_time_are_complete(accel, script):
     script("import os\nfor n in range(400):\n    print('rank', os.environ['RANK'], 'line', n, 'x' * 50)\n")
     done = accel("launch", "-q", "--nproc-per-node", 2, "--ranks", "all", "train.py")
     expected = {f"[{rank}] rank {rank} line {n} {'x' * 50}" for rank in range(2) for n in range(400)}
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_a_line_is_seen_as_soon_as_it_is_printed(script):
+def test_a_line_is_shown_as_soon_as_it_is_printed(script):
     script("import os, sys\nif os.environ['RANK'] == '0':\n    print('here')\nsys.stdin.read()\n")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", **pipes) as process:
@@ -301,7 +299,7 @@ def test_a_line_is_seen_as_soon_as_it_is_printed(script):
 
 
 @pytest.mark.slow
-def test_two_machines_meet_by_the_same_command(accel, script, tmp_path, port):
+def test_two_nodes_join_by_the_same_command(accel, script, tmp_path, port):
     """Both agents run here, on loopback, as two machines would."""
     script(
         "from accel_runtime import Accelerator\na = Accelerator()\nprint('I am', a.process_index, 'of', a.num_processes)\n"
@@ -364,7 +362,7 @@ if accelerator.is_main_process():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fp16", [False, True])
-def test_a_script_in_the_early_spelling_trains_alike_on_one_process_and_two(accel, script, monkeypatch, fp16):
+def test_a_script_for_accelerate_trains_equally_on_one_and_two_processes(accel, script, monkeypatch, fp16):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script(EARLY.replace("FP16", str(fp16)))
     said = [accel("launch", "-q", "--nproc-per-node", count, "train.py") for count in (1, 2)]
@@ -373,7 +371,7 @@ def test_a_script_in_the_early_spelling_trains_alike_on_one_process_and_two(acce
 
 
 @pytest.mark.slow
-def test_the_example_learns_the_same_on_one_process_and_on_two(accel):
+def test_the_example_trains_equally_on_one_and_two_processes(accel):
     example = Path(__file__).parents[2] / "examples" / "digits.py"
     ways = {
         "python": [sys.executable, example],

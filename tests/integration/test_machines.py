@@ -82,7 +82,7 @@ def running(cwd, pattern):
 
 
 @pytest.mark.slow
-def test_machines_with_different_numbers_of_processes_meet_though_a_name_leads_to_loopback(script, cwd):
+def test_nodes_with_different_numbers_of_processes_join_if_a_name_resolves_to_loopback(script, cwd):
     """Debian gives a machine's own name 127.0.1.1, where no other machine finds it."""
     script(TOLD)
     with hosts(2) as two:
@@ -103,7 +103,7 @@ def test_machines_with_different_numbers_of_processes_meet_though_a_name_leads_t
 
 
 @pytest.mark.slow
-def test_five_restarts_of_five_on_two_machines_have_one_count_and_one_reason(script):
+def test_two_nodes_count_restarts_together_and_print_one_reason(script):
     script(FAILS)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "5", "train.py", "5")
@@ -119,7 +119,7 @@ def test_five_restarts_of_five_on_two_machines_have_one_count_and_one_reason(scr
 
 
 @pytest.mark.slow
-def test_when_the_restarts_are_used_up_all_machines_end(script):
+def test_all_nodes_end_without_remaining_restarts(script):
     script(FAILS)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--max-restarts", "1", "train.py", "9")
@@ -134,7 +134,7 @@ def test_when_the_restarts_are_used_up_all_machines_end(script):
 
 
 @pytest.mark.slow
-def test_a_lost_machine_leaves_the_rest_at_work_and_its_replacement_is_taken_in(script, cwd):
+def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script, cwd):
     script(LIVES)
     options = (*MEET, "--nnodes", "1:2", "--max-restarts", "3", "--set", "launcher.last_call_timeout=2",
                "--set", "process_group_timeout=6", "train.py")  # fmt: skip
@@ -159,7 +159,7 @@ def test_a_lost_machine_leaves_the_rest_at_work_and_its_replacement_is_taken_in(
 
 
 @pytest.mark.slow
-def test_a_killed_process_starts_all_again_on_three_machines(script, cwd):
+def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
     script(LIVES)
     with hosts(3) as three:
         launched = three.launch(*MEET, "--nnodes", "3", "--max-restarts", "1", "train.py")
@@ -175,7 +175,7 @@ def test_a_killed_process_starts_all_again_on_three_machines(script, cwd):
 
 
 @pytest.mark.slow
-def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
+def test_both_nodes_report_a_broken_network_and_end(script, cwd):
     script(LIVES)
     with hosts(2) as two:
         launched = two.launch(*MEET, "--nnodes", "2", "--set", "process_group_timeout=6", "train.py")
@@ -202,7 +202,7 @@ def test_a_cut_link_is_named_on_both_sides_of_it_and_both_end(script, cwd):
         ),
     ],
 )
-def test_a_launcher_that_ends_by_a_signal_is_named_on_the_other_machine(script, cwd, number, named):
+def test_a_launcher_ended_by_a_signal_is_named_on_the_other_node(script, cwd, number, named):
     script(TALKS)
     with hosts(2) as two:
         # One after the other, so that the first has the store.
@@ -219,7 +219,7 @@ def test_a_launcher_that_ends_by_a_signal_is_named_on_the_other_machine(script, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 0)])
-def test_a_third_machine_of_a_run_of_two_is_refused_or_a_spare(script, cwd, restarts, code):
+def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restarts, code):
     script(LIVES)
     with hosts(3) as three:
         options = (*MEET, "--nnodes", "2", "--max-restarts", restarts, "train.py")
@@ -247,7 +247,7 @@ def test_a_third_machine_of_a_run_of_two_is_refused_or_a_spare(script, cwd, rest
 
 
 @pytest.mark.slow
-def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
+def test_a_missing_node_is_reported_while_waiting_and_at_the_end(script):
     script(TOLD)
     with hosts(3) as three:
         launched = Hosts(three[:2]).launch(
@@ -264,7 +264,7 @@ def test_one_machine_too_few_is_said_while_waiting_and_in_the_end(script):
 
 
 @pytest.mark.slow
-def test_machines_that_a_scheduler_numbers_keep_their_order_and_are_missed_by_number(script):
+def test_node_ranks_of_a_scheduler_fix_the_order_and_name_missing_nodes(script):
     script(TOLD)
     numbers = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.77.0.11\n10.77.0.10"}
     with hosts(2) as two:
@@ -295,7 +295,7 @@ def test_machines_that_a_scheduler_numbers_keep_their_order_and_are_missed_by_nu
         ("10.99.0.1:29400", "h1 has no route to 10.99.0.1"),
     ],
 )
-def test_a_wrong_endpoint_is_named(script, endpoint, reason):
+def test_a_wrong_endpoint_is_an_error(script, endpoint, reason):
     script(TOLD)
     with hosts(2) as two:
         (launched,) = Hosts([two[1]]).launch(
@@ -314,7 +314,7 @@ def test_a_wrong_endpoint_is_named(script, endpoint, reason):
 
 
 @pytest.mark.slow
-def test_machines_that_are_told_different_things_are_refused_by_name(script):
+def test_nodes_with_different_options_are_rejected(script):
     script(TOLD)
     with hosts(2) as two:
         launched = [Hosts([host]).launch(*MEET, "--nnodes", count, "--set", "launcher.rdzv_timeout=20", "train.py")[0]
@@ -327,7 +327,7 @@ def test_machines_that_are_told_different_things_are_refused_by_name(script):
 
 
 @pytest.mark.slow
-def test_typed_numbers_of_machines_are_their_order(script):
+def test_node_rank_options_are_the_order_of_the_nodes(script):
     script(TOLD)
     with hosts(2) as two:
         launched = [numbered(host, number) for host, number in zip(two, "10", strict=True)]
@@ -337,7 +337,7 @@ def test_typed_numbers_of_machines_are_their_order(script):
 
 
 @pytest.mark.slow
-def test_a_number_that_two_machines_have_is_refused_on_both(script):
+def test_equal_node_ranks_are_an_error_on_both_nodes(script):
     script(TOLD)
     with hosts(2) as two:
         launched = [numbered(host, "1") for host in two]
@@ -349,7 +349,7 @@ def test_a_number_that_two_machines_have_is_refused_on_both(script):
 
 
 @pytest.mark.slow
-def test_the_self_check_trains_on_two_machines(cwd):
+def test_accel_test_trains_on_two_nodes(cwd):
     with hosts(2) as two:
         two[0].call_itself("127.0.1.1")
         command = ("test", "--cpu", "--nnodes", "2", "--rdzv-endpoint", "h0:29400")
@@ -359,6 +359,6 @@ def test_the_self_check_trains_on_two_machines(cwd):
     assert "2 machines joined at h0:29400" in outputs[0]
 
 
-def test_nothing_of_the_hosts_is_left():
+def test_no_network_namespace_is_left():
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"accel{os.getpid()}" not in left

@@ -46,7 +46,7 @@ def on_a_terminal(command, **options):
     return b"".join(parts), process.returncode
 
 
-def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_pass_unchanged(script, home):
+def test_a_single_rank_on_a_terminal_has_a_terminal_of_equal_size(script, home):
     script(
         "import os, sys\n"
         "size = tuple(os.get_terminal_size(1)) if sys.stdout.isatty() else None\n"
@@ -61,7 +61,7 @@ def test_a_rank_alone_on_a_terminal_finds_a_terminal_of_its_size_and_its_bytes_p
     assert log(home, 1).endswith(b"\r0/2\r1/2\r2/2\x1b[31m\xff\n")
 
 
-def test_a_rank_learns_that_its_screen_has_another_size(script):
+def test_a_rank_is_informed_of_a_new_terminal_size(script):
     script(
         "import os, signal\n"
         # Not print: the signal may come while the other one is under way.
@@ -94,7 +94,7 @@ def line_of(terminal):
     return said
 
 
-def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, home):
+def test_a_redirected_stream_is_separate_from_the_terminal(script, cwd, home):
     script(
         "import sys\nprint('out', sys.stdout.isatty())\nprint('err', sys.stderr.isatty(), file=sys.stderr)\n"
     )
@@ -104,7 +104,7 @@ def test_a_stream_that_is_no_terminal_stays_apart_from_one_that_is(script, cwd, 
     assert sorted(log(home, 0).splitlines()) == [b"err False", b"out True"]
 
 
-def test_the_log_of_a_rank_has_its_output_and_errors_in_the_order_they_were_written(accel, script, home):
+def test_the_log_of_a_rank_has_both_streams_in_the_order_of_the_writes(accel, script, home):
     script("import sys\nfor n in range(50):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n")
     done = accel(
         "launch",
@@ -122,7 +122,7 @@ def test_the_log_of_a_rank_has_its_output_and_errors_in_the_order_they_were_writ
 
 
 @pytest.mark.parametrize(("ranks", "seen"), [("none", []), ("1", ["1"]), ("0,2", ["[0] 0", "[2] 2"])])
-def test_the_ranks_that_are_asked_for_are_shown(accel, script, home, ranks, seen):
+def test_the_selected_ranks_are_shown(accel, script, home, ranks, seen):
     script("import os\nprint(os.environ['RANK'])\n")
     done = accel("launch", "-q", "--nproc-per-node", 3, "--ranks", ranks, "train.py")
     assert (done.returncode, done.stderr) == (0, "")
@@ -130,7 +130,7 @@ def test_the_ranks_that_are_asked_for_are_shown(accel, script, home, ranks, seen
     assert [log(home, rank) for rank in range(3)] == [b"0\n", b"1\n", b"2\n"]
 
 
-def test_prefixes_are_coloured_on_a_terminal_unless_no_colour_is_wanted(script):
+def test_prefixes_are_coloured_on_a_terminal_without_no_color(script):
     script("import os\nprint(os.environ['RANK'])\n")
     command = (*LAUNCH, "--ranks", "all", "train.py")
     screen, _ = on_a_terminal(command, env={**os.environ, "TERM": "xterm"})
@@ -139,7 +139,7 @@ def test_prefixes_are_coloured_on_a_terminal_unless_no_colour_is_wanted(script):
     assert sorted(plain.splitlines()) == [b"[0] 0", b"[1] 1"]
 
 
-def test_a_question_is_seen_before_its_line_is_whole(script):
+def test_a_question_is_shown_before_its_line_is_complete(script):
     script(
         "import os\nif os.environ['RANK'] == '0':\n    print('go on?', end=' ', flush=True)\n    print(input())\n"
     )
@@ -151,7 +151,7 @@ def test_a_question_is_seen_before_its_line_is_whole(script):
         assert process.stdout.read() == "[0] yes\n"
 
 
-def test_a_script_whose_output_nobody_reads_any_more_ends(script):
+def test_a_script_ends_if_its_output_is_closed(script):
     script("import time\nwhile True:\n    print('x' * 100)\n    time.sleep(0.001)\n")
     with Accel(*LAUNCH, "train.py", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -161,7 +161,7 @@ def test_a_script_whose_output_nobody_reads_any_more_ends(script):
         assert b"BrokenPipeError" in process.stderr.read().splitlines()[-1]
 
 
-def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(accel, script):
+def test_a_background_process_of_a_script_does_not_delay_the_end(accel, script):
     script("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)\n")
     began = time.monotonic()
     done = accel(*LAUNCH, "--ranks", "all", "train.py")
@@ -180,7 +180,7 @@ def test_a_process_that_a_script_leaves_behind_keeps_nobody_waiting(accel, scrip
     ],
     ids=["full disk", "no folder"],
 )
-def test_logs_that_cannot_be_written_are_one_warning_and_the_run_goes_on(accel, script, breaks, why):
+def test_logs_that_cannot_be_written_are_one_warning(accel, script, breaks, why):
     script(
         f"import os, shutil\nfrom pathlib import Path\nif os.environ['RANK'] == '1':\n    {breaks}\n"
         "for n in range(3):\n    print('line', n, flush=True)\n"
@@ -192,7 +192,7 @@ def test_logs_that_cannot_be_written_are_one_warning_and_the_run_goes_on(accel, 
     assert done.stderr.count("\n") == 1
 
 
-def test_logs_shows_the_last_run(accel, script, cwd, home):
+def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
     script("import os, sys\nprint(sys.argv[1], os.environ['RANK'])\n")
     for word in ("first", "second"):
         accel("launch", "-q", "--nproc-per-node", 2, "train.py", word)
@@ -209,13 +209,13 @@ def test_logs_shows_the_last_run(accel, script, cwd, home):
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_logs_without_a_run_says_so(accel):
+def test_accel_logs_without_a_run_is_an_error(accel):
     done = accel("logs")
     assert done.returncode == 2
     assert "accel: error: no runs found in " in done.stderr
 
 
-def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel, script, cwd):
+def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cwd):
     script("import sys\nprint('begins', flush=True)\nsys.stdin.read()\nprint('ends')\n")
     accel("config", "set", "--project", "launcher.kind=torchrun", "launcher.log_dir=kept")
     with Accel(*LAUNCH, "train.py", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
@@ -236,7 +236,7 @@ def test_logs_follows_a_run_until_it_ends_also_where_the_profile_keeps_it(accel,
         (("--ranks", "first"), "expected all, none, or ranks as in 0,2"),
     ],
 )
-def test_what_cannot_be_shown_or_kept_is_refused_before_anything_starts(accel, script, cwd, asked, said):
+def test_invalid_options_of_output_are_an_error(accel, script, cwd, asked, said):
     script("open('started', 'w')\n")
     done = accel("launch", "-q", "--nproc-per-node", 2, *asked, "train.py")
     assert done.returncode == 2
@@ -246,7 +246,7 @@ def test_what_cannot_be_shown_or_kept_is_refused_before_anything_starts(accel, s
 
 
 @pytest.mark.parametrize("asked", [("--log-dir", "x"), ("--ranks", "all")])
-def test_one_process_that_becomes_the_script_keeps_no_logs_and_says_so(accel, script, asked):
+def test_options_of_output_are_an_error_with_single(accel, script, asked):
     script("")
     done = accel("launch", *asked, "train.py")
     assert done.returncode == 2

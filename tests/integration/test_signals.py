@@ -116,7 +116,7 @@ def heard(cwd):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_a_signal_that_ends_the_run_reaches_each_process_once_with_time_to_save(script, cwd, launch, number):
+def test_a_terminating_signal_reaches_each_process_once_with_time_to_save(script, cwd, launch, number):
     script(HEARD + UP + WAIT)
     launched = launch().up().send(number)
     assert launched.ended() == 128 + number
@@ -129,7 +129,7 @@ def test_a_signal_that_ends_the_run_reaches_each_process_once_with_time_to_save(
     ]
 
 
-def test_user_signals_reach_each_process_once_and_the_run_goes_on(script, cwd, launch):
+def test_user_signals_reach_each_process_once(script, cwd, launch):
     script(HEARD + UP + WAIT)
     launched = launch().up().send(signal.SIGUSR1, signal.SIGUSR2)
     wait_for(lambda: heard(cwd) == [["SIGUSR1", "SIGUSR2"]] * 2)
@@ -138,7 +138,7 @@ def test_user_signals_reach_each_process_once_and_the_run_goes_on(script, cwd, l
     assert launched.said == []
 
 
-def test_ctrl_c_is_one_line_on_the_screen_for_a_script_that_knows_nothing_of_it(script, launch):
+def test_ctrl_c_prints_one_line_for_a_script_without_handlers(script, launch):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch().up().send(signal.SIGINT)
     assert launched.ended() == 130
@@ -173,7 +173,7 @@ def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_one_ends_at_once_whoever_does_not_listen(script, launch, number):
+def test_a_second_signal_kills_processes_that_ignore_it(script, launch, number):
     script(DEAF + "child = subprocess.Popen(['sleep', '600'])\n" + UP + WAIT)
     launched = launch().up().send(number)
     wait_for(lambda: launched.said)
@@ -183,7 +183,7 @@ def test_a_second_one_ends_at_once_whoever_does_not_listen(script, launch, numbe
     assert not launched.left()
 
 
-def test_a_signal_that_a_wrapper_sends_twice_is_one(script, cwd, launch):
+def test_a_signal_that_a_wrapper_sends_twice_counts_once(script, cwd, launch):
     script(HEARD + UP + WAIT)
     launched = launch().up()
     # Stopped meanwhile, so that no pause lies between them; two that are equal would become one.
@@ -193,7 +193,7 @@ def test_a_signal_that_a_wrapper_sends_twice_is_one(script, cwd, launch):
     assert len(list(cwd.glob("saved*"))) == 2
 
 
-def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
+def test_a_process_that_exceeds_the_shutdown_timeout_is_killed_and_named(script, launch):
     script(DEAF + UP + WAIT)
     launched = launch("--shutdown-timeout", "1").up()
     pids = [(launched.cwd / f"up{rank}").read_text() for rank in range(2)]
@@ -202,7 +202,7 @@ def test_who_does_not_end_in_time_is_killed_and_named(script, launch):
 
 
 @pytest.mark.slow
-def test_what_a_process_started_is_not_signalled_while_it_saves_and_does_not_outlive_it(script, cwd, launch):
+def test_children_of_a_rank_are_signalled_after_it_has_exited(script, cwd, launch):
     script(
         "import os, signal, subprocess, sys, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
@@ -265,9 +265,7 @@ def alive(cwd):
     ],
     ids=["signal", "second signal", "failure", "killed"],
 )
-def test_nothing_that_ranks_started_in_sessions_of_its_own_outlives_a_run_that_is_ended(
-    script, cwd, launch, ends, code
-):
+def test_daemons_of_ranks_end_with_a_run_that_is_ended(script, cwd, launch, ends, code):
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" if ends == "second signal" else ""
     script(STARTS.replace("started =", deaf + "started =") + UP + (ends if "sys" in ends else WAIT))
     launched = launch().up()
@@ -286,7 +284,7 @@ def test_nothing_that_ranks_started_in_sessions_of_its_own_outlives_a_run_that_i
     assert not alive(cwd)
 
 
-def test_what_a_run_that_ended_well_started_in_sessions_of_its_own_stays(script, cwd, launch):
+def test_daemons_of_a_successful_run_continue(script, cwd, launch):
     script(STARTS)
     assert launch().ended() == 0
     left = alive(cwd)
@@ -295,7 +293,7 @@ def test_what_a_run_that_ended_well_started_in_sessions_of_its_own_stays(script,
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
-def test_a_run_that_loses_its_guard_ends_as_it_would_with_it_and_says_so_once(script, cwd, launch, number):
+def test_a_run_that_loses_its_guard_continues_with_one_warning(script, cwd, launch, number):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch().up()
     (lost,) = [process.pid for process in launched.left() if launched._is_guard(process.pid)]
@@ -314,7 +312,7 @@ def test_a_run_that_loses_its_guard_ends_as_it_would_with_it_and_says_so_once(sc
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_left(script, cwd, launch):
+def test_the_guard_ends_with_a_successful_run_and_spares_its_daemons(script, cwd, launch):
     script(
         "import os, subprocess\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
         "Path('child' + rank).write_text(str(subprocess.Popen(['sleep', '600']).pid))\n" + UP
@@ -327,7 +325,7 @@ def test_a_run_that_ends_well_takes_its_guard_along_and_leaves_what_the_script_l
 
 
 @pytest.mark.slow
-def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
+def test_an_ignored_hangup_stays_ignored(script, cwd, launch):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch(before=["nohup"]).up().send(signal.SIGHUP)
     (cwd / "go").touch()
@@ -335,7 +333,7 @@ def test_a_run_that_was_told_to_ignore_a_hangup_does(script, cwd, launch):
 
 
 @pytest.mark.slow
-def test_exit_codes_are_kept_where_the_parent_ignores_the_end_of_children(script, launch):
+def test_exit_codes_are_kept_if_the_parent_ignores_sigchld(script, launch):
     script("import sys\nsys.exit(3)\n")
     ignore = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execvp(sys.argv[1], sys.argv[1:])"
     launched = launch(before=[sys.executable, "-c", ignore])
@@ -343,7 +341,7 @@ def test_exit_codes_are_kept_where_the_parent_ignores_the_end_of_children(script
 
 
 @pytest.mark.slow
-def test_ctrl_c_before_any_process_runs_is_no_traceback(script, launch):
+def test_ctrl_c_before_the_start_of_processes_has_no_traceback(script, launch):
     script("")
     endpoint = ("--set", "launcher.rdzv_endpoint=127.0.0.1:1", "--set", "launcher.allow_loopback=true")
     launched = launch("--nnodes", "2", *endpoint)
@@ -368,7 +366,7 @@ def test_preempted_saves_the_same_step_on_all_ranks_before_the_launcher_ends(scr
 
 
 @pytest.mark.slow
-def test_twenty_launches_at_once_all_work(script, cwd):
+def test_twenty_launches_run_at_the_same_time(script, cwd):
     script(
         "import os, socket, sys\nfrom pathlib import Path\n"
         "place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
@@ -406,7 +404,7 @@ def listening(pids):
 
 
 @pytest.mark.slow
-def test_on_one_machine_nothing_listens_on_an_address_that_others_reach(script, cwd, launch):
+def test_a_run_on_one_node_listens_on_loopback_only(script, cwd, launch):
     script(
         "import os, time\nfrom pathlib import Path\nfrom accel_runtime import Accelerator\n"
         "rank = os.environ['RANK']\nAccelerator(cpu=True).wait_for_everyone()\n" + UP + WAIT

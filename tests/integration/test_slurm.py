@@ -127,7 +127,7 @@ def job_of(done):
 
 
 @pytest.mark.slow
-def test_a_job_trains_on_two_nodes_with_what_was_typed(on_slurm, script, cwd, home):
+def test_a_job_trains_on_two_nodes(on_slurm, script, cwd, home):
     script(TRAIN)
     (home / "profiles").mkdir(parents=True)
     (home / "profiles" / "default.yaml").write_text(
@@ -180,7 +180,7 @@ def test_a_job_trains_on_two_nodes_with_what_was_typed(on_slurm, script, cwd, ho
 
 
 @pytest.mark.slow
-def test_the_exit_code_is_the_scripts_even_where_other_nodes_were_ended(on_slurm, script):
+def test_the_exit_code_of_a_job_is_that_of_the_failed_script(on_slurm, script):
     script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(300)")
     done = launch(on_slurm, "--nnodes", 2, "train.py")
     assert done.returncode == 7, done.stdout
@@ -192,7 +192,7 @@ def test_the_exit_code_is_the_scripts_even_where_other_nodes_were_ended(on_slurm
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_job_that_can_be_followed_again_and_stopped_for_good(on_slurm, script, jobs):
+def test_ctrl_c_leaves_a_job_that_can_be_followed_and_stopped(on_slurm, script, jobs):
     script(STAY)
     following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@60", "train.py")
     job = following.until(r"job (\d+) is submitted")
@@ -218,7 +218,7 @@ def test_ctrl_c_leaves_a_job_that_can_be_followed_again_and_stopped_for_good(on_
 
 
 @pytest.mark.slow
-def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slurm, script, jobs):
+def test_detach_submits_a_job_and_prints_its_id(on_slurm, script, jobs):
     script("")
     done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
     assert done.returncode == 0, done.stderr
@@ -235,9 +235,7 @@ def test_a_job_that_is_only_submitted_prints_its_id_and_waits_for_nothing(on_slu
 
 
 @pytest.mark.slow
-def test_a_job_whose_scripts_do_not_listen_to_the_warning_runs_again_and_is_followed_on(
-    on_slurm, script, jobs
-):
+def test_a_job_whose_scripts_ignore_the_warning_is_requeued_and_followed(on_slurm, script, jobs):
     script(STAY)
     # The job goes back into the queue 15 seconds before the limit, which is one second after the warning.
     following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@16", "train.py")
@@ -252,7 +250,7 @@ def test_a_job_whose_scripts_do_not_listen_to_the_warning_runs_again_and_is_foll
 
 
 @pytest.mark.slow
-def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slurm, script, jobs):
+def test_scripts_get_a_signal_before_the_time_limit_and_the_job_is_requeued(on_slurm, script, jobs):
     script(STAY)
     following = jobs(
         "--nproc-per-node",
@@ -288,7 +286,7 @@ def test_before_the_time_limit_scripts_are_warned_and_the_job_runs_again(on_slur
         ),
     ],
 )
-def test_a_job_that_slurm_refuses_is_an_error_with_its_words(on_slurm, script, args, said):
+def test_a_job_that_slurm_rejects_is_an_error_with_its_message(on_slurm, script, args, said):
     script("")
     done = launch(on_slurm, *args, "train.py")
     assert (done.returncode, done.stdout) == (2, "")
@@ -296,7 +294,7 @@ def test_a_job_that_slurm_refuses_is_an_error_with_its_words(on_slurm, script, a
 
 
 @pytest.mark.slow
-def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, slurm_cluster, on_slurm):
+def test_a_job_that_cannot_start_prints_the_reason(script, jobs, slurm_cluster, on_slurm):
     script("")
     following = jobs("--nnodes", "3", "train.py")
     following.until(
@@ -305,14 +303,14 @@ def test_a_job_that_will_never_start_is_not_waited_for_in_silence(script, jobs, 
 
 
 @pytest.mark.slow
-def test_a_job_nobody_knows_is_an_error(on_slurm):
+def test_an_unknown_job_is_an_error(on_slurm):
     done = on_slurm("jobs", "status", 999999)
     assert done.returncode == 2
     assert "Unknown Slurm job 999999" in done.stderr
 
 
 @pytest.mark.slow
-def test_inside_an_allocation_it_runs_as_the_agent_of_a_step_and_submits_nothing(on_slurm, script, cwd):
+def test_a_step_of_an_allocation_runs_the_script_without_submitting(on_slurm, script, cwd):
     script(TRAIN)
     command = [
         sys.executable,
@@ -337,7 +335,7 @@ def test_inside_an_allocation_it_runs_as_the_agent_of_a_step_and_submits_nothing
     assert ran.stderr.count("accel: torchrun, 2 processes (1 on each of 2 nodes)") == 2
 
 
-def test_without_slurm_one_line_says_where_to_submit_from(cwd, script, tmp_path):
+def test_submitting_without_slurm_is_an_error(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
     done = run("launch", "-q", "--set", "launcher.kind=slurm", "train.py", env=environ)
@@ -351,7 +349,7 @@ def test_without_slurm_one_line_says_where_to_submit_from(cwd, script, tmp_path)
     assert "scontrol not found" in listed.stderr
 
 
-def test_a_dry_run_shows_the_script_and_submits_nothing(cwd, script, tmp_path):
+def test_a_dry_run_prints_the_batch_script(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}
     done = run("launch", "--set", "launcher.kind=slurm", "--dry-run", "train.py", "a b", env=environ)
@@ -361,7 +359,7 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(cwd, script, tmp_path):
     assert shown.endswith("-- train.py 'a b'\n")
 
 
-def test_detach_belongs_to_launchers_that_submit(cwd, script):
+def test_detach_is_an_error_for_launchers_without_jobs(cwd, script):
     script("")
     done = run("launch", "--detach", "train.py")
     assert done.returncode == 2
@@ -383,7 +381,7 @@ def test_no_profile_reads_no_file(cwd, script, home):
 
 
 @pytest.mark.slow
-def test_a_warned_job_saves_and_goes_on_by_itself_to_the_weights_of_a_whole_run(on_slurm, jobs, script, cwd):
+def test_a_requeued_job_resumes_to_the_weights_of_an_uninterrupted_run(on_slurm, jobs, script, cwd):
     script(checkpointing(cwd / "hold"))
     options = ("--epochs", "2", "--every", "20", "--project-dir")
     whole = on_slurm("launch", "--cpu", "--nproc-per-node", 2, "train.py", *options, "whole", timeout=WAIT_S)

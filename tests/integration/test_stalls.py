@@ -76,7 +76,7 @@ def sleeping(script, cwd):
 
 
 @pytest.mark.slow
-def test_a_stall_is_named_with_the_steps_the_collective_and_the_stack_of_who_differs(accel, script):
+def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, script):
     script(STALLS)
     done = accel("launch", "-q", "--nproc-per-node", 3, "--stall-timeout", 3, "train.py")
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_a_stall_is_named_with_the_steps_the_collective_and_the_stack_of_who_dif
     assert notes[index + 1].startswith("progress resumed after")
 
 
-def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
+def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping):
     done = accel("stacks")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -119,7 +119,7 @@ def test_a_running_job_is_asked_for_its_stacks_and_goes_on(accel, sleeping):
 
 
 @pytest.mark.slow
-def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
+def test_processes_without_the_stack_signal_are_not_ended_by_it(accel, script, cwd):
     script(SLEEPS.replace("threading.Thread(target=wait).start()", "import faulthandler; import signal\n"
            "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip
     with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", stdin=subprocess.DEVNULL) as process:
@@ -132,7 +132,7 @@ def test_who_cannot_be_asked_is_not_ended_by_the_question(accel, script, cwd):
     assert process.returncode == 0
 
 
-def test_where_nothing_runs_the_command_says_so(accel, script):
+def test_accel_stacks_without_a_running_run_is_an_error(accel, script):
     script("")
     assert "No run of accel launch is in progress on this machine" in accel("stacks").stderr
     done = accel("stacks", "--run", "gone")
@@ -155,7 +155,7 @@ def test_where_nothing_runs_the_command_says_so(accel, script):
         ),
     ],
 )
-def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, script, model, waits):
+def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, model, waits):
     script(STRAYS.replace("STRAY", "sys.exit()").replace("torch.nn.Linear(2, 1)", model, 1))
     done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 1
@@ -178,7 +178,7 @@ def test_a_process_that_ends_early_is_named_by_those_that_wait_for_it(accel, scr
     ],
     ids=["sleeps", "skips", "gathers"],
 )
-def test_a_stall_in_the_averaging_of_gradients_tells_where_all_processes_are(
+def test_a_stall_in_gradient_averaging_has_the_locations_of_all_processes(
     accel, script, monkeypatch, stray, told
 ):
     monkeypatch.setenv("ACCEL_PROCESS_GROUP_TIMEOUT", "3")

@@ -158,7 +158,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_script_ends_as_it_would_if_it_were_executed(ends, name):
+def test_a_forked_script_ends_as_an_executed_one(ends, name):
     executed = ends("exec", ENDINGS[name])
     assert ends("forkserver", ENDINGS[name]) == executed
 
@@ -172,7 +172,7 @@ print(sys.argv, sys.path[0], __spec__ and (__spec__.name, __spec__.origin), hasa
 
 
 @pytest.mark.parametrize("target", ["end.py", "end.pyc", "end.zip", "shadowing/end.py"])
-def test_a_script_finds_itself_and_its_modules_as_under_python(ends, cwd, target):
+def test_a_forked_script_imports_as_under_python(ends, cwd, target):
     (cwd / "end.py").write_text(MAIN)
     py_compile.compile("end.py", "end.pyc")
     with zipfile.ZipFile("end.zip", "w") as archive:
@@ -186,7 +186,7 @@ def test_a_script_finds_itself_and_its_modules_as_under_python(ends, cwd, target
         assert ends(method, None, "-x", target=target) == (0, alone.stdout, alone.stderr)
 
 
-def test_what_is_piped_in_reaches_the_script(ends):
+def test_stdin_reaches_the_script(ends):
     source = "import sys\nprint(input(), sys.stdin.read().upper())\n"
     assert ends("forkserver", source, stdin=None, input="one\ntwo\n") == (0, "one TWO\n\n", "")
 
@@ -201,14 +201,14 @@ def test_what_is_piped_in_reaches_the_script(ends):
     ],
     ids=lambda variables: next(iter(variables)),
 )
-def test_variables_that_python_reads_when_it_starts_have_their_effect(ends, variables, monkeypatch):
+def test_variables_that_python_reads_at_its_start_are_effective(ends, variables, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     source = ENDINGS["where it stands"]
     assert ends("forkserver", source) == ends("exec", source)
 
 
-def test_what_the_caller_left_open_is_open_in_neither(ends, tmp_path):
+def test_inherited_descriptors_are_closed(ends, tmp_path):
     with (tmp_path / "open").open("w") as file:
         source = f"import os\ntry:\n  print(os.fstat({file.fileno()}).st_ino)\nexcept OSError as e:\n  print(e.strerror)"
         assert ends("forkserver", source, pass_fds=[file.fileno()])[1] == "Bad file descriptor\n"
@@ -296,7 +296,7 @@ def asked(accel, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module", [False, pytest.param(True, marks=pytest.mark.full)], ids=["script", "module"]
 )
-def test_a_script_that_asks_about_everything_gets_the_same_answers(accel, script, asked, module):
+def test_a_forked_script_observes_the_same_process_state(accel, script, asked, module):
     if module:
         script("", "package/__init__.py")
         script("from .ask import main, Rows\n" + "if __name__ == '__main__': main()\n", "package/run.py")
@@ -331,7 +331,7 @@ def lines(done):
     return [re.sub(r"^\[\d+\] ", "", line) for line in done.stdout.splitlines()]
 
 
-def test_a_module_of_the_script_that_torch_has_loaded_by_another_name_is_the_scripts_own(accel, script):
+def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, script):
     script("mine = True", "calendar.py")
     script("import calendar; print('mine', calendar.mine)")
     done = launched(accel, "train.py")
@@ -340,14 +340,14 @@ def test_a_module_of_the_script_that_torch_has_loaded_by_another_name_is_the_scr
     assert "calendar" in done.stderr
 
 
-def test_a_variable_that_the_script_sets_before_torch_has_its_effect(cwd, script):
+def test_a_variable_that_the_script_sets_before_torch_is_effective(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
     done = launched(run, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
     assert lines(done) == ["2"]
     assert "sets OMP_NUM_THREADS" in done.stderr
 
 
-def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(cwd, script):
+def test_a_variable_that_a_module_sets_too_late_is_a_warning(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '3'", "settings.py")
     script("import settings; import torch")
     done = launched(run, "train.py")
@@ -355,14 +355,14 @@ def test_a_variable_that_is_set_where_we_do_not_look_is_said_to_come_too_late(cw
     assert "OMP_NUM_THREADS changed after torch was loaded for this process" in done.stderr
 
 
-def test_the_profiles_variables_are_there_when_torch_is_loaded(accel, script):
+def test_variables_of_the_profile_are_set_before_torch_is_loaded(accel, script):
     script("import torch; print(torch.get_num_threads())")
     done = launched(accel, "--set", "env.OMP_NUM_THREADS=2", "train.py")
     assert lines(done) == ["2"] * 2
     assert "by exec" not in done.stderr
 
 
-def test_a_failed_group_is_forked_again_from_the_same_server(cwd, script):
+def test_a_restart_forks_from_the_same_server(cwd, script):
     script(
         dedent("""
         import os, sys, time
@@ -383,7 +383,7 @@ def test_a_failed_group_is_forked_again_from_the_same_server(cwd, script):
     assert sorted(lines(done))[-2:] == ["met", "met"]
 
 
-def test_the_server_gone_a_restart_is_by_exec_and_says_so(cwd, script):
+def test_a_restart_without_the_server_is_by_exec(cwd, script):
     script(
         dedent("""
         import os, signal
@@ -406,7 +406,7 @@ def test_the_server_gone_a_restart_is_by_exec_and_says_so(cwd, script):
     assert "the fork server has ended" in done.stderr
 
 
-def test_nothing_is_left_when_the_launcher_ends(accel, script):
+def test_no_process_is_left_after_the_launcher(accel, script):
     script("import os; print(os.getppid(), os.getpid(), flush=True)")
     done = launched(accel, "train.py")
     pids = {int(pid) for line in lines(done) for pid in line.split()}
@@ -414,7 +414,7 @@ def test_nothing_is_left_when_the_launcher_ends(accel, script):
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_the_server_ends_with_its_launcher_however_that_ends():
+def test_the_fork_server_ends_with_its_launcher():
     source = "from accel_cli.runner.forkserver import start_fork_server; print(start_fork_server()._pid, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -430,7 +430,7 @@ def test_the_server_ends_with_its_launcher_however_that_ends():
             time.sleep(0.01)
 
 
-def test_a_process_whose_server_is_killed_before_it_may_begin_ends():
+def test_a_forked_process_ends_if_its_server_is_killed_before_the_start():
     """Its launcher has started another by exec."""
     source = """
 import os
@@ -450,7 +450,7 @@ else:
     assert done.stdout == "1\n"
 
 
-def test_forking_a_program_is_refused_and_explain_says_how_processes_start_and_why(cwd, script):
+def test_forking_a_program_is_an_error_and_explain_prints_the_start_method(cwd, script):
     script("")
     refused = launched(run, "--set", "launcher.start_method=forkserver", "--no-python", "true")
     assert refused.returncode == 2

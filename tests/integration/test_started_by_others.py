@@ -45,7 +45,7 @@ OMPI = {
 
 
 @pytest.mark.slow
-def test_under_mpirun_each_process_becomes_its_rank_and_they_meet(script):
+def test_each_process_of_mpirun_runs_as_its_rank(script):
     script(SUM)
     for out, err, code in ranks(OMPI, 2):
         assert (out, code) == ("sum 2\n", 0), err
@@ -53,7 +53,7 @@ def test_under_mpirun_each_process_becomes_its_rank_and_they_meet(script):
         assert "OMPI_* (mpirun): RANK" in err
 
 
-def test_under_mpirun_a_number_of_processes_is_refused(script):
+def test_a_number_of_processes_is_an_error_under_mpirun(script):
     script(TELL)
     ((_, err, code),) = ranks(
         {**OMPI, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, "--nproc-per-node", "2"
@@ -62,7 +62,7 @@ def test_under_mpirun_a_number_of_processes_is_refused(script):
     assert "Cannot use --nproc-per-node 2: this process is already rank 0 of 2 (OMPI_* (mpirun))" in err
 
 
-def test_under_torchrun_it_runs_the_script_as_that_rank(script):
+def test_a_process_of_torchrun_runs_as_its_rank(script):
     script(TELL)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
                sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "train.py"]  # fmt: skip
@@ -71,7 +71,7 @@ def test_under_torchrun_it_runs_the_script_as_that_rank(script):
     assert sorted(done.stdout.splitlines()) == ["0 0 2 2", "1 1 2 2"]
 
 
-def test_a_profile_of_many_processes_starts_one_for_each_rank_that_is_there(script, accel):
+def test_a_profile_of_several_processes_runs_one_in_each_started_rank(script, accel):
     script(TELL)
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # fmt: skip
     done = accel(

@@ -92,7 +92,7 @@ def run_in(namespaces, setup, *args, **options):
 
 @pytest.mark.slow
 @needs_hosts
-def test_processes_meet_where_the_machine_has_no_ipv4(script):
+def test_processes_connect_without_ipv4(script):
     script(GATHERS)
     setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
     done = run_in(["--net"], setup, "launch", "-q", "--nproc-per-node", 2, "train.py")
@@ -101,7 +101,7 @@ def test_processes_meet_where_the_machine_has_no_ipv4(script):
 
 @pytest.mark.slow
 @needs_hosts
-def test_a_loopback_interface_that_is_down_is_named_with_its_cure(script):
+def test_a_loopback_interface_that_is_down_is_an_error(script):
     script(GATHERS)
     done = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 2
@@ -113,15 +113,13 @@ def test_a_loopback_interface_that_is_down_is_named_with_its_cure(script):
 
 @pytest.mark.slow
 @needs_unshare
-def test_processes_meet_where_there_is_no_proc(script):
+def test_processes_connect_without_proc(script):
     script(GATHERS)
     done = run_in(["--mount"], "mount -t tmpfs none /proc", "launch", "-q", "--nproc-per-node", 2, "train.py")
     assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
 
 
-def test_processes_meet_where_the_temporary_folder_has_a_name_that_is_no_text(
-    accel, script, cwd, monkeypatch
-):
+def test_processes_connect_if_the_name_of_the_temporary_folder_is_not_utf_8(accel, script, cwd, monkeypatch):
     script(GATHERS)
     folder = os.fsencode(cwd) + b"/\xff"
     os.mkdir(folder)  # noqa: PTH102 - a path of bytes
@@ -130,7 +128,7 @@ def test_processes_meet_where_the_temporary_folder_has_a_name_that_is_no_text(
     assert (done.returncode, "gathered [0, 1]" in done.stdout) == (0, True), done.stderr
 
 
-def test_a_script_may_have_the_longest_name_that_a_file_has(accel, script):
+def test_a_script_with_the_longest_file_name_runs(accel, script):
     name = "a" * 252 + ".py"
     script("print('ran')", name)
     done = accel("launch", "-q", "--nproc-per-node", 2, name)
@@ -142,7 +140,7 @@ LIMITED = "The address space of a process is limited to 290 MiB. Raise the limit
 
 
 @pytest.mark.slow
-def test_a_limit_on_address_space_is_named_and_not_a_missing_torch(script):
+def test_a_limit_on_address_space_is_named(script):
     script("")
     accel = [sys.executable, "-m", "accel_cli", "launch", "-q", "--nproc-per-node", "2", "train.py"]
     limited = ["sh", "-c", f'ulimit -v {290 * 1024}; exec "$@"', "sh", *accel]
@@ -152,7 +150,7 @@ def test_a_limit_on_address_space_is_named_and_not_a_missing_torch(script):
     assert done.stderr.endswith(f"{LIMITED}\n")
 
 
-def test_memory_that_cannot_be_allocated_is_named_with_its_limit(monkeypatch):
+def test_the_error_of_a_failed_allocation_names_its_limit(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (290 << 20, resource.RLIM_INFINITY))
     assert explain_os_error(MemoryError()) == f"Cannot allocate memory. {LIMITED}"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
@@ -160,7 +158,7 @@ def test_memory_that_cannot_be_allocated_is_named_with_its_limit(monkeypatch):
     assert explain_torch_error(MemoryError()).startswith("Cannot import torch: MemoryError. Reinstall it: ")
 
 
-def test_a_data_loader_worker_that_was_killed_is_named_with_the_likely_reason(accel, script):
+def test_the_report_of_a_killed_data_loader_worker_has_the_likely_reason(accel, script):
     script(WORKER_ENDS)
     done = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
     assert done.returncode == 1
@@ -171,7 +169,7 @@ def test_a_data_loader_worker_that_was_killed_is_named_with_the_likely_reason(ac
 @pytest.mark.slow
 @needs_unshare
 @pytest.mark.parametrize("processes", [1, 2])
-def test_process_1_of_a_container_reaps_what_loses_its_parent(script, processes):
+def test_process_1_of_a_container_reaps_orphans(script, processes):
     script(LEAVES_ORPHANS)
     container = ["--pid", "--mount", "--fork", "--mount-proc"]
     done = run_in(container, ":", "launch", "-q", "--nproc-per-node", processes, "train.py")
@@ -180,7 +178,7 @@ def test_process_1_of_a_container_reaps_what_loses_its_parent(script, processes)
 
 @pytest.mark.slow
 @needs_unshare
-def test_process_1_of_a_container_passes_signals_and_the_exit_code_on(script, cwd):
+def test_process_1_of_a_container_forwards_signals_and_the_exit_code(script, cwd):
     script(SAVES)
     container = ["--pid", "--mount", "--fork", "--mount-proc"]
     command = command_in(container, ":", "launch", "-q", "--nproc-per-node", 1, "train.py")

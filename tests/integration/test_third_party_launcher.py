@@ -56,14 +56,16 @@ def profile(accel):
     assert done.returncode == 0, done.stderr
 
 
-def test_it_is_configured_and_runs_the_script_to_its_exit_code(accel, cwd, profile):
+def test_a_third_party_launcher_runs_the_script_and_returns_its_exit_code(accel, cwd, profile):
     assert "level: 5" in (cwd / "accel.yaml").read_text()
     done = accel("launch", "train.py", "--epochs", "3")
     assert (done.returncode, done.stdout.split()) == (7, [str(os.nice(0) + 5), "--epochs", "3"]), done.stderr
     assert "background, 1 process" in done.stderr
 
 
-def test_the_wizard_offers_it_and_asks_its_question(accel, terminal, tmp_path, home, monkeypatch):
+def test_the_wizard_offers_a_third_party_launcher_with_its_question(
+    accel, terminal, tmp_path, home, monkeypatch
+):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     screen = terminal()
     screen.see("How should scripts run?")
@@ -78,13 +80,13 @@ def test_the_wizard_offers_it_and_asks_its_question(accel, terminal, tmp_path, h
     assert "level: 10" in text
 
 
-def test_a_value_out_of_range_is_refused(accel):
+def test_a_value_of_a_third_party_key_out_of_range_is_an_error(accel):
     done = accel("config", "set", "launcher.kind=background", "launcher.level=20", "--project")
     assert done.returncode == 2
     assert "launcher.level" in done.stderr
 
 
-def test_its_jobs_are_listed_followed_and_stopped(accel, cwd, profile):
+def test_jobs_of_a_third_party_launcher_are_listed_followed_and_stopped(accel, cwd, profile):
     (cwd / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     job = accel("launch", "--detach", "train.py").stdout.strip()
     log = cwd / "jobs" / job / "log"
@@ -98,13 +100,13 @@ def test_its_jobs_are_listed_followed_and_stopped(accel, cwd, profile):
     assert "Unknown job 'other'" in accel("jobs", "status", "other").stderr
 
 
-def test_it_is_in_the_schema_with_its_keys(accel):
+def test_the_schema_has_the_keys_of_a_third_party_launcher(accel):
     schema = json.loads(accel("config", "schema").stdout)
     assert "background" in schema["properties"]["launcher"]["discriminator"]["mapping"]
     assert schema["$defs"]["Background"]["properties"]["level"]["maximum"] == 19
 
 
-def test_its_option_is_in_the_help_and_refused_by_other_launchers(accel):
+def test_an_option_of_a_third_party_launcher_is_in_the_help_and_an_error_elsewhere(accel):
     assert "Only with launcher.kind: background" in accel("launch", "--help").stdout
     done = accel("launch", "--set", "launcher.kind=background", "--level", "3", "--dry-run", "train.py")
     assert "command: nice -n3" in done.stdout, done.stderr
@@ -116,7 +118,7 @@ def test_its_option_is_in_the_help_and_refused_by_other_launchers(accel):
     )
 
 
-def test_a_distribution_that_cannot_be_loaded_is_named(accel, tmp_path):
+def test_a_third_party_distribution_that_cannot_be_loaded_is_named(accel, tmp_path):
     (tmp_path / "site/background_launcher.py").write_text("import package_that_is_missing")
     done = accel("launch", "--set", "launcher.kind=background", "train.py")
     assert done.returncode == 2
