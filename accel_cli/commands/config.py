@@ -367,12 +367,11 @@ def _resolve(profile: str | None) -> tuple[Resolved, dict[str, Any]]:
     """Return the effective profile, and its values by dotted key."""
     from accel_cli.planning import planner
     from accel_cli.planning.options import Request
-    from accel_cli.profile.layers import flatten
 
     machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={"profile": profile} if profile else {})
     resolved = planner.resolve(request, os.environ, machine)
-    values = flatten(resolved.profile.model_dump())
+    values = resolved.values
     del values["schema_version"]  # of a file, not of a run
     return resolved, values
 

@@ -113,14 +113,12 @@ def _list_profile_values(machine: Machine) -> dict[str, str] | str:
     """Return every value of the effective profile with its source."""
     from accel_cli.planning import planner
     from accel_cli.planning.options import Request
-    from accel_cli.profile.layers import flatten
 
     try:
         resolved = planner.resolve(Request("env"), os.environ, machine)
     except UsageError as error:
         return f"invalid: {error}"
-    values = flatten(resolved.profile.model_dump())
     return {
         key: f"{console.mask_secrets(key, str(value))}  [{resolved.get_source(key)}]"
-        for key, value in values.items()
+        for key, value in resolved.values.items()
     }

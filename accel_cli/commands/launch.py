@@ -195,8 +195,6 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     """Return the plan as text; with `resolved` also the source of every value of the profile."""
     from dataclasses import asdict
 
-    from accel_cli.profile.layers import flatten
-
     lines = [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
     if plan.layout:
         lines.append(f"layout: {plan.layout}")
@@ -217,7 +215,7 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
         lines += plan.job.describe()
     if resolved:
         lines.append("profile:")
-        for key, value in flatten(resolved.profile.model_dump()).items():
+        for key, value in resolved.values.items():
             shown = console.mask_secrets(key, str(value)) if key.startswith("env.") else value
             lines.append(f"  {key}: {shown}  [{resolved.get_source(key)}]")
     return "\n".join(lines)

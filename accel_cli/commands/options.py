@@ -59,8 +59,35 @@ _POD = "Use accel tpu-pod NAME, which starts accel launch on every worker of a p
 _AWS = "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile"
 _FP8 = "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported"
 
+FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "multi-gpu": "Use --nproc-per-node auto, one process for each GPU",
+        "use-cpu": "Use --cpu",
+        "tpu": "Use --set launcher.kind=xla",
+        "enable-cpu-affinity": _AFFINITY,
+        "use-fsdp": _SHARDING,
+        "use-deepspeed": _SHARDING,
+        "use-parallelism-config": _PARALLEL,
+        "use-megatron-lm": _MEGATRON,
+        "same-network": "Leave it out: nodes connect to --rdzv-endpoint on any network",
+        "standalone": "Leave it out: on one node, the rendezvous uses a free port",
+        "run-path": "Leave it out: accel runs the script itself, unchanged",
+        "virtual-local-rank": "Leave it out: every process sees all GPUs and uses the one of its local rank",
+        "downcast-bf16": "Use --mixed-precision bf16",
+        "tpu-cluster": _POD,
+        "no-tpu-cluster": "Leave it out: accel launch runs the script on this machine",
+        "tpu-use-sudo": "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command",
+        "run-pod": "Use accel tpu-pod NAME --run",
+        "debug": "Leave it out: every run reports the ranks whose collectives do not match",
+        **dict.fromkeys(
+            ("dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation"), _COMPILE
+        ),
+    }
+)  # fmt: skip
+"""Advice for options of torchrun and Accelerate that take no value, by name with `-` for `_`."""
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        **FOREIGN_FLAGS,
         "n": _PER_NODE,
         "np": _PER_NODE,
         "num-processes": f"{_PER_NODE}; num_processes is the number on all nodes",
@@ -73,20 +100,12 @@ FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "master-addr": _RENDEZVOUS_OR_NONE,
         "master-port": _RENDEZVOUS_OR_NONE,
         "backend": "Use --set process_group_backend=gloo or nccl",
-        "multi-gpu": "Use --nproc-per-node auto, one process for each GPU",
-        "use-cpu": "Use --cpu",
         "config-file": _PROFILE,
         "config": _PROFILE,
-        "tpu": "Use --set launcher.kind=xla",
         "num-cpu-threads-per-process": "Use --set launcher.omp_num_threads=N",
-        "enable-cpu-affinity": _AFFINITY,
         "numa-binding": _AFFINITY,
         "dynamo-": _COMPILE,
-        "use-fsdp": _SHARDING,
-        "use-deepspeed": _SHARDING,
-        "use-parallelism-config": _PARALLEL,
         "parallelism-config-": _PARALLEL,
-        "use-megatron-lm": _MEGATRON,
         "megatron-lm-": _MEGATRON,
         "fsdp-": _FULLY_SHARD,
         "deepspeed-": _SHARDING,
@@ -95,7 +114,6 @@ FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "offload-": _OFFLOAD,
         "gradient-accumulation-steps": "Use Accelerator(gradient_accumulation_steps=N) in the script",
         "gradient-clipping": "Call accelerator.clip_grad_norm_ in the script",
-        "same-network": "Leave it out: nodes connect to --rdzv-endpoint on any network",
         "tee": _RANKS,
         "t": _RANKS,
         "redirects": _RANKS,
@@ -105,42 +123,26 @@ FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
         "role": "Leave it out: all processes of a launch have the same role",
         "rdzv-backend": "Leave it out: the rendezvous always uses c10d",
         "rdzv-conf": "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS",
-        "standalone": "Leave it out: on one node, the rendezvous uses a free port",
         "monitor-interval": "Use --set launcher.monitor_interval=SECONDS",
         "start-method": "Use --set launcher.start_method=forkserver or exec",
-        "run-path": "Leave it out: accel runs the script itself, unchanged",
         "local-addr": "Leave it out: accel uses the address on the route to --rdzv-endpoint",
         "logs-specs": "Use --log-dir DIR",
         "event-log-handler": "Leave it out: accel logs prints the output of a run",
-        "virtual-local-rank": "Leave it out: every process sees all GPUs and uses the one of its local rank",
         "signals-to-handle": "Leave it out: signals that end or stop a run are passed to every process",
         "main-training-function": "Use --set launcher.main_training_function=NAME, with launcher.kind: xla",
-        "downcast-bf16": "Use --mixed-precision bf16",
-        "tpu-cluster": _POD,
-        "no-tpu-cluster": "Leave it out: accel launch runs the script on this machine",
-        "tpu-use-sudo": "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command",
         "tpu-pod": _POD,
         "zone": "Use accel tpu-pod NAME --zone ZONE",
         "project": "Use accel tpu-pod NAME --project ID",
         "pod-folder": "Use accel tpu-pod NAME --folder DIR",
         "pod-setup": "Use accel tpu-pod NAME --setup COMMAND",
-        "run-pod": "Use accel tpu-pod NAME --run",
         "vm": _POD,
         "env": "Use --set env.NAME=VALUE",
         "fp8-": _FP8,
         "aws-": _AWS,
-        "debug": "Leave it out: every run reports the ranks whose collectives do not match",
         "mpirun-hostfile": "Run accel launch with mpirun, whose variables it reads",
     }
 )  # fmt: skip
-"""Advice for options of torchrun and Accelerate, by name with `-` for `_`; a name that ends with `-` is a prefix."""
-FOREIGN_FLAGS = frozenset({
-    "multi-gpu", "use-cpu", "tpu", "enable-cpu-affinity", "use-fsdp", "use-deepspeed", "use-parallelism-config",
-    "use-megatron-lm", "dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation", "same-network",
-    "standalone", "run-path", "virtual-local-rank", "downcast-bf16", "tpu-cluster", "no-tpu-cluster", "tpu-use-sudo",
-    "debug", "run-pod",
-})  # fmt: skip
-"""Options of torchrun and Accelerate that take no value."""
+"""Advice for all their options, by name with `-` for `_`; a name that ends with `-` is a prefix."""
 
 
 class _HelpMixin:

@@ -215,17 +215,9 @@ def _build_options(pod: Pod, request: Request, resolved: Resolved) -> Iterator[s
 
 def _list_assignments(resolved: Resolved) -> Iterator[str]:
     """Yield every value that a layer has set, as options of `accel launch`."""
-    from accel_cli.profile.layers import flatten
-
-    values = flatten(resolved.profile.model_dump())
-    for key in resolved.sources:
-        yield from ("--set", f"{key}={_format_value(key, values[key])}")
-
-
-def _format_value(key: str, value: Any) -> str:
-    """Return the text that `--set` reads as a value."""
     from accel_cli.profile import yaml_io
 
-    if key.startswith("env."):
-        return str(value)
-    return yaml_io.dump({"value": value}).removeprefix("value:").strip()
+    values = resolved.values
+    for key in resolved.sources:
+        text = str(values[key]) if key.startswith("env.") else yaml_io.inline(values[key])
+        yield from ("--set", f"{key}={text}")

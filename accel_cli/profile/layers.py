@@ -59,6 +59,11 @@ class Resolved:
     sources: Mapping[str, str]
     """The layer and location of each dotted key that a layer sets."""
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of every key, by dotted key."""
+        return flatten(self.profile.model_dump())
+
     def get_source(self, key: str) -> str:
         """Return the source of a key's value."""
         return self.sources.get(key, "default")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -227,8 +228,6 @@ def write(path: Path, text: str) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    import tempfile  # noqa: PLC0415 - a launch does not write profiles
-
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
