@@ -18,6 +18,7 @@ from accel_cli.commands import tpu_pod
 from accel_cli.errors import UsageError
 from accel_cli.planning import planner
 from accel_cli.planning.options import Request
+from accel_cli.profile import yaml_io
 
 GCLOUD = """#!/bin/bash
 for word; do case $word in --command=*) command=${word#--command=} ;; esac; done
@@ -130,7 +131,7 @@ def test_what_was_decided_here_travels_and_the_own_profile_does_not(world, tmp_p
     | st.text(st.characters(codec="utf-8"), min_size=1)
 )
 def test_a_value_is_read_back_as_what_it_was(value):
-    text = tpu_pod._format_value("launcher.rdzv_id", value)
+    text = yaml_io.inline(value)
     assert planner.layers.parse_assignments([f"launcher.rdzv_id={text}"]).values == {
         "launcher.rdzv_id": value
     }
