@@ -297,7 +297,7 @@ def import_(
 
     Values without an equivalent in accel are listed.
     """
-    from accel_cli import import_accelerate
+    from accel_cli.import_accelerate import convert, read_deepspeed_file
     from accel_cli.profile import layers, store, yaml_io
     from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
@@ -307,13 +307,11 @@ def import_(
     data = yaml_io.parse(text, str(file)).data
     if not data:
         raise UsageError(f"Cannot import {file}: it is empty.")
-    if not import_accelerate.is_accelerate_config(data):
+    if not store.is_accelerate_config(data):
         layers.resolve([layers.read_file(file, "file")])
         _write(target, text if _may_replace(target, text, force=force) else None)
         return
-    imported = import_accelerate.convert(
-        data, str(file), import_accelerate.read_deepspeed_file(data, file.parent)
-    )
+    imported = convert(data, str(file), read_deepspeed_file(data, file.parent))
     layers.resolve([build_layer(imported.data, target)])
     text = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
     if not _may_replace(target, text, force=force):

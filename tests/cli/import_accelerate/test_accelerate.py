@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import ProfileError
-from accel_cli.import_accelerate import Imported, convert, is_accelerate_config
+from accel_cli.import_accelerate import Imported, convert
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile
+from accel_cli.profile.store import is_accelerate_config
 
 MULTI_GPU = """
 compute_environment: LOCAL_MACHINE
