@@ -481,8 +481,12 @@ SAGEMAKER_KEYS: Mapping[str, Rule] = {
     "profile": take("launcher.aws_profile", parse_text),
     "pytorch_version": _TORCH_VERSION,
     "region": take("launcher.region", parse_text),
-    "sagemaker_inputs_file": drop("write its channels in launcher.inputs: {train: s3://bucket/folder}"),
-    "sagemaker_metrics_file": drop("write its metrics in launcher.metrics: {loss: 'loss ([0-9.]+)'}"),
+    "sagemaker_inputs_file": drop(
+        "write its channels in launcher.inputs: {train: s3://bucket/folder}", parse=parse_text
+    ),
+    "sagemaker_metrics_file": drop(
+        "write its metrics in launcher.metrics: {loss: 'loss ([0-9.]+)'}", parse=parse_text
+    ),
     "transformers_version": _TRANSFORMERS_VERSION,
     "py_version": _PY_VERSION,
     "additional_args": _SECTION,
