@@ -17,6 +17,8 @@ from mkdocs.structure.files import File, Files
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup
 
+import accel_runtime
+from accel_cli import errors
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.main import app
 from accel_cli.planning import nodes
@@ -25,7 +27,9 @@ from accel_cli.profile.sections import Question, Section
 from accel_runtime import env
 from accel_runtime.env import Settings
 
-__all__ = ["cli_page", "on_files", "on_page_content", "profile_page"]
+__all__ = ["cli_page", "errors_page", "on_files", "on_page_content", "profile_page", "variables_page"]
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _NOT_MEASURED = """\
 # Benchmarks
@@ -38,7 +42,12 @@ _TYPE_NAMES = {int: "integer", float: "number", str: "text", bool: "true or fals
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages; `mkdocs` calls this once per build."""
-    pages = {"reference/cli.md": cli_page(), "reference/profile.md": profile_page()}
+    pages = {
+        "reference/cli.md": cli_page(),
+        "reference/profile.md": profile_page(),
+        "reference/variables.md": variables_page(),
+        "reference/errors.md": errors_page(),
+    }
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
     for path, text in pages.items():
@@ -125,13 +134,13 @@ def _meaning(option: Any) -> str:
     return _cell((option.help or "") + default)
 
 
-# The profile and the variables ---------------------------------------------------------
+# The profile ---------------------------------------------------------------------------
 
 
 def profile_page() -> str:
-    """Return the page of all profile keys and environment variables, from the models that validate them."""
+    """Return the page of all profile keys, from the models that validate them."""
     parts = [
-        "# Profile and variables",
+        "# Profile keys",
         _MADE,
         "## Keys of a profile",
         _keys(Profile, "", leave_out=("launcher", *PARALLEL_SECTIONS)),
@@ -143,8 +152,6 @@ def profile_page() -> str:
     for name, section in PARALLEL_SECTIONS.items():
         description = Profile.model_fields[name].description or ""
         parts += [f"## `{name}`", f"{description} {_DIVIDES}", _keys(section, f"{name}.")]
-    parts += ["## Environment variables", _VARIABLES, _table(("Variable", "Values", "Meaning"), _variables())]
-    parts += ["## Variables of schedulers", _SCHEDULERS, _table(("Source", "Variables"), _schedulers())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,19 +161,6 @@ combined."""
 _KINDS = """\
 How processes are started. `kind` selects the launcher; the other keys of the section depend on the kind."""
 _DIVIDES = "All launchers except `xla` support it; see\n[profiles](../profile.md#parallelism)."
-_VARIABLES = """\
-Set a variable to override the profile files for one run. `--set` and the other options of `accel launch` take
-precedence over variables. The launcher sets the same variables for the processes it starts. An invalid value, or a
-misspelled name, is an error that names the variable."""
-
-
-_SCHEDULERS = """\
-`accel launch` reads these variables to find the nodes of a job and the rank of this node; see
-[multi-node training](../several-machines.md#in-a-scheduler)."""
-
-
-def _schedulers() -> list[tuple[str, str]]:
-    return [(source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.VARIABLES.items()]
 
 
 def _keys(section: type[Section], prefix: str, leave_out: Sequence[str] = ()) -> str:
@@ -218,20 +212,66 @@ def _default(name: str, field: FieldInfo) -> str:
     return "unset" if value is None else f"`{value}`" if value else "empty"
 
 
-def _variables() -> list[tuple[str, str, str]]:
-    """Return a row for each variable of `accel_runtime.env`, described by its docstring."""
-    module = griffe.load("accel_runtime.env", search_paths=[Path(__file__).resolve().parents[1]])
-    rows = list(_variables_of(Settings))
-    others = {"HOME": "a directory", "PROFILE": "a name", "NODE_NAME": "a name", "FAILURE_FILE": "a file"}
-    others["EARLY_FP16"] = "`1`, `true`, `0`, `false`"
-    return rows + [
-        (f"`{getattr(env, name)}`", kind, _format_docstring(module[name])) for name, kind in others.items()
+# The environment variables -------------------------------------------------------------
+
+
+def variables_page() -> str:
+    """Return the page of all environment variables, from `accel_runtime.env` and the nodes of a launch."""
+    module = griffe.load("accel_runtime.env", search_paths=[ROOT])
+    header = ("Variable", "Values", "Meaning")
+    parts = ["# Environment variables", _VARIABLES, "## Settings", _SETTINGS]
+    parts.append(_table(header, _variables_of(Settings)))
+    for title, text, values in (
+        ("Launcher", _LAUNCHER, _LAUNCHER_VALUES),
+        ("Set by the launcher", _SET_BY_LAUNCHER, _SET_VALUES),
+        ("Variables of other tools", _OTHER_TOOLS, _OTHER_VALUES),
+    ):
+        rows = [
+            (f"`{getattr(env, name)}`", kind, _format_docstring(module[name]))
+            for name, kind in values.items()
+        ]
+        parts += [f"## {title}", text, _table(header, rows)]
+    rejected = ", ".join(f"`{name}`" for name in env.ROUNDING)
+    parts.append(f"{rejected} are rejected on TPUs: set `mixed_precision` instead.")
+    schedulers = [
+        (source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.VARIABLES.items()
     ]
+    parts += ["## Variables of schedulers", _SCHEDULERS, _table(("Source", "Variables"), schedulers)]
+    return "\n\n".join(parts) + "\n"
+
+
+_VARIABLES = """\
+Generated from the classes that read the variables. An invalid value, or a misspelled name that begins with `ACCEL_`, is
+an error that names the variable."""
+_SETTINGS = """\
+Each of these variables overrides the key of the same name in the [profile](profile.md) for one run. `--set` and the other
+options of `accel launch` take precedence over variables. They also work without `accel launch`. The launcher sets the same
+variables for the processes it starts."""
+_LAUNCHER = "These variables have no key in the profile."
+_LAUNCHER_VALUES = {
+    "HOME": "a directory",
+    "PROFILE": "a name",
+    "TRUSTED_PROJECTS": "directories",
+    "NODE_NAME": "a name",
+    "FAILURE_FILE": "a file",
+    "TRUST_NETWORK": "`1`, `true`, `0`, `false`",
+}
+_SET_BY_LAUNCHER = """\
+`accel launch` sets these variables, and those of torchrun: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
+`MASTER_ADDR`, `MASTER_PORT` and related ones. `accel launch --dry-run` prints the variables of a launch. Do not set
+them yourself."""
+_SET_VALUES = {"LAUNCH": "a name", "RANK_FOLDER": "a directory"}
+_OTHER_TOOLS = """\
+accel also reads [Accelerate's variables](../coming-from-accelerate.md#environment-variables) and these:"""
+_OTHER_VALUES = {"PJRT": "`TPU`, `CPU`, ...", "EARLY_FP16": "`1`, `true`, `0`, `false`"}
+_SCHEDULERS = """\
+`accel launch` reads these variables to find the nodes of a job and the rank of this node; see
+[multi-node training](../several-machines.md#in-a-scheduler)."""
 
 
 def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield a row for the variable of each field, and of each field of a section."""
-    module = griffe.load(settings.__module__, search_paths=[Path(__file__).resolve().parents[1]])
+    module = griffe.load(settings.__module__, search_paths=[ROOT])
     hints = get_type_hints(settings)
     for f in fields(settings):
         if is_dataclass(hints[f.name]):
@@ -239,6 +279,65 @@ def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, 
         else:
             meaning = _format_docstring(module[f"{settings.__name__}.{f.name}"])
             yield f"`{env.variable_name(before + f.name)}`", _format_type(hints[f.name]), meaning
+
+
+# The errors ----------------------------------------------------------------------------
+
+
+def errors_page() -> str:
+    """Return the page of all exception classes, from the sources."""
+    runtime = griffe.load("accel_runtime", search_paths=[ROOT])
+    commands = griffe.load("accel_cli.errors", search_paths=[ROOT])
+    rows = [
+        (f"`{item.name}`", f"`{item.bases[0]}`", f"`{_find_import(item)}`", _format_docstring(item))
+        for item in sorted(_exceptions(runtime), key=lambda item: str(item.name))
+    ]
+    exits = [
+        (f"`{item.name}`", str(getattr(errors, item.name).exit_code), _format_docstring(item))
+        for item in _exceptions(commands)
+    ]
+    parts = ["# Errors", _ERRORS, _table(("Error", "Base class", "Import from", "Meaning"), rows)]
+    parts += ["## Other errors of a script", _BUILT_IN]
+    parts += ["## Errors of the command", _EXITS, _table(("Error", "Exit code", "Meaning"), exits)]
+    return "\n\n".join(parts) + "\n"
+
+
+_ERRORS = """\
+Generated from the classes. A message has the form *what failed: why. What to do.* [Troubleshooting](../troubleshooting.md)
+lists messages by their text.
+
+## Errors of a script
+
+A failure that concerns all processes is raised on all of them, so that none waits for the others."""
+_BUILT_IN = """\
+| Error | Raised |
+| --- | --- |
+| `ValueError` | for an invalid argument; the message contains the value and the expected ones |
+| `TypeError` | for an argument of the wrong type, or one that accel does not have |
+| `RuntimeError` | for a call that is not possible at this point, for example after `prepare` |
+| `ImportError` | for a name of Accelerate that accel [does not have](../coming-from-accelerate.md#unsupported-names), or a missing optional package |"""
+_EXITS = """\
+`accel` prints these errors as one message to stderr, without a traceback, and exits with the code. A failure of the script
+has the exit code of the script: see [exit codes](../first-launch.md#exit-codes)."""
+_INTERNAL = {"ConnectionLostError", "EstimateError", "TargetExistsError"}
+"""Exceptions that accel handles or converts before a script or a user sees them."""
+
+
+def _exceptions(module: Any) -> Iterator[Any]:
+    """Yield the public exception classes of a module and of its submodules."""
+    for name, item in module.members.items():
+        # An alias is an imported name, which is a member of its own module too.
+        if item.is_alias or name.startswith("_"):
+            continue
+        if item.is_module:
+            yield from _exceptions(item)
+        elif item.is_class and name.endswith("Error") and name not in _INTERNAL:
+            yield item
+
+
+def _find_import(item: Any) -> str:
+    """Return the module from which a script imports a class."""
+    return "accel_runtime" if item.name in accel_runtime.__all__ else item.module.path
 
 
 def _format_docstring(item: Any) -> str:

@@ -34,6 +34,7 @@ __all__ = [
     "DIFFS",
     "DOCS",
     "ELSEWHERE",
+    "MIGRATIONS",
     "OF_ANOTHER_DISTRIBUTION",
     "OUTSIDE",
     "PAGES",
@@ -200,7 +201,9 @@ def sides(diff: str) -> tuple[str, str]:
 
 
 ALL = [block for page in PAGES for block in blocks(page)]
-DIFFS = [block for block in ALL if block.language == "diff"]
+DIFFS = [block for block in ALL if block.language == "diff" and not block.title]
+MIGRATIONS = [block for block in ALL if block.language == "diff" and block.title]
+"""Changes of a file, whose name is the title; the commands below them run the changed file."""
 COMMANDS = {command.text for block in ALL if block.language == "console" for command in commands(block)}
 
 
@@ -268,8 +271,9 @@ class Reader:
             self.python(Block(block.page, block.line, "python", "", script))
 
     def file(self, block: Block) -> None:
-        """Put it where its title says, for the commands that follow."""
-        (self.folder / block.title).write_text(block.text, encoding="utf-8")
+        """Put it where its title says, for the commands that follow; of a change, the file after it."""
+        text = sides(block.text)[1] if block.language == "diff" else block.text
+        (self.folder / block.title).write_text(text, encoding="utf-8")
 
     def _type(self, command: str) -> tuple[int, str]:
         """Run it on a pseudo-terminal, since that is what a reader has; code and output."""
@@ -389,7 +393,13 @@ def check_python(block: Block) -> None:
     imported: dict[str, Any] = {}
     page = block.page.read_text(encoding="utf-8")
     # A page may show several files, which import from each other.
-    nodes = [node for node in ast.walk(tree) if f"\n# {getattr(node, 'module', None)}.py\n" not in page]
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if not any(
+            mark.format(getattr(node, "module", None)) in page for mark in ("\n# {}.py\n", 'title="{}.py"\n')
+        )
+    ]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(str(node.module))

@@ -7,6 +7,7 @@ runs all pages.
 from __future__ import annotations
 
 import html
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from docs_reader import (
     DIFFS,
     DOCS,
     ELSEWHERE,
+    MIGRATIONS,
     OF_ANOTHER_DISTRIBUTION,
     OUTSIDE,
     PAGES,
@@ -37,12 +39,14 @@ from docs_reader import (
     name,
     sides,
 )
+from torch.distributed.run import get_args_parser
 
 import accel_runtime.utils
 from accel_cli.errors import AccelError
 from accel_cli.main import app
 from accel_cli.profile.schema import known_keys
-from accel_runtime.env import HOME, PROFILE, Settings
+from accel_runtime import env
+from accel_runtime.env import Settings
 
 FAST = {"docs/launching.md", "docs/slurm.md"}
 """Pages with commands that `make test` runs: of launches, and of commands that start no script."""
@@ -103,6 +107,12 @@ def test_every_script_compiles_and_what_it_takes_of_accel_exists() -> None:
     scripts += [
         Block(block.page, block.line, "python", "", side) for block in DIFFS for side in sides(block.text)
     ]
+    for block in MIGRATIONS:
+        before, after = sides(block.text)
+        if block.title.endswith(".py"):
+            # The packages that the script imported before need not be installed.
+            compile(before, str(block), "exec")
+            scripts.append(Block(block.page, block.line, "python", "", after))
     wrong = []
     for script in scripts:
         try:
@@ -155,6 +165,58 @@ def test_the_five_lines_are_five_and_the_same_everywhere() -> None:
     assert len(DIFFS) == 2
     added = [line for line in DIFFS[0].text.splitlines() if line.startswith("+")]
     assert len(added) == 5
+
+
+def test_every_option_of_torchrun_is_on_its_page() -> None:
+    text = (DOCS / "from-torchrun.md").read_text(encoding="utf-8")
+    options = [action.option_strings for action in get_args_parser()._actions]
+    dashed = {next(one for one in spellings if one.startswith("--")) for spellings in options if spellings}
+    assert not {option for option in dashed - {"--help"} if not re.search(rf"{option}\b", text)}
+
+
+def test_the_two_first_pages_compare_alike() -> None:
+    """The landing page and the README have the same numbers and comparisons, and the numbers are measured ones."""
+    tables = [
+        [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+        for page in (ROOT / "README.md", DOCS / "index.md")
+    ]
+    shown, landing = tables
+    assert len(shown) > 10
+    assert [line for line in landing if line in shown] == shown
+    benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    dates = [
+        re.search(r"of (\d{4}-\d\d-\d\d)\)", page.read_text(encoding="utf-8"))
+        for page in (ROOT / "README.md", DOCS / "index.md")
+    ]
+    assert {match[1] if match else None for match in dates} <= set(re.findall(r"\d{4}-\d\d-\d\d", benchmarks))
+
+
+# The migrations ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=block.title) for block in MIGRATIONS if block.title.endswith(".py")]
+)
+def test_a_script_trains_the_same_weights_after_its_migration(block: Block, tmp_path: Path) -> None:
+    before, after = (text.replace("shuffle=True", "shuffle=False") for text in sides(block.text))
+    package = re.search(r"^from (lightning|accelerate)\b", before, re.MULTILINE)
+    if package:
+        pytest.importorskip(package[1])
+    weights = []
+    for side, script in (("before", before), ("after", after)):
+        folder = tmp_path / side
+        folder.mkdir()
+        (folder / block.title).write_text(script, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
+        subprocess.run([*command, block.title], cwd=folder, env=environ, check=True)
+        saved = next(folder.glob("model.*"))
+        state = torch.load(saved, weights_only=True)
+        weights.append(state.get("model", state))
+    assert list(weights[0]) == list(weights[1])
+    for parameter, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][parameter], tensor)
 
 
 # Around the blocks ---------------------------------------------------------------------
@@ -252,13 +314,24 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
     for key, description in known_keys().items():
         assert key in text
         assert key == "launcher.kind" or description.replace("`", "") in text, key
-    for variable in [*Settings().to_env(), HOME, PROFILE, "USE_FP16"]:
-        assert variable in text
+    text = page(site, "reference/variables")
+    others = [value for value in vars(env).values() if isinstance(value, str) and value.startswith("ACCEL_")]
+    for variable in [*Settings().to_env(), *others, "USE_FP16"]:
+        assert variable == env.PREFIX or variable in text, variable
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_error_of_the_public_names(site: Path) -> None:
+    text = page(site, "reference/errors")
+    public = [word for word in accel_runtime.__all__ if word.endswith("Error")]
+    assert public
+    for error in [*public, "LaunchError", "SettingsError", "TopologyError", "UsageError", "ProfileError"]:
+        assert error in text, error
 
 
 @pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
-    text = (site / "python-api" / "index.html").read_text(encoding="utf-8")
+    text = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*/index.html"))
     beside = ["Accelerator.gather_for_metrics", "MismatchError", "PreparedLoader", "BatchSharding"]
     for public in [*accel_runtime.__all__, *accel_runtime.utils.__all__, *beside]:
         assert re.search(rf'id="accel_runtime[.\w]*\.{public}"', text), public
