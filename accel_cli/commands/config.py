@@ -221,11 +221,15 @@ def set_(
 ) -> None:  # fmt: skip
     """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
-    from accel_cli.profile.edit import update_profile
+    from accel_cli.profile.edit import read_layers_below, update_profile
 
-    target = location.find_writable_file()
-    updates = layers.parse_assignments(assignments, "set", kind=_find_kind(target)).values
-    _, removed = update_profile(_get_store(), target, updates, "set")
+    store, target = _get_store(), location.find_writable_file()
+    stack = read_layers_below(store, target)
+    if target.is_file():
+        stack.append(layers.read_file(target, "file"))
+    kind = layers.find_value(stack, "launcher.kind")
+    updates = layers.parse_assignments(assignments, "set", kind=kind).values
+    _, removed = update_profile(store, target, updates, "set")
     for key in removed:
         console.note(f"removed {key}: launcher.kind {updates['launcher.kind']} does not have it")
     console.note(f"{target}: set {', '.join(assignments)}")
@@ -408,27 +412,12 @@ def _render_default(machine: Machine) -> str:
     return store.render(layers.to_data(values), describe(values["launcher.kind"]))
 
 
-def _list_lower_layers(target: Path) -> list[Any]:
-    from accel_cli.profile.edit import read_layers_below
-
-    return list(read_layers_below(_get_store(), target))
-
-
-def _find_kind(target: Path) -> Any:
-    """Return the effective `launcher.kind` with a file, or None if it is not set."""
-    from accel_cli.profile import layers
-
-    stack = [*_list_lower_layers(target), *([layers.read_file(target, "file")] if target.is_file() else [])]
-    return next(
-        (layer.values["launcher.kind"] for layer in stack[::-1] if "launcher.kind" in layer.values), None
-    )
-
-
 def _check(target: Path, file: Path) -> None:
     """Raise ProfileError if the content of `file` would be invalid as the profile `target`."""
     from accel_cli.profile import layers
+    from accel_cli.profile.edit import resolve_file
 
-    layers.resolve([*_list_lower_layers(target), layers.read_file(file, "file")])
+    resolve_file(_get_store(), target, layers.read_file(file, "file"))
 
 
 def _write_default(target: Path, *, force: bool) -> None:

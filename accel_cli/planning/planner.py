@@ -107,14 +107,14 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
             "them."
         )
     base = _read_layers(request, environ)
-    profile_kind = _get_last_value(base, "launcher.kind")
+    profile_kind = layers.find_value(base, "launcher.kind")
     assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
     if profile_kind is None:
-        device = _get_last_value([*base, assignments], "device")
+        device = layers.find_value([*base, assignments], "device")
         uses_tpu = device in {None, "auto", "xla"}
         suggested = launchers.suggest(machine if uses_tpu else replace(machine, tpu=Tpu()))
         base.insert(0, Layer("detected", {"launcher.kind": suggested}, {"": "detected"}))
-    kind = _get_last_value([*base, assignments], "launcher.kind")
+    kind = layers.find_value([*base, assignments], "launcher.kind")
     # An invalid kind is reported with the other problems of the profile.
     launcher = LAUNCHERS[kind] if kind in LAUNCHERS else Launcher  # noqa: SIM401 - a kind may be a list
     options = _build_option_layers(request, kind, launcher)
@@ -147,12 +147,6 @@ def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
 
 def _build_layer(source: str, values: Mapping[str, Any]) -> Layer:
     return Layer(source, values, {"": source})
-
-
-def _get_last_value(layers: Iterable[Layer], key: str) -> Any:
-    """Return the value of a key in the strongest layer that sets it; None if none does."""
-    values = [layer.values[key] for layer in layers if key in layer.values]
-    return values[-1] if values else None
 
 
 def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:

@@ -16,7 +16,15 @@ from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, describe
 from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.yaml_io import Document
 
-__all__ = ["build_layer", "change_values", "edit_text", "read_layers_below", "remove_keys", "update_profile"]
+__all__ = [
+    "build_layer",
+    "change_values",
+    "edit_text",
+    "read_layers_below",
+    "remove_keys",
+    "resolve_file",
+    "update_profile",
+]
 
 
 def change_values(data: Mapping[str, Any], updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -128,11 +136,9 @@ def update_profile(
         if document.problems:
             raise ProfileError(list(document.problems))
         data, dropped = change_values(document.data, updates)
-        resolved = layers.resolve(
-            [*read_layers_below(profiles, target), build_layer(data, target, updates, source)]
-        )
+        profile = resolve_file(profiles, target, build_layer(data, target, updates, source))
         store.write(target, edit_text(text, data))
-    return resolved.profile, dropped
+    return profile, dropped
 
 
 def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: str) -> list[Problem]:
@@ -144,7 +150,7 @@ def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: st
 
     def find_problems(layer: Layer) -> list[Problem]:
         try:
-            layers.resolve([*read_layers_below(profiles, target), layer])
+            resolve_file(profiles, target, layer)
         except ProfileError as error:
             return error.problems
         return []
@@ -160,6 +166,15 @@ def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: st
             raise ProfileError(added)
         store.write(target, edit_text(text, data))
         return find_problems(layers.read_file(target, "file"))
+
+
+def resolve_file(profiles: Store, target: Path, layer: Layer) -> Profile:
+    """Return the profile of the layer of a file, over the layers below it.
+
+    Raises:
+        ProfileError: All problems of the layers and of the result.
+    """
+    return layers.resolve([*read_layers_below(profiles, target), layer]).profile
 
 
 def read_layers_below(profiles: Store, target: Path) -> list[Layer]:

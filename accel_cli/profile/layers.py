@@ -6,7 +6,7 @@ what a scheduler says about the nodes of this launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -25,6 +25,7 @@ from accel_runtime.env import Settings, SettingsError, variable_name
 __all__ = [
     "Layer",
     "Resolved",
+    "find_value",
     "flatten",
     "nest",
     "parse_assignments",
@@ -167,6 +168,11 @@ def parse_assignments(assignments: Iterable[str], option: str = "--set", *, kind
         for key, text in texts.items()
     }
     return Layer(option, values, dict.fromkeys((*values, ""), option))
+
+
+def find_value(layers: Sequence[Layer], key: str) -> Any:
+    """Return the value of a key in the strongest layer that sets it; None if none does."""
+    return next((layer.values[key] for layer in reversed(layers) if key in layer.values), None)
 
 
 def resolve(layers: Iterable[Layer]) -> Resolved:
