@@ -39,110 +39,65 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_RENDEZVOUS = "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it"
-_RENDEZVOUS_OR_NONE = f"{_RENDEZVOUS}; on one node, leave it out"
-_PROFILE = "Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file"
-_PER_NODE = "Use --nproc-per-node N, the number of processes on each node"
-_RANKS = "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank"
-_COMPILE = "Use Accelerator(dynamo_backend=...) in the script"
-_SHARDING = (
-    "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file"
-)
-_FULLY_SHARD = (
-    "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file"
-)
-_PARALLEL = "Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp"
-_OFFLOAD = "Use --set fully_shard.cpu_offload=true"
-_MEGATRON = "Leave it out: Megatron-LM is not supported"
-_AFFINITY = "Leave it out: accel does not bind processes to processor cores"
-_POD = "Use accel tpu-pod NAME, which starts accel launch on every worker of a pod"
-_AWS = "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile"
-_FP8 = "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported"
-
-FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "multi-gpu": "Use --nproc-per-node auto, one process for each GPU",
-        "use-cpu": "Use --cpu",
-        "tpu": "Use --set launcher.kind=xla",
-        "enable-cpu-affinity": _AFFINITY,
-        "use-fsdp": _SHARDING,
-        "use-deepspeed": _SHARDING,
-        "use-parallelism-config": _PARALLEL,
-        "use-megatron-lm": _MEGATRON,
-        "same-network": "Leave it out: nodes connect to --rdzv-endpoint on any network",
-        "standalone": "Leave it out: on one node, the rendezvous uses a free port",
-        "run-path": "Leave it out: accel runs the script itself, unchanged",
-        "virtual-local-rank": "Leave it out: every process sees all GPUs and uses the one of its local rank",
-        "downcast-bf16": "Use --mixed-precision bf16",
-        "tpu-cluster": _POD,
-        "no-tpu-cluster": "Leave it out: accel launch runs the script on this machine",
-        "tpu-use-sudo": "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command",
-        "run-pod": "Use accel tpu-pod NAME --run",
-        "debug": "Leave it out: every run reports the ranks whose collectives do not match",
-        **dict.fromkeys(
-            ("dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation"), _COMPILE
-        ),
-    }
-)  # fmt: skip
-"""Advice for options of torchrun and Accelerate that take no value, by name with `-` for `_`."""
+_ADVICE = {
+    "Use --nproc-per-node auto, one process for each GPU": "multi-gpu",
+    "Use --cpu": "use-cpu",
+    "Use --set launcher.kind=xla": "tpu",
+    "Leave it out: accel does not bind processes to processor cores": "enable-cpu-affinity numa-binding=",
+    "Use --set parallel.dp_shard=auto; accel config import FILE converts the other keys of a config file": "use-fsdp use-deepspeed deepspeed-*= zero-stage= zero3-*=",
+    "Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp": "use-parallelism-config parallelism-config-*=",
+    "Leave it out: Megatron-LM is not supported": "use-megatron-lm megatron-lm-*=",
+    "Leave it out: nodes connect to --rdzv-endpoint on any network": "same-network",
+    "Leave it out: on one node, the rendezvous uses a free port": "standalone",
+    "Leave it out: accel runs the script itself, unchanged": "run-path",
+    "Leave it out: every process sees all GPUs and uses the one of its local rank": "virtual-local-rank",
+    "Use --mixed-precision bf16": "downcast-bf16",
+    "Use accel tpu-pod NAME, which starts accel launch on every worker of a pod": "tpu-cluster tpu-pod= vm=",
+    "Leave it out: accel launch runs the script on this machine": "no-tpu-cluster",
+    "Use accel tpu-pod NAME --setup COMMAND, with sudo in the command": "tpu-use-sudo",
+    "Use accel tpu-pod NAME --run": "run-pod",
+    "Leave it out: every run reports the ranks whose collectives do not match": "debug",
+    "Use Accelerator(dynamo_backend=...) in the script": "dynamo-use-fullgraph dynamo-use-dynamic dynamo-use-regional-compilation dynamo-*=",
+    "Use --nproc-per-node N, the number of processes on each node": "n= np=",
+    "Use --nproc-per-node N, the number of processes on each node; num_processes is the number on all nodes": "num-processes=",
+    "Use --nnodes N": "num-machines= num-nodes=",
+    "Leave it out, since nodes are numbered automatically, or use --node-rank N": "machine-rank=",
+    "Use --nproc-per-node N and --nnodes N; the world size is their product": "world-size=",
+    "Use --rdzv-endpoint HOST:PORT, the address of one node and a free port on it; on one node, leave it out": "main-process-ip= main-process-port= master-addr= master-port=",
+    "Use --set process_group_backend=gloo or nccl": "backend=",
+    "Use --profile NAME, with a profile that accel config import FILE --profile NAME has created from the file": "config-file= config=",
+    "Use --set launcher.omp_num_threads=N": "num-cpu-threads-per-process=",
+    "Use the keys of fully_shard: in the profile; accel config import FILE converts those of a config file": "fsdp-*=",
+    "Use --set fully_shard.cpu_offload=true": "offload-*=",
+    "Use Accelerator(gradient_accumulation_steps=N) in the script": "gradient-accumulation-steps=",
+    "Call accelerator.clip_grad_norm_ in the script": "gradient-clipping=",
+    "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank": "tee= t= redirects= r= local-ranks-filter= duplicate-*=",
+    "Leave it out: all processes of a launch have the same role": "role=",
+    "Leave it out: the rendezvous always uses c10d": "rdzv-backend=",
+    "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS": "rdzv-conf=",
+    "Use --set launcher.monitor_interval=SECONDS": "monitor-interval=",
+    "Use --set launcher.start_method=forkserver or exec": "start-method=",
+    "Leave it out: accel uses the address on the route to --rdzv-endpoint": "local-addr=",
+    "Use --log-dir DIR": "logs-specs=",
+    "Leave it out: accel logs prints the output of a run": "event-log-handler=",
+    "Leave it out: signals that end or stop a run are passed to every process": "signals-to-handle=",
+    "Use --set launcher.main_training_function=NAME, with launcher.kind: xla": "main-training-function=",
+    "Use accel tpu-pod NAME --zone ZONE": "zone=",
+    "Use accel tpu-pod NAME --project ID": "project=",
+    "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
+    "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
+    "Use --set env.NAME=VALUE": "env=",
+    "Use --mixed-precision bf16 or fp16; 8-bit formats are not supported": "fp8-*=",
+    "Leave credentials in the files of the AWS CLI, and choose an AWS profile with launcher.aws_profile": "aws-*=",
+    "Run accel launch with mpirun, whose variables it reads": "mpirun-hostfile=",
+}
+"""Options of torchrun and Accelerate by the advice for them: `n=` takes a value, `fsdp-*=` is all of a prefix."""
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        **FOREIGN_FLAGS,
-        "n": _PER_NODE,
-        "np": _PER_NODE,
-        "num-processes": f"{_PER_NODE}; num_processes is the number on all nodes",
-        "num-machines": "Use --nnodes N",
-        "machine-rank": "Leave it out, since nodes are numbered automatically, or use --node-rank N",
-        "num-nodes": "Use --nnodes N",
-        "world-size": "Use --nproc-per-node N and --nnodes N; the world size is their product",
-        "main-process-ip": _RENDEZVOUS_OR_NONE,
-        "main-process-port": _RENDEZVOUS_OR_NONE,
-        "master-addr": _RENDEZVOUS_OR_NONE,
-        "master-port": _RENDEZVOUS_OR_NONE,
-        "backend": "Use --set process_group_backend=gloo or nccl",
-        "config-file": _PROFILE,
-        "config": _PROFILE,
-        "num-cpu-threads-per-process": "Use --set launcher.omp_num_threads=N",
-        "numa-binding": _AFFINITY,
-        "dynamo-": _COMPILE,
-        "parallelism-config-": _PARALLEL,
-        "megatron-lm-": _MEGATRON,
-        "fsdp-": _FULLY_SHARD,
-        "deepspeed-": _SHARDING,
-        "zero-stage": _SHARDING,
-        "zero3-": _SHARDING,
-        "offload-": _OFFLOAD,
-        "gradient-accumulation-steps": "Use Accelerator(gradient_accumulation_steps=N) in the script",
-        "gradient-clipping": "Call accelerator.clip_grad_norm_ in the script",
-        "tee": _RANKS,
-        "t": _RANKS,
-        "redirects": _RANKS,
-        "r": _RANKS,
-        "local-ranks-filter": _RANKS,
-        "duplicate-": _RANKS,
-        "role": "Leave it out: all processes of a launch have the same role",
-        "rdzv-backend": "Leave it out: the rendezvous always uses c10d",
-        "rdzv-conf": "Use --set launcher.rdzv_timeout=SECONDS or launcher.last_call_timeout=SECONDS",
-        "monitor-interval": "Use --set launcher.monitor_interval=SECONDS",
-        "start-method": "Use --set launcher.start_method=forkserver or exec",
-        "local-addr": "Leave it out: accel uses the address on the route to --rdzv-endpoint",
-        "logs-specs": "Use --log-dir DIR",
-        "event-log-handler": "Leave it out: accel logs prints the output of a run",
-        "signals-to-handle": "Leave it out: signals that end or stop a run are passed to every process",
-        "main-training-function": "Use --set launcher.main_training_function=NAME, with launcher.kind: xla",
-        "tpu-pod": _POD,
-        "zone": "Use accel tpu-pod NAME --zone ZONE",
-        "project": "Use accel tpu-pod NAME --project ID",
-        "pod-folder": "Use accel tpu-pod NAME --folder DIR",
-        "pod-setup": "Use accel tpu-pod NAME --setup COMMAND",
-        "vm": _POD,
-        "env": "Use --set env.NAME=VALUE",
-        "fp8-": _FP8,
-        "aws-": _AWS,
-        "mpirun-hostfile": "Run accel launch with mpirun, whose variables it reads",
-    }
-)  # fmt: skip
-"""Advice for all their options, by name with `-` for `_`; a name that ends with `-` is a prefix."""
+    {name.rstrip("*="): advice for advice, names in _ADVICE.items() for name in names.split()}
+)
+"""The advice for an option, by name with `-` for `_`; a name that ends with `-` is a prefix."""
+FOREIGN_FLAGS = frozenset(name for names in _ADVICE.values() for name in names.split() if "=" not in name)
+"""The options that take no value."""
 
 
 class _HelpMixin:
