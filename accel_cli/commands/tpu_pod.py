@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel_cli.commands.launch import build_request, format_headline, format_plan
-from accel_cli.commands.options import CommandApp, CompatCommand
+from accel_cli.commands.options import CommandApp, CompatCommand, expand_options
 
 if TYPE_CHECKING:
     from accel_cli.planning.options import Request
@@ -26,13 +26,26 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:-]*")
 class Pod:
     """A TPU pod, and how its workers run the script."""
 
-    name: str
-    folder: str
-    """The working folder on the workers, relative to the home of their user unless it is absolute."""
-    zone: str | None = None
-    project: str | None = None
-    setup: tuple[str, ...] = ()
-    """Shell commands that every worker runs before the launch."""
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the TPU.")]
+    zone: Annotated[
+        str | None, typer.Option(metavar="ZONE", help="Use the TPU in this zone instead of gcloud's default.")
+    ] = None
+    project: Annotated[
+        str | None, typer.Option(metavar="ID", help="Use this project instead of gcloud's default.")
+    ] = None
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run in this folder of the workers, relative to the home; by default the current folder.",
+        ),
+    ] = None
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMMAND", help="Run a shell command on every worker before the launch; can be repeated."
+        ),
+    ] = None
 
 
 app = CommandApp(rich_help_panel="Run")
@@ -43,32 +56,14 @@ app = CommandApp(rich_help_panel="Run")
     cls=CompatCommand,
     epilog="Example: accel tpu-pod my-pod --zone us-central2-b -- train.py --epochs 3",
 )
-def tpu_pod(  # noqa: PLR0913, PLR0917 - one parameter an option
+@expand_options
+def tpu_pod(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the TPU.")],
+    pod: Pod,
     launch: Annotated[
         list[str],
         typer.Argument(metavar="LAUNCH", help="Arguments of accel launch: its options, SCRIPT and ARGS."),
     ],
-    zone: Annotated[
-        str | None, typer.Option(metavar="ZONE", help="Use the TPU in this zone instead of gcloud's default.")
-    ] = None,
-    project: Annotated[
-        str | None, typer.Option(metavar="ID", help="Use this project instead of gcloud's default.")
-    ] = None,
-    folder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Run in this folder of the workers, relative to the home; by default the current folder.",
-        ),
-    ] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COMMAND", help="Run a shell command on every worker before the launch; can be repeated."
-        ),
-    ] = None,
     run: Annotated[bool, typer.Option("--run", help="Run the command instead of printing it.")] = False,
 ) -> None:
     """Print the gcloud command that runs accel launch on every worker of a TPU pod.
@@ -85,10 +80,9 @@ def tpu_pod(  # noqa: PLR0913, PLR0917 - one parameter an option
     from accel_cli.planning import planner
 
     request = _parse_launch(context, launch)
-    if folder is None:
+    if pod.folder is None:
         # In another folder, the workers may have a script that is missing here.
         planner.check_target(request.target, request.kind)
-    pod = Pod(name, find_folder(folder), zone, project, tuple(setup or ()))
     resolved, plan = prepare(pod, request, os.environ)
     if "dry_run" in request.options or "explain" in request.options:
         console.plain(format_plan(plan, resolved if "explain" in request.options else None))
@@ -205,12 +199,13 @@ def _build_options(pod: Pod, request: Request, resolved: Resolved) -> Iterator[s
         yield f"--project={pod.project}"
     yield "--worker=all"
     # The home is a variable, since users have other names on the workers.
-    home = "" if pod.folder.startswith("/") else '"$HOME"/'
+    folder = find_folder(pod.folder)
+    home = "" if folder.startswith("/") else '"$HOME"/'
     # `python3 -m`, since the PATH of a command over ssh lacks the programs that pip installed for a user.
     launch = ("python3", "-m", "accel_cli", "launch", "--no-profile", *_list_assignments(resolved))
     kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[request.kind]
     command = " ".join(map(quote_for_bash, (*launch, *kind, "--", request.target, *request.args)))
-    yield f"--command={' && '.join([f'cd {home}{quote_for_bash(pod.folder)}', *pod.setup, f'exec {command}'])}"
+    yield f"--command={' && '.join([f'cd {home}{quote_for_bash(folder)}', *(pod.setup or ()), f'exec {command}'])}"
 
 
 def _list_assignments(resolved: Resolved) -> Iterator[str]:

@@ -30,7 +30,7 @@ printf '%s\\0' "$@" > "$RECORD/argv"
 pwd > "$RECORD/pwd"
 exit "${CODE:-0}"
 """
-POD = tpu_pod.Pod("my-pod", "my project", zone="us-central2-b")
+POD = tpu_pod.Pod("my-pod", folder="my project", zone="us-central2-b")
 
 
 def program(path, text):
@@ -138,16 +138,16 @@ def test_a_value_is_read_back_as_what_it_was(value):
 
 
 def test_lines_before_run_on_the_worker(world):
-    pod = tpu_pod.Pod("p", "my project", setup=("export CODE=5", "cd /"))
+    pod = tpu_pod.Pod("p", folder="my project", setup=["export CODE=5", "cd /"])
     received(world, prepared(pod=pod), CODE="5")
     assert (world[0] / "pwd").read_text() == "/\n"
 
 
 def test_zone_and_project_are_gclouds_own_unless_they_are_said():
     assert [
-        w for w in prepared(pod=tpu_pod.Pod("p", ".")).argv if w.startswith(("--zone", "--project"))
+        w for w in prepared(pod=tpu_pod.Pod("p", folder=".")).argv if w.startswith(("--zone", "--project"))
     ] == []
-    assert "--project=mine" in prepared(pod=tpu_pod.Pod("p", ".", project="mine")).argv
+    assert "--project=mine" in prepared(pod=tpu_pod.Pod("p", folder=".", project="mine")).argv
 
 
 def test_the_folder_is_the_one_here_seen_from_the_home(tmp_path, monkeypatch):
@@ -178,8 +178,11 @@ def test_what_is_said_of_the_hosts_of_this_machine_does_not_travel(world):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"pod": tpu_pod.Pod("-oProxyCommand=x", ".")}, "Invalid NAME '-oProxyCommand=x': expected letters"),
-        ({"pod": tpu_pod.Pod("p", ".", zone="a b")}, "Invalid --zone 'a b': expected letters"),
+        (
+            {"pod": tpu_pod.Pod("-oProxyCommand=x", folder=".")},
+            "Invalid NAME '-oProxyCommand=x': expected letters",
+        ),
+        ({"pod": tpu_pod.Pod("p", folder=".", zone="a b")}, "Invalid --zone 'a b': expected letters"),
         ({"node_rank": 0}, "Cannot use --node-rank with accel tpu-pod"),
         ({"mixed_precision": "fp16"}, "fp16"),
         ({"cpu": True}, "device: cpu"),
