@@ -431,7 +431,9 @@ def _convert_sagemaker_type(kind: str, config: AccelerateConfig) -> Answer:
         return Answer("launcher.nproc_per_node: 1", values={**values, "launcher.nproc_per_node": 1})
     if kind == "NO":
         return Answer("launcher.kind: sagemaker", values=values)
-    reason = "launcher.model_parallel configures SageMaker's model parallelism"
+    reason = (
+        "no AWS image with torch 2.9 or newer has SageMaker's model-parallel library; set parallel instead"
+    )
     if kind == "DATA_PARALLEL" and not (reason := config.explain_no_smddp()):
         return Answer("process_group_backend: smddp", values={**values, "process_group_backend": "smddp"})
     return Answer(reason, is_applied=False, values=values)

@@ -16,9 +16,12 @@ from accel_cli.jobs.base import UnreachableError
 from accel_runtime.env import find_nearest
 
 __all__ = [
+    "NAME_IN_USE",
+    "NAME_IN_USE_TEXT",
     "Account",
     "find_job",
     "format_console_url",
+    "format_hint",
     "get_error_code",
     "import_sdk",
     "list_regions",
@@ -52,6 +55,14 @@ _THROTTLED = frozenset({
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _DENIED = frozenset({"403", "AccessDenied", "AccessDeniedException", "Forbidden", "UnauthorizedOperation"})
 _QUOTA = frozenset({"ResourceLimitExceeded", "ServiceQuotaExceededException"})
+NAME_IN_USE = frozenset({"ResourceInUse", "ResourceInUseException"})
+"""Codes of errors for a job name that exists."""
+NAME_IN_USE_TEXT = (
+    "A training job of this name exists already, and names cannot be reused. Choose another --job-name, or leave it out to name "
+    "the job for the time."
+)
+_LOGIN_ERRORS = ("SSOError", "LoginError", "TokenRetrievalError", "NoAuthTokenError")
+"""Names of botocore's errors for a login that is missing or has expired."""
 
 
 class Account:
@@ -136,10 +147,13 @@ class Account:
             return self._translate_response(error, action)
         network = (exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError)
         if isinstance(error, network):
-            return self._explain_network(error, action)
-        option = f" --profile {self.aws_profile}" if self.aws_profile else ""
-        logins = ("SSOError", "LoginError", "TokenRetrievalError", "NoAuthTokenError")
-        message = f"Cannot {action}: {_shorten(str(error))}."
+            # A region that does not exist has no address either.
+            regions = list_regions()
+            if self._region and self._region not in regions:
+                hint = format_hint(self._region, regions)
+                return UsageError(f"SageMaker is not known to be in region {self._region!r}.{hint}")
+            return UnreachableError(f"Cannot {action}: AWS does not answer: {_shorten(str(error))}.")
+        message, option = f"Cannot {action}: {_shorten(str(error))}.", self._format_option()
         if isinstance(error, exceptions.NoRegionError):
             message = _NO_REGION
         elif isinstance(error, exceptions.NoCredentialsError):
@@ -148,8 +162,14 @@ class Account:
                 "launcher.aws_profile to a profile that has some."
             )
         elif isinstance(error, exceptions.ProfileNotFound):
-            message = self._explain_missing_profile()
-        elif isinstance(error, tuple(getattr(exceptions, name) for name in logins)):
+            session = _import("botocore.session").session.Session(session_vars=_SESSION_VARIABLES)
+            profile = self.aws_profile or session.get_config_variable("profile")
+            known = list(session.available_profiles)
+            message = (
+                f"The AWS configuration has no profile {profile!r}: it has {', '.join(known) or 'none'}."
+                f"{format_hint(profile, known)} Set launcher.aws_profile or AWS_PROFILE, or run aws configure."
+            )
+        elif isinstance(error, tuple(getattr(exceptions, name) for name in _LOGIN_ERRORS)):
             message = self._explain_expired()
         return UsageError(message)
 
@@ -159,6 +179,8 @@ class Account:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         if code in _EXPIRED:
             return UsageError(self._explain_expired())
+        if code in NAME_IN_USE:
+            return UsageError(NAME_IN_USE_TEXT)
         if code in _DENIED:
             return UsageError(
                 f"Cannot {action}: AWS denied {operation}: {text}. Ask an administrator for the permission."
@@ -169,11 +191,6 @@ class Account:
                 f"Cannot {action}: {text}. Request a higher quota at {link}, or choose another launcher.instance_type or "
                 "region."
             )
-        if code in {"ResourceInUse", "ResourceInUseException"}:
-            return UsageError(
-                "A training job of this name exists already, and names cannot be reused. Choose another --job-name, or leave "
-                "it out to name the job for the time."
-            )
         if code in _THROTTLED or status == _TOO_MANY_REQUESTS or status >= _SERVER_ERROR:
             return UnreachableError(
                 f"Cannot {action}: AWS is too busy or has a problem ({operation}: {status} {code}), after several "
@@ -181,28 +198,11 @@ class Account:
             )
         return UsageError(f"Cannot {action}: AWS refused {operation} with {code}: {text}.")
 
-    def _explain_missing_profile(self) -> str:
-        session = _import("botocore.session").session.Session(session_vars=_SESSION_VARIABLES)
-        profile = self.aws_profile or session.get_config_variable("profile")
-        known = list(session.available_profiles)
-        nearest = find_nearest(profile, known)
-        return (
-            f"The AWS configuration has no profile {profile!r}: it has {', '.join(known) or 'none'}. "
-            f"{f'Did you mean {nearest}? ' if nearest else ''}Set launcher.aws_profile or AWS_PROFILE, or run aws configure."
-        )
-
     def _explain_expired(self) -> str:
-        option = f" --profile {self.aws_profile}" if self.aws_profile else ""
-        return f"The AWS credentials have expired. Run aws sso login{option}, or renew them the way you got them."
+        return f"The AWS credentials have expired. Run aws sso login{self._format_option()}, or renew them the way you got them."
 
-    def _explain_network(self, error: Exception, action: str) -> AccelError:
-        # A region that does not exist has no address either.
-        regions = list_regions()
-        if self._region and self._region not in regions:
-            nearest = find_nearest(self._region, regions)
-            hint = f" Did you mean {nearest}?" if nearest else ""
-            return UsageError(f"SageMaker is not known to be in region {self._region!r}.{hint}")
-        return UnreachableError(f"Cannot {action}: AWS does not answer: {_shorten(str(error))}.")
+    def _format_option(self) -> str:
+        return f" --profile {self.aws_profile}" if self.aws_profile else ""
 
 
 def find_job(account: Account, name: str) -> Mapping[str, Any] | None:
@@ -235,6 +235,12 @@ def list_regions() -> list[str]:
         for partition in session.get_available_partitions()
         for region in session.get_available_regions("sagemaker", partition)
     ]
+
+
+def format_hint(name: str, known: list[str]) -> str:
+    """Return a question that names the nearest known name, with a space before it; empty if none is near."""
+    nearest = find_nearest(name, known)
+    return f" Did you mean {nearest}?" if nearest else ""
 
 
 def format_console_url(region: str, path: str) -> str:

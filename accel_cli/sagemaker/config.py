@@ -1,24 +1,26 @@
-"""The `launcher:` section of a profile that runs scripts as training jobs of Amazon SageMaker."""
+"""The `launcher:` section of a profile for training jobs of Amazon SageMaker, and the wizard's choices for it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import LaunchOption
-from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Question, Section
-from accel_cli.sagemaker import images, wizard
+from accel_cli.profile.sections import Answers, Choice, CountOrAuto, Offers, Question, Section
+from accel_cli.sagemaker import images
+from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.request import CHANNEL, SageMakerJobPlan, build_job_spec
-from accel_runtime.env import ProcessGroupBackend, Settings
+from accel_runtime.env import ProcessGroupBackend
 
 if TYPE_CHECKING:
     from accel_cli.sagemaker.jobs import SageMakerJobs
@@ -29,6 +31,96 @@ _DAY_S = 86400
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": _DAY_S}
 _TIME = re.compile(r"(\d{1,9})([smhd])")
 _TIME_HINT = "seconds, or for example 90m, 2h or 1d"
+_EXTRA = "accel-runtime[sagemaker]"
+_ATTEMPTS = 2
+"""Attempts of a call while the user of the wizard waits, who can also type the answer."""
+_DEFAULT_REGION = "us-east-1"
+
+
+def _ask(text: str, hint: str, **options: Any) -> Question:
+    """Return a question; Enter leaves its key unset."""
+    return Question(text, suggest=lambda *_: None, hint=hint, **options)
+
+
+def _ask_advanced(text: str, hint: str, **options: Any) -> Question:
+    return _ask(text, hint, advanced=True, **options)
+
+
+def _find_missing_extra() -> str:
+    return "" if find_spec("boto3") and find_spec("sagemaker") else _EXTRA
+
+
+def _open_account(answers: Answers) -> Account:
+    return Account(answers.get("region"), answers.get("aws_profile"), max_attempts=_ATTEMPTS)
+
+
+def _offer_profiles(_: Machine, answers: Answers) -> Offers:  # noqa: ARG001 - they do not depend on answers
+    """Offer the profiles of the AWS configuration."""
+    try:
+        session = _open_account({}).session
+    except AccelError as error:
+        return _explain_no_offers(error)
+    default = Choice(None, f"the default of AWS's tools ({session.profile_name})")
+    return Offers([default, *(Choice(name, name) for name in session.available_profiles)])
+
+
+def _offer_regions(_: Machine, answers: Answers) -> Offers:
+    """Offer the region of the AWS configuration, then all others that have SageMaker."""
+    try:
+        session = _open_account(answers).session
+        configured = session.region_name
+        partition = session.get_partition_for_region(configured) if configured else "aws"
+        regions = session.get_available_regions("sagemaker", partition)
+    except AccelError as error:
+        return _explain_no_offers(error)
+    first = [Choice(configured, f"{configured} (from the AWS configuration)")] if configured else []
+    default = [_DEFAULT_REGION] if _DEFAULT_REGION in regions else []
+    others = [name for name in dict.fromkeys([*default, *sorted(regions)]) if name != configured]
+    return Offers([*first, *(Choice(name, name) for name in others)])
+
+
+def _offer_roles(_: Machine, answers: Answers) -> Offers:
+    """Offer the roles that SageMaker may assume."""
+    from accel_cli.sagemaker.resolve import list_roles  # noqa: PLC0415 - only the wizard needs it here
+
+    try:
+        roles = list_roles(_open_account(answers))
+        return Offers([Choice(arn, name) for name, arn in roles.items()])
+    except AccelError as error:
+        return _explain_no_offers(error, "roles")
+
+
+def _offer_versions(machine: Machine, answers: Answers) -> Offers:
+    """Offer the torch version of this machine, then every version that has an image of AWS."""
+    same = Choice(None, f"the version of the machine that launches (here: {machine.torch or 'no torch'})")
+    try:
+        versions = reversed(images.list_versions(answers.get("region")))
+    except AccelError as error:
+        return _explain_no_offers(error, "versions")
+    return Offers([same, *(Choice(version, version) for version in versions)])
+
+
+def _explain_no_offers(error: AccelError, what: str = "choices") -> Offers:
+    if _find_missing_extra():
+        # The wizard shows the same note once, however many questions have it.
+        return Offers(
+            note=f'boto3 is not installed, so nothing can be listed. Type the answers, or run pip install "{_EXTRA}".'
+        )
+    return Offers(note=f"The {what} cannot be listed; type the answer. {error}")
+
+
+def _complete_types() -> Sequence[str]:
+    return [] if _find_missing_extra() else images.list_types()
+
+
+def _find_type_error(instance_type: Any) -> str | None:
+    """Return what is wrong with an instance type, or None if it is known, or cannot be checked without boto3."""
+    try:
+        if not _find_missing_extra():
+            images.check_type(str(instance_type))
+    except AccelError as error:
+        return str(error)
+    return None
 
 
 def _parse_seconds(value: Any) -> Any:
@@ -46,51 +138,48 @@ def _refuse_number(value: Any) -> Any:
     return value
 
 
-def _check_folder(value: str | None) -> str | None:
-    path = Path(value or ".")
-    if value is not None and (path.is_absolute() or ".." in path.parts or not path.parts):
+def _check_folder(value: str) -> str:
+    path = Path(value)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError("expected a folder below the working directory of the script, such as runs")
     return value
 
 
-def _check_patterns(value: list[str]) -> list[str]:
-    for text in value:
-        if not text.strip("./") or ".." in text.split("/") or text.startswith(("!", "~")):
-            raise ValueError(
-                "expected a pattern of files in launcher.source_dir, such as data/*.csv or **/*.ckpt, without .., ! or ~"
-            )
+def _check_pattern(value: str) -> str:
+    if not value.strip("./") or ".." in value.split("/") or value.startswith(("!", "~")):
+        raise ValueError(
+            "expected a pattern of files in launcher.source_dir, such as data/*.csv or **/*.ckpt, without .., ! or ~"
+        )
     return value
 
 
 def _match(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator that accepts None and text that matches a pattern."""
+    """Return a validator of text, or of the keys of a mapping."""
 
-    def check(value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(pattern, value):
-            raise ValueError(f"expected {expected}")
+    def check(value: Any) -> Any:
+        for text in [value] if isinstance(value, str) else value:
+            if not re.fullmatch(pattern, text):
+                raise ValueError(
+                    f"expected {expected}" + ("" if text is value else f" as the key, got {text!r}")
+                )
         return value
 
     return AfterValidator(check)
 
 
-def _match_keys(pattern: str, expected: str) -> AfterValidator:
-    """Return a validator that accepts mappings whose keys match a pattern."""
-
-    def check(value: dict[str, Any]) -> dict[str, Any]:
-        for key in value:
-            if not re.fullmatch(pattern, key):
-                raise ValueError(f"expected {expected} as the key, got {key!r}")
-        return value
-
-    return AfterValidator(check)
-
-
-_Seconds = BeforeValidator(_parse_seconds, json_schema_input_type=Annotated[int, Field(ge=1)] | str)
+_Text = Annotated[str, Field(min_length=1)]
+_PARSE_SECONDS = BeforeValidator(_parse_seconds, json_schema_input_type=Annotated[int, Field(ge=1)] | str)
+_Seconds = Annotated[int, Field(ge=1), _PARSE_SECONDS]
+_Folder = Annotated[str, AfterValidator(_check_folder)]
+_Patterns = list[Annotated[str, AfterValidator(_check_pattern)]]
 _S3Uri = Annotated[str, _match(r"s3://[^/\s]+(/.*)?", "an address in S3 such as s3://bucket/folder")]
-_JOB_NAME = _match(
-    r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}",
-    "at most 63 letters, digits and hyphens, with no hyphen at the start or end",
-)
+_JobName = Annotated[
+    str,
+    _match(
+        r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}",
+        "at most 63 letters, digits and hyphens, with no hyphen at the start or end",
+    ),
+]
 
 
 class InputChannel(Section):
@@ -129,71 +218,47 @@ class SageMaker(Launcher):
         description="Run as an Amazon SageMaker training job: `accel launch` uploads the folder and follows the job.",
     )
     aws_profile: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Profile of the AWS configuration; unset takes the default of AWS's tools.",
-        ),
-        Question(
-            "Which AWS profile?",
-            suggest=wizard.suggest_none,
-            offers=wizard.offer_profiles,
-            hint="Enter = the default of AWS's tools",
-        ),
-    ] = None
+        _Text | None,
+        _ask("Which AWS profile?", "Enter = the default of AWS's tools", offers=_offer_profiles),
+    ] = Field(None, description="Profile of the AWS configuration; unset takes the default of AWS's tools.")
     region: Annotated[
-        str | None,
-        Field(
-            pattern=r"^[a-z]{2,4}(-[a-z]+)+-\d$",
-            description="AWS region; unset takes that of the AWS configuration.",
-        ),
-        Question(
-            "Which region?",
-            suggest=wizard.suggest_none,
-            offers=wizard.offer_regions,
-            hint="Enter = from the AWS configuration",
-        ),
-    ] = None
+        str | None, _ask("Which region?", "Enter = from the AWS configuration", offers=_offer_regions)
+    ] = Field(
+        None,
+        pattern=r"^[a-z]{2,4}(-[a-z]+)+-\d$",
+        description="AWS region; unset takes that of the AWS configuration.",
+    )
     role: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Name or ARN of the role of the job; unset takes the only role that SageMaker may assume.",
-        ),
-        Question(
+        _Text | None,
+        _ask(
             "Which role does the job use?",
-            suggest=wizard.suggest_none,
-            offers=wizard.offer_roles,
-            hint="name or ARN; Enter = the only role that SageMaker may assume",
+            "name or ARN; Enter = the only role that SageMaker may assume",
+            offers=_offer_roles,
         ),
-    ] = None
+    ] = Field(
+        None,
+        description="Name or ARN of the role of the job; unset takes the only role that SageMaker may assume.",
+    )
     instance_type: Annotated[
         str,
         _match(r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "an instance type such as ml.g5.xlarge"),
-        Field(description="Instance type."),
         Question(
             "Which instance type?",
             suggest=lambda *_: "ml.g5.xlarge",
-            complete=wizard.complete_instance_types,
-            check=wizard.find_type_error,
+            complete=_complete_types,
+            check=_find_type_error,
             hint="Tab completes",
         ),
-    ] = "ml.g5.xlarge"
-    instance_count: Annotated[
-        int,
-        Field(ge=1, description="Number of instances."),
-        Question("How many instances?", suggest=lambda *_: 1),
-    ] = 1
-    nproc_per_node: Annotated[
-        CountOrAuto,
-        Field(description="Processes per instance; `auto` starts one for each GPU, or 1 without GPUs."),
-    ] = "auto"
+    ] = Field("ml.g5.xlarge", description="Instance type.")
+    instance_count: Annotated[int, Question("How many instances?", suggest=lambda *_: 1)] = Field(
+        1, ge=1, description="Number of instances."
+    )
+    nproc_per_node: CountOrAuto = Field(
+        "auto",
+        description="Processes per instance; `auto` starts one for each GPU, or 1 without GPUs.",
+    )
     spot: Annotated[
         bool,
-        Field(
-            description="Use spot instances, which are cheaper and may be interrupted; the job then starts again with the "
-            "files of its checkpoint folder."
-        ),
         Question(
             "On demand, or spot?",
             suggest=lambda *_: False,
@@ -202,141 +267,127 @@ class SageMaker(Launcher):
                 Choice(True, "spot: cheaper, may be interrupted; the script should save checkpoints"),
             ),
         ),
-    ] = False
+    ] = Field(
+        False,
+        description="Use spot instances, which are cheaper and may be interrupted; the job then starts again with the "
+        "files of its checkpoint folder.",
+    )
     max_run: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Seconds after which the job is stopped; also text such as `90m`, `2h` or `1d`.",
-        ),
-        _Seconds,
-        Question("How long may it run?", suggest=lambda *_: _DAY_S, hint=_TIME_HINT),
-    ] = _DAY_S
+        _Seconds, Question("How long may it run?", suggest=lambda *_: _DAY_S, hint=_TIME_HINT)
+    ] = Field(
+        _DAY_S, description="Seconds after which the job is stopped; also text such as `90m`, `2h` or `1d`."
+    )
     max_wait: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="With `spot`, seconds for waiting and running together; unset adds a day to `max_run`.",
-        ),
-        _Seconds,
-        wizard.advanced_question(
+        _Seconds | None,
+        _ask_advanced(
             "How long may it wait and run in total?",
             f"{_TIME_HINT}; Enter = a day of waiting",
-            when=wizard.is_spot,
+            when=lambda answers: bool(answers.get("spot")),
         ),
-    ] = None
+    ] = Field(
+        None,
+        description="With `spot`, seconds for waiting and running together; unset adds a day to `max_run`.",
+    )
     keep_alive: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=21600,
-            description="Seconds to keep the instances for another job, at full price; it then starts at once.",
-        ),
-        _Seconds,
-        Question(
+        Annotated[int, Field(ge=1, le=21600), _PARSE_SECONDS] | None,
+        _ask(
             "Keep the instances warm after the job?",
-            suggest=wizard.suggest_none,
-            when=wizard.is_on_demand,
-            hint="for example 30m; billed at full price; Enter = no",
+            "for example 30m; billed at full price; Enter = no",
+            when=lambda answers: not answers.get("spot"),
         ),
-    ] = None
-    image_uri: Annotated[
-        str | None,
-        Field(min_length=1, description="Container image; unset takes AWS's image for `pytorch_version`."),
-        wizard.advanced_question("Which image?", "Enter = AWS's image"),
-    ] = None
+    ] = Field(
+        None,
+        description="Seconds to keep the instances for another job, at full price; it then starts at once.",
+    )
+    image_uri: Annotated[_Text | None, _ask_advanced("Which image?", "Enter = AWS's image")] = Field(
+        None, description="Container image; unset takes AWS's image for `pytorch_version`."
+    )
     pytorch_version: Annotated[
         str | None,
-        Field(
-            pattern=r"^\d+\.\d+",
-            description="torch version of AWS's image, such as `'2.9'`; unset takes the version installed here.",
-        ),
         BeforeValidator(_refuse_number),
-        wizard.advanced_question(
+        _ask_advanced(
             "Which torch version in AWS's image?",
             "for example 2.9",
-            when=wizard.has_aws_image,
-            offers=wizard.offer_versions,
+            when=lambda answers: not answers.get("image_uri"),
+            offers=_offer_versions,
         ),
-    ] = None
+    ] = Field(
+        None,
+        pattern=r"^\d+\.\d+",
+        description="torch version of AWS's image, such as `'2.9'`; unset takes the version installed here.",
+    )
     requirements: Annotated[
-        str | None,
-        Field(min_length=1, description="Requirements file that pip installs before the script starts."),
+        _Text | None,
         Question(
             "Which requirements file?",
             suggest=lambda *_: "requirements.txt" if Path("requirements.txt").is_file() else None,
             hint="installed by pip; Enter = none",
         ),
-    ] = None
+    ] = Field(None, description="Requirements file that pip installs before the script starts.")
     inputs: Annotated[
         dict[str, _S3Uri | InputChannel],
-        _match_keys(
+        _match(
             rf"(?!{CHANNEL}$)[A-Za-z0-9.\-_]+",
             f"letters, digits, dots, hyphens and underscores, but not {CHANNEL}",
         ),
-        Field(
-            description="Input data by channel: `train: s3://bucket/folder` becomes `/opt/ml/input/data/train`; or "
-            "`{uri: ..., input_mode: FastFile, distribution: ShardedByS3Key}`."
-        ),
-        wizard.advanced_question(
-            "Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter = none"
-        ),
-    ] = Field(default_factory=dict)
+        _ask_advanced("Which data does it read?", "train=s3://bucket/folder, test=s3://...; Enter = none"),
+    ] = Field(
+        default_factory=dict,
+        description="Input data by channel: `train: s3://bucket/folder` becomes `/opt/ml/input/data/train`; or "
+        "`{uri: ..., input_mode: FastFile, distribution: ShardedByS3Key}`.",
+    )
     metrics: Annotated[
         dict[str, str],
-        Field(description="Metrics that SageMaker reads from the log, by name: `loss: 'loss ([0-9.]+)'`."),
-        wizard.advanced_question(
+        _ask_advanced(
             "Which metrics does SageMaker read from the log?", "loss=loss ([0-9.]+), ...; Enter = none"
         ),
-    ] = Field(default_factory=dict)
+    ] = Field(
+        default_factory=dict,
+        description="Metrics that SageMaker reads from the log, by name: `loss: 'loss ([0-9.]+)'`.",
+    )
     secrets: Annotated[
         dict[str, str],
-        _match_keys(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable"),
-        Field(
-            description="Environment variables whose values the job reads from Secrets Manager: "
-            "`WANDB_API_KEY: name-or-arn`."
-        ),
-        wizard.advanced_question(
+        _match(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable"),
+        _ask_advanced(
             "Which variables are in Secrets Manager?",
             "NAME=secret, with the name or ARN of the secret, not its value; Enter = none",
         ),
-    ] = Field(default_factory=dict)
-    source_dir: str = Field(
-        ".", min_length=1, description="Folder that is sent, with the script and the modules it imports."
+    ] = Field(
+        default_factory=dict,
+        description="Environment variables whose values the job reads from Secrets Manager: "
+        "`WANDB_API_KEY: name-or-arn`.",
     )
-    include: Annotated[list[str], AfterValidator(_check_patterns)] = Field(
+    source_dir: _Text = Field(
+        ".", description="Folder that is sent, with the script and the modules it imports."
+    )
+    include: _Patterns = Field(
         default_factory=list, description="Patterns of files to send although git ignores them."
     )
-    exclude: Annotated[list[str], AfterValidator(_check_patterns)] = Field(
-        default_factory=list, description="Patterns of files not to send."
-    )
+    exclude: _Patterns = Field(default_factory=list, description="Patterns of files not to send.")
     max_upload_size: int = Field(
         200, ge=1, description="Maximum size of the files that are sent, in megabytes."
     )
     model_dir: Annotated[
-        str | None,
-        AfterValidator(_check_folder),
-        Field(description="Folder of the script that is kept as the model, besides `/opt/ml/model`."),
-        wizard.advanced_question("To which folder does the script write its model?", "Enter = /opt/ml/model"),
-    ] = None
+        _Folder | None,
+        _ask_advanced("To which folder does the script write its model?", "Enter = /opt/ml/model"),
+    ] = Field(None, description="Folder of the script that is kept as the model, besides `/opt/ml/model`.")
     checkpoint_dir: Annotated[
-        str | None,
-        AfterValidator(_check_folder),
-        Field(
-            description="Folder of the script that is kept in S3 while it runs, and restored after a spot interruption, "
-            "besides `/opt/ml/checkpoints`."
-        ),
-        wizard.advanced_question("To which folder does it write checkpoints?", "Enter = /opt/ml/checkpoints"),
-    ] = None
+        _Folder | None,
+        _ask_advanced("To which folder does it write checkpoints?", "Enter = /opt/ml/checkpoints"),
+    ] = Field(
+        None,
+        description="Folder of the script that is kept in S3 while it runs, and restored after a spot interruption, "
+        "besides `/opt/ml/checkpoints`.",
+    )
     checkpoint_uri: _S3Uri | None = Field(
         None,
         description="Address of checkpoints in S3; that of an earlier job continues from its checkpoints.",
     )
-    job_name: Annotated[str | None, _JOB_NAME] = Field(
+    job_name: _JobName | None = Field(
         None,
         description="Name of the job, which cannot be reused; unset combines `base_job_name` and the time.",
     )
-    base_job_name: Annotated[str | None, _JOB_NAME] = Field(
+    base_job_name: _JobName | None = Field(
         None, description="Start of job names; unset takes the script's name."
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the job: `team: vision`.")
@@ -349,27 +400,23 @@ class SageMaker(Launcher):
     encrypt_traffic: bool = Field(
         False, description="Encrypt the traffic between instances, which is slower."
     )
-    volume_kms_key: str | None = Field(None, min_length=1, description="KMS key for the disks.")
-    output_kms_key: str | None = Field(None, min_length=1, description="KMS key for the output in S3.")
-    bucket: Annotated[
-        str | None,
-        _match(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket, without s3:// and folder"),
-    ] = Field(
+    volume_kms_key: _Text | None = Field(None, description="KMS key for the disks.")
+    output_kms_key: _Text | None = Field(None, description="KMS key for the output in S3.")
+    bucket: (
+        Annotated[
+            str, _match(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket, without s3:// and folder")
+        ]
+        | None
+    ) = Field(
         None,
         description="Bucket of the job; unset takes `sagemaker-REGION-ACCOUNT`, and creates it if needed.",
     )
-    output_dir: str = Field(
-        ".",
-        min_length=1,
-        description="Local folder for results; they are downloaded to a subfolder with the job's name.",
+    output_dir: _Text = Field(
+        ".", description="Local folder for results; they are downloaded to a subfolder with the job's name."
     )
     download: bool = Field(True, description="Download the results when a followed job has completed.")
     allow_unknown_instance: bool = Field(
         False, description="Accept an instance type that the installed boto3 does not know."
-    )
-    model_parallel: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Parameters for SageMaker's model parallel library v2, passed on unchanged.",
     )
     max_restarts: torchrun.MaxRestarts = 0
     ranks: torchrun.Ranks = 0
@@ -398,7 +445,7 @@ class SageMaker(Launcher):
     @classmethod
     @override
     def get_missing_requirement(cls) -> str:
-        return wizard.find_missing_extra()
+        return _find_missing_extra()
 
     @classmethod
     @override
@@ -424,13 +471,6 @@ class SageMaker(Launcher):
         each = images.count_gpus(self.instance_type) if plan.process_description else plan.nproc_per_node
         each = 1 if spec.settings.device == "cpu" and self.nproc_per_node == "auto" else each
         return (self.instance_count * each,) if each else ()
-
-    @override
-    def check_layout(self, settings: Settings) -> None:
-        if self.model_parallel and not settings.parallel.plain:
-            raise UsageError(
-                "launcher.model_parallel and parallel: both shard the model. Remove one of them."
-            )
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
@@ -463,15 +503,14 @@ class SageMaker(Launcher):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.sagemaker import submit  # noqa: PLC0415 - imports boto3
+        from accel_cli.sagemaker import submit  # noqa: PLC0415 - loads what a job is sent with
 
         return submit.submit(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> SageMakerJobs:
-        from accel_cli.sagemaker.aws import Account  # noqa: PLC0415 - imports boto3
-        from accel_cli.sagemaker.jobs import SageMakerJobs  # noqa: PLC0415 - imports boto3
+        from accel_cli.sagemaker.jobs import SageMakerJobs  # noqa: PLC0415 - only accel jobs needs it
 
         return SageMakerJobs(Account(values.get("launcher.region"), values.get("launcher.aws_profile")))
 

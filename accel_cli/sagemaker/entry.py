@@ -18,7 +18,6 @@ import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -150,14 +149,9 @@ def _prepare(
     if needs_compat():
         environ["LD_LIBRARY_PATH"] = _prepend(_COMPAT, environ.get("LD_LIBRARY_PATH"))
     os.chdir(code)
-    # pip may need a secret for its index, and an image may lack boto3, which reads secrets.
-    has_boto3 = find_spec("boto3") is not None
-    if has_boto3:
-        environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
+    # Before pip, whose index may need one.
+    environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
     _install(job, bundle, accel, supervisor, environ)
-    if not has_boto3:
-        importlib.invalidate_caches()
-        environ |= read_secrets(job["secrets"], environ.get("AWS_REGION"))
     os.chdir(job["cwd"])
     # A file of its own: with -m or -c, modules next to the script would hide those of Python.
     launcher = accel / "accel"
@@ -206,13 +200,11 @@ def build_variables(root: Path, resources: Mapping[str, Any]) -> dict[str, str]:
     # algo-2 comes before algo-10.
     hosts = sorted(resources["hosts"], key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
     host, interface = resources["current_host"], resources.get("network_interface_name") or ""
-    config = {}
-    for name in ("inputdataconfig", "hyperparameters"):
-        with suppress(FileNotFoundError):
-            config[name] = _read_config(root, name)
-    channels = {name: text for name, text in config.get("inputdataconfig", {}).items() if name != _CHANNEL}
+    channels: dict[str, Any] = {}
+    with suppress(FileNotFoundError):
+        channels = _read_config(root, "inputdataconfig")
+        channels.pop(_CHANNEL, None)
     folders = {name: str(root / "input" / "data" / name) for name in channels}
-    parameters = {name: _parse_parameter(text) for name, text in config.get("hyperparameters", {}).items()}
     values: dict[str, Any] = {
         "INPUT_DIR": str(root / "input"),
         "INPUT_DATA_DIR": str(root / "input" / "data"),
@@ -235,14 +227,12 @@ def build_variables(root: Path, resources: Mapping[str, Any]) -> dict[str, str]:
         "INPUT_DATA_CONFIG": channels,
     }
     lower = {name.lower(): value for name, value in values.items()}
-    values["TRAINING_ENV"] = {**lower, "channel_input_dirs": folders, "hyperparameters": parameters}
-    values |= {"CHANNELS": list(channels), "HPS": parameters}
-    for kind, items in (("CHANNEL", folders), ("HP", parameters)):
+    values["TRAINING_ENV"] = {**lower, "channel_input_dirs": folders, "hyperparameters": {}}
+    values |= {"CHANNELS": list(channels), "HPS": {}}
+    for name, folder in folders.items():
         # SageMaker's toolkit keeps the characters of a name, and a shell accepts only some of them.
-        values |= {f"{kind}_{name.upper()}": value for name, value in items.items() if "=" not in name}
-        values |= {
-            f"{kind}_{re.sub(r'[^A-Za-z0-9_]', '_', name).upper()}": value for name, value in items.items()
-        }
+        for text in (name, re.sub(r"[^A-Za-z0-9_]", "_", name)):
+            values[f"CHANNEL_{text.upper()}"] = folder
     texts = {
         f"SM_{name}": value if isinstance(value, str) else json.dumps(value) for name, value in values.items()
     }
@@ -250,14 +240,6 @@ def build_variables(root: Path, resources: Mapping[str, Any]) -> dict[str, str]:
         texts |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     # All hosts have the same host name, by which NCCL would take them for one node.
     return {**texts, "NCCL_HOSTID": host}
-
-
-def _parse_parameter(text: str) -> Any:
-    """Return a hyperparameter; SageMaker's libraries write them as JSON."""
-    try:
-        return json.loads(text)
-    except (TypeError, ValueError):
-        return text
 
 
 def needs_compat(driver: Path = _DRIVER, compat: Path = _COMPAT) -> bool:
@@ -304,26 +286,26 @@ def read_secrets(secrets: Mapping[str, str], region: str | None) -> dict[str, st
     """
     values = {}
     for name, secret in secrets.items():
-        # An ARN has seven parts. Others after them are a key, a stage and a version, as in a task of ECS.
+        # An ARN has seven parts, and the key comes after them, as in a task of ECS.
         parts = secret.split(":") if secret.startswith("arn:") else [secret]
-        key, stage, version_id = (*parts[7:], "", "", "")[:3]
-        choice = {"VersionStage": stage, "VersionId": version_id}
+        key = parts[7] if len(parts) > 7 else ""  # noqa: PLR2004 - as above
         try:
             client = importlib.import_module("boto3").client("secretsmanager", region_name=region)
-            response = client.get_secret_value(
-                SecretId=":".join(parts[:7]), **{option: text for option, text in choice.items() if text}
-            )
+            text = client.get_secret_value(SecretId=":".join(parts[:7])).get("SecretString")
         except ImportError:
-            cure = "Add boto3 to the job's requirements, or choose an image that has it."
-            raise JobError(f"secrets.{name}: {secret} cannot be read without boto3. {cure}") from None
+            raise JobError(
+                f"secrets.{name}: this image has no boto3 to read it. Choose an image that has it."
+            ) from None
         except Exception as error:  # noqa: BLE001 - botocore, which may be missing, has the classes
-            reason = f"{type(error).__name__}: {error}"
-            raise JobError(f"secrets.{name}: {secret} cannot be read: {reason}") from None
+            raise JobError(
+                f"secrets.{name}: {secret} cannot be read: {type(error).__name__}: {error}"
+            ) from None
         try:
-            value = json.loads(response["SecretString"])[key] if key else response["SecretString"]
+            value = json.loads(text)[key] if key else text
         except (LookupError, TypeError, ValueError):
-            reason = f"not a JSON object with the key {key}" if key else "binary, and a variable holds text"
-            raise JobError(f"secrets.{name}: {secret} is {reason}") from None
+            raise JobError(f"secrets.{name}: {secret} is not a JSON object with the key {key}") from None
+        if value is None:
+            raise JobError(f"secrets.{name}: {secret} is binary, and a variable holds text")
         values[name] = value if isinstance(value, str) else json.dumps(value)
     return values
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from accel_cli.errors import UsageError
-from accel_cli.sagemaker.aws import import_sdk, list_regions, load_service_model
-from accel_runtime.env import find_nearest
+from accel_cli.sagemaker.aws import format_hint, import_sdk, list_regions, load_service_model
 
 __all__ = [
-    "MODEL_PARALLEL_TYPES",
     "SMDDP_TYPES",
     "check_type",
     "count_gpus",
     "find_image",
     "has_gpu",
     "is_arm",
-    "join_or",
     "list_types",
     "list_versions",
     "parse_python_version",
@@ -27,8 +24,6 @@ __all__ = [
 
 SMDDP_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
 """Types that run SageMaker's data-parallel library; AWS has ended its support for P3."""
-MODEL_PARALLEL_TYPES = (*SMDDP_TYPES, "ml.p5.48xlarge", "ml.p5e.48xlarge")
-"""Types that run version 2 of SageMaker's model-parallel library."""
 _GPUS: Mapping[str, Mapping[int, str]] = MappingProxyType({
     "p3": {1: "2xlarge", 4: "8xlarge", 8: "16xlarge"},
     "p3dn": {8: "24xlarge"},
@@ -66,7 +61,7 @@ def check_type(instance_type: str, *, allow_unknown: bool = False) -> None:
         )
     if not allow_unknown and instance_type not in list_types():
         near = get_close_matches(instance_type, list_types(), 3)
-        hint = f" Did you mean {join_or(near)}?" if near else ""
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
         raise UsageError(
             f"Unknown launcher.instance_type {instance_type!r}.{hint} If it is newer than the installed boto3, run "
             "pip install -U boto3 or set launcher.allow_unknown_instance: true."
@@ -98,11 +93,9 @@ def find_image(pytorch_version: str, region: str, instance_type: str) -> str:
     releases = _list_releases(region)
     match = re.match(r"\d+\.\d+", pytorch_version)
     if not releases:
-        nearest = find_nearest(region, list_regions())
-        hint = f" (did you mean {nearest}?)" if nearest else ""
         raise UsageError(
-            f"AWS has no training images in region {region!r}{hint}, as far as the installed sagemaker-core knows. Choose "
-            "another launcher.region, or set launcher.image_uri."
+            f"AWS has no training images in region {region!r}, as far as the installed sagemaker-core knows."
+            f"{format_hint(region, list_regions())} Choose another launcher.region, or set launcher.image_uri."
         )
     if match is None or match[0] not in releases:
         raise UsageError(
@@ -113,16 +106,17 @@ def find_image(pytorch_version: str, region: str, instance_type: str) -> str:
     # For a type that it does not know, the SDK returns the image for CPUs.
     check_type(instance_type, allow_unknown=has_gpu(instance_type))
     framework, version = releases[match[0]]
-    image: str = import_sdk("image_uris").retrieve(
-        framework, region, version=version, instance_type=instance_type, image_scope="training"
-    )
-    reason = ""
+    image = reason = ""
+    try:
+        image = import_sdk("image_uris").retrieve(
+            framework, region, version=version, instance_type=instance_type, image_scope="training"
+        )
+    except ValueError as error:  # such as a type that AWS has retired
+        reason = str(error)
     if is_arm(instance_type):
         reason = "it has Arm processors, and AWS's training images are built for x86"
-    elif instance_type.startswith("ml.p2."):
-        reason = "its GPUs (K80) are supported up to torch 1.13 only"
-    elif instance_type.startswith(("ml.p3.", "ml.p3dn.")) and "-cu13" in image:
-        reason = f"its GPUs (V100) are not supported by CUDA 13 of AWS's image {image.rpartition('/')[2]}"
+    elif instance_type.startswith(("ml.p2.", "ml.p3.", "ml.p3dn.")) and "-cu13" in image:
+        reason = f"its GPUs are not supported by CUDA 13 of AWS's image {image.rpartition('/')[2]}"
     if reason:
         raise UsageError(
             f"Invalid launcher.instance_type {instance_type!r}: {reason}. Choose another type, or set launcher.image_uri to "
@@ -142,11 +136,6 @@ def parse_python_version(image: str) -> str | None:
     if match := re.search(r"-py3(\d+)\b", tag):
         return f"3.{match[1]}"
     return _PYTHON if re.fullmatch(r"pytorch:\S+-amzn2023-sagemaker", tag) else None
-
-
-def join_or(names: Sequence[str]) -> str:
-    """Return names as a list with `or` before the last."""
-    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _list_releases(region: str | None) -> dict[str, tuple[str, str]]:

@@ -6,7 +6,6 @@ import datetime as dt
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,9 +102,9 @@ def parse_job(description: Mapping[str, Any]) -> Job:
     status, name = description["TrainingJobStatus"], description["TrainingJobName"]
     state = description.get("SecondaryStatus") or status
     resources = description.get("ResourceConfig", {})
-    groups = resources.get("InstanceGroups") or ([resources] if "InstanceType" in resources else [])
-    count = sum(group["InstanceCount"] for group in groups)
-    instances = " + ".join(f"{group['InstanceCount']} x {group['InstanceType']}" for group in groups)
+    # A list has no instances, and other launchers' jobs may have groups of them.
+    count = resources.get("InstanceCount", 0)
+    instances = f"{count} x {resources['InstanceType']}" if count else ""
     if instances and description.get("EnableManagedSpotTraining"):
         instances += ", spot"
     steps = description.get("SecondaryStatusTransitions", [])
@@ -161,25 +160,15 @@ def _format_cost(description: Mapping[str, Any], count: int) -> str:
     return text
 
 
-@dataclass
-class _Stream:
-    """The output of one host in one attempt."""
-
-    host: str
-    started: int
-    ended: bool = False
-    """Whether its last line has been read."""
-
-
 class CloudWatchLog(Log):
     """The output of all hosts of a job: every line once, after the name of its host."""
 
     def __init__(self, account: Account, name: str, *, colored: bool = False) -> None:
         self._account, self._name, self._colored = account, name, colored
-        self._streams: dict[str, _Stream] = {}
         self._positions: dict[str, Any] = {}
-        """Where to read on in each stream, as sagemaker-core counts."""
-        self._colors: dict[str, int] = {}
+        """Where to read on in each stream, as sagemaker-core counts: one stream for each host and restart."""
+        self._ended: dict[str, bool] = {}
+        """Whether the last line of a stream has been read."""
         self._pending = b""
         """Lines that were read before the network failed."""
 
@@ -188,7 +177,7 @@ class CloudWatchLog(Log):
         sdk = import_sdk("logs")
         with self._account.translate_errors(f"read the log of job {self._name}"):
             self._find_streams(sdk)
-            names = list(self._streams)
+            names = list(self._positions)
             events = sdk.multi_stream_iter(
                 _EventReader(self._account.client("logs")), _LOG_GROUP, names, self._positions
             )
@@ -197,43 +186,44 @@ class CloudWatchLog(Log):
                 position = self._positions[name]
                 count = position.skip + 1 if time == position.timestamp else 1
                 self._positions[name] = sdk.Position(timestamp=time, skip=count)
-                self._pending += self._format_event(self._streams[name], event["message"])
+                self._pending += self._format_event(name, event["message"])
         lines, self._pending = self._pending, b""
         return lines
 
     @override
     def is_complete(self, job: Job) -> bool:
-        newest = {
-            stream.host: stream for stream in sorted(self._streams.values(), key=lambda each: each.started)
-        }
-        return sum(stream.ended for stream in newest.values()) >= job.hosts
+        newest = {_parse_stream(name)[0]: name for name in sorted(self._positions, key=_parse_stream)}
+        return sum(self._ended.get(name, False) for name in newest.values()) >= job.hosts
 
     def _find_streams(self, sdk: Any) -> None:
-        """Add the streams that exist now: one for every host, and another for every restart."""
+        """Add the streams that exist now."""
         client = self._account.client("logs")
         pages = client.get_paginator("describe_log_streams")
-        prefix = f"{self._name}/"
         try:
-            for page in pages.paginate(logGroupName=_LOG_GROUP, logStreamNamePrefix=prefix):
-                for name in (stream["logStreamName"] for stream in page["logStreams"]):
-                    host, _, started = name.removeprefix(prefix).rpartition("-")
-                    host = host or started
-                    self._streams.setdefault(name, _Stream(host, int(started) if started.isdigit() else 0))
-                    self._positions.setdefault(name, sdk.Position(timestamp=0, skip=0))
-                    self._colors.setdefault(host, _COLORS[len(self._colors) % len(_COLORS)])
+            for page in pages.paginate(logGroupName=_LOG_GROUP, logStreamNamePrefix=f"{self._name}/"):
+                for stream in page["logStreams"]:
+                    self._positions.setdefault(stream["logStreamName"], sdk.Position(timestamp=0, skip=0))
         except client.exceptions.ClientError as error:
             if get_error_code(error) != "ResourceNotFoundException":
                 raise
 
-    def _format_event(self, stream: _Stream, message: str) -> bytes:
+    def _format_event(self, stream: str, message: str) -> bytes:
+        host = _parse_stream(stream)[0]
         last = _LAST_LINE.fullmatch(message.strip())
-        stream.ended = last is not None and last[1] == stream.host
-        head = f"{stream.host} | "
+        self._ended[stream] = last is not None and last[1] == host
+        head = f"{host} | "
         if self._colored:
-            head = f"\x1b[{self._colors[stream.host]}m{stream.host} |\x1b[0m "
+            hosts = list(dict.fromkeys(_parse_stream(name)[0] for name in self._positions))
+            head = f"\x1b[{_COLORS[hosts.index(host) % len(_COLORS)]}m{host} |\x1b[0m "
         # Not splitlines: progress bars move by carriage returns.
         lines = message.removesuffix("\n").split("\n")
         return "".join(f"{head}{line}\n" for line in lines).encode(errors="replace")
+
+
+def _parse_stream(name: str) -> tuple[str, int]:
+    """Return the host and the start of a stream such as `job/algo-1-1700000000`."""
+    host, _, start = name.partition("/")[2].rpartition("-")
+    return host, int(start) if start.isdigit() else 0
 
 
 class _EventReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import LaunchSpec
-from accel_cli.planning.plan import JobPlan, Plan
+from accel_cli.planning.plan import JobPlan
 from accel_cli.sagemaker.aws import load_service_model
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ __all__ = [
     "build_job_spec",
     "build_request",
     "check_request",
-    "get_job_plan",
     "name_job",
 ]
 
@@ -58,7 +56,6 @@ _KEYS = _COPIED_KEYS | {
     "AlgorithmSpecification.MetricDefinitions": "metrics",
     "AlgorithmSpecification.TrainingImage": "image_uri",
     "CheckpointConfig": "checkpoint_uri",
-    "HyperParameters": "model_parallel",
     "InputDataConfig": "inputs",
     "OutputDataConfig.S3OutputPath": "bucket",
     "RoleArn": "role",
@@ -70,8 +67,6 @@ _CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r"\s", r"\p{Alnum}": "a-
 """Character classes in patterns of SageMaker, and what comes next to them in Python."""
 _MAX_SHOWN = 80
 _VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-_MAX_ARGUMENT = 131071
-"""Bytes of one argument or variable of a process on Linux (MAX_ARG_STRLEN without the end)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +79,6 @@ class SageMakerJobPlan(JobPlan):
     """The content of `job.json`, for the hosts."""
     source: str | None
     """The folder to send; None sends only accel itself."""
-
-
-def get_job_plan(plan: Plan) -> SageMakerJobPlan:
-    """Return the job of a plan for SageMaker."""
-    assert isinstance(plan.job, SageMakerJobPlan)
-    return plan.job
 
 
 @dataclass(frozen=True)
@@ -125,10 +114,16 @@ def name_job(base: str | None, target: str, now: datetime) -> str:
     return stem[: _MAX_NAME - len(time)].rstrip("-") + time
 
 
-def build_request(section: SageMaker, env: Mapping[str, str], submission: Submission) -> dict[str, Any]:
+def build_request(job: SageMakerJobPlan, submission: Submission) -> dict[str, Any]:
     """Return the arguments of CreateTrainingJob; variables that do not fit it travel in `job.json` only."""
+    section = job.section
     metrics = [{"Name": name, "Regex": regex} for name, regex in section.metrics.items()]
-    parameters = section.model_parallel
+    # Everyone who may describe the job sees them.
+    variables = [
+        (name, value)
+        for name, value in job.run["env"].items()
+        if _VARIABLE.fullmatch(name) and max(len(name), len(value)) <= _MAX_VALUE
+    ]
     request: dict[str, Any] = {
         "TrainingJobName": submission.name,
         "RoleArn": submission.role_arn,
@@ -148,8 +143,7 @@ def build_request(section: SageMaker, env: Mapping[str, str], submission: Submis
             "S3Uri": section.checkpoint_uri or f"{submission.uri}/checkpoints",
             "LocalPath": _CHECKPOINTS,
         },
-        "HyperParameters": {"mp_parameters": json.dumps(parameters, sort_keys=True)} if parameters else {},
-        "Environment": _select_variables(env),
+        "Environment": dict(variables[:_MAX_VARIABLES]),
         "Tags": [{"Key": key, "Value": value} for key, value in section.tags.items()],
     }
     for path, key in _COPIED_KEYS.items():
@@ -239,21 +233,14 @@ def _build_channel(name: str, source: Any) -> dict[str, Any]:
     }
 
 
-def _select_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that fit a request, where everyone who may describe the job sees them."""
-    fitting = [
-        (name, value)
-        for name, value in env.items()
-        if _VARIABLE.fullmatch(name) and len(value) <= _MAX_VALUE and len(name) <= _MAX_VALUE
-    ]
-    return dict(fitting[:_MAX_VARIABLES])
-
-
 def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
     """Return the content of `job.json`, which every host reads."""
-    _check_libraries(section, spec)
+    if spec.settings.process_group_backend == "smddp" and not section.image_uri:
+        raise UsageError(
+            "process_group_backend: smddp needs an image with SageMaker's library, and AWS's images for torch 2.9 and newer do "
+            "not have it. Set launcher.image_uri to an image that does, or remove the setting."
+        )
     _check_env(spec.env, section.secrets)
-    _check_lengths(spec)
     # Every host has a checkpoint folder of its own, and S3 merges them.
     shared_files = spec.settings.shared_files and section.instance_count == 1
     return {
@@ -316,20 +303,6 @@ def _find_in_source(path: Path, source: Path, what: str) -> str:
     )
 
 
-def _check_libraries(section: SageMaker, spec: LaunchSpec) -> None:
-    """Raise UsageError if a library of SageMaker is needed that AWS's newer images do not have."""
-    needed = []
-    if spec.settings.process_group_backend == "smddp":
-        needed.append("process_group_backend: smddp")
-    if section.model_parallel:
-        needed.append("launcher.model_parallel")
-    if needed and not section.image_uri:
-        raise UsageError(
-            f"{needed[0]} needs an image with SageMaker's library, and AWS's images for torch 2.9 and newer do not have it. "
-            "Set launcher.image_uri to an image that does, or remove the setting."
-        )
-
-
 def _check_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
     for name in env:
         if name in secrets:
@@ -338,14 +311,4 @@ def _check_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
             raise UsageError(
                 f"env.{name} looks like a secret, and everyone who may describe the job would see it. Store the value in AWS "
                 f"Secrets Manager, and its name in the profile: --set 'launcher.secrets={{{name}: NAME-OR-ARN}}'"
-            )
-
-
-def _check_lengths(spec: LaunchSpec) -> None:
-    arguments = [(f"Argument {number} of the script", arg) for number, arg in enumerate(spec.args, 1)]
-    variables = [(f"env.{name}", f"{name}={value}") for name, value in spec.env.items()]
-    for what, text in (*arguments, *variables):
-        if len(os.fsencode(text)) > _MAX_ARGUMENT:
-            raise UsageError(
-                f"{what} is too long: {len(os.fsencode(text))} bytes, and Linux accepts {_MAX_ARGUMENT}. Pass it in a file."
             )

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.sagemaker import images, s3
-from accel_cli.sagemaker.aws import Account, find_job, get_error_code
+from accel_cli.sagemaker.aws import NAME_IN_USE_TEXT, Account, find_job, format_hint, get_error_code
 from accel_cli.sagemaker.request import SageMakerJobPlan, Submission, name_job
-from accel_runtime.env import find_nearest, variable_name
+from accel_runtime.env import variable_name
 
 __all__ = [
-    "Role",
     "assume_submission",
     "fill_placeholders",
     "list_roles",
@@ -29,11 +26,8 @@ __all__ = [
 _ACCOUNT, _ROLE = "<account>", "<role>"
 """Placeholders for what only AWS knows."""
 _PARTITIONS = {"cn-": "aws-cn", "us-gov-": "aws-us-gov"}
-_TRUST = {
-    "Effect": "Allow",
-    "Principal": {"Service": "sagemaker.amazonaws.com"},
-    "Action": "sts:AssumeRole",
-}
+_SERVICE = "sagemaker.amazonaws.com"
+_TRUST = {"Effect": "Allow", "Principal": {"Service": _SERVICE}, "Action": "sts:AssumeRole"}
 """The statement of a trust policy that lets SageMaker assume the role."""
 _MAX_LISTED = 20
 
@@ -46,10 +40,7 @@ def resolve_submission(account: Account, job: SageMakerJobPlan, now: datetime) -
         caller = account.client("sts").get_caller_identity()
     owner, name = str(caller["Account"]), _choose_name(job, now)
     if section.job_name and find_job(account, name) is not None:
-        raise UsageError(
-            f"A training job {name} exists already in {region}, and names cannot be reused. Choose another --job-name, or leave "
-            "it out to name the job for the time."
-        )
+        raise UsageError(NAME_IN_USE_TEXT)
     default = f"sagemaker-{region}-{owner}"
     bucket = section.bucket or default
     exists = s3.check_bucket(account, bucket, owner)
@@ -102,10 +93,11 @@ def _choose_image(job: SageMakerJobPlan, region: str) -> str:
     images.check_type(instance_type, allow_unknown=section.allow_unknown_instance)
     backend = settings[variable_name("process_group_backend")]
     device = settings[variable_name("device")]
-    if backend == "smddp":
-        _check_library("process_group_backend: smddp", instance_type, images.SMDDP_TYPES)
-    if section.model_parallel:
-        _check_library("launcher.model_parallel", instance_type, images.MODEL_PARALLEL_TYPES)
+    if backend == "smddp" and instance_type not in images.SMDDP_TYPES:
+        raise UsageError(
+            f"process_group_backend: smddp needs launcher.instance_type {' or '.join(images.SMDDP_TYPES)}, got "
+            f"{instance_type!r}. Choose one of these types, or remove the setting."
+        )
     if not images.has_gpu(instance_type) or device == "cpu":
         reason = "device: cpu uses none" if device == "cpu" else f"{instance_type} has none"
         if device == "cuda":
@@ -118,44 +110,24 @@ def _choose_image(job: SageMakerJobPlan, region: str) -> str:
             raise UsageError(f"mixed_precision: fp16 needs GPUs, and {reason}. Use bf16 or no.")
     if section.image_uri:
         return str(section.image_uri)
-    return images.find_image(section.pytorch_version or _get_torch_version(), region, instance_type)
-
-
-def _check_library(setting: str, instance_type: str, supported: tuple[str, ...]) -> None:
-    """Raise UsageError if a type does not run the library that a setting asks for."""
-    if instance_type not in supported:
-        raise UsageError(
-            f"{setting} needs launcher.instance_type {images.join_or(supported)}, got {instance_type!r}. Choose one of these "
-            "types, or remove the setting."
-        )
-
-
-def _get_torch_version() -> str:
-    """Return the version of the installed torch, without importing it."""
     try:
-        return version("torch")
+        # Of the installed torch, which is not imported.
+        pytorch_version = section.pytorch_version or version("torch")
     except PackageNotFoundError:
         raise UsageError(
             "Cannot choose an image: torch is not installed here. Set launcher.pytorch_version to one of "
             f"{', '.join(images.list_versions())}, or set launcher.image_uri."
         ) from None
+    return images.find_image(pytorch_version, region, instance_type)
 
 
-@dataclass(frozen=True)
-class Role:
-    """A role of the account."""
-
-    name: str
-    arn: str
-
-
-def list_roles(account: Account) -> list[Role]:
-    """Return the roles that SageMaker may assume, by name."""
+def list_roles(account: Account) -> dict[str, str]:
+    """Return the ARNs of the roles that SageMaker may assume, by name."""
     iam = account.client("iam")
     with account.translate_errors("list the roles that SageMaker may assume"):
         roles = [role for page in iam.get_paginator("list_roles").paginate() for role in page["Roles"]]
-    trusted = [Role(role["RoleName"], role["Arn"]) for role in roles if _trusts_sagemaker(role)]
-    return sorted(trusted, key=lambda role: role.name.lower())
+    roles.sort(key=lambda role: role["RoleName"].lower())
+    return {role["RoleName"]: role["Arn"] for role in roles if _trusts_sagemaker(role)}
 
 
 def resolve_role(account: Account, role: str | None) -> str:
@@ -169,11 +141,17 @@ def resolve_role(account: Account, role: str | None) -> str:
         with account.translate_errors(f"read role {role}"), suppress(iam.exceptions.NoSuchEntityException):
             description = iam.get_role(RoleName=role.rpartition("/")[2])["Role"]
     except UsageError as error:
-        if is_arn and get_error_code(error.__cause__).startswith("AccessDenied"):
+        if is_arn and _is_denied(error):
             return role  # AWS checks it when the job is submitted
         raise _add_cure(error) from None
     if description is None or (is_arn and description["Arn"] != role):
-        raise UsageError(_explain_missing_role(account, role))
+        names: list[str] = []
+        with suppress(AccelError):  # the error is known without the names
+            names = list(list_roles(account))
+        known = f" SageMaker may assume {_join_names(names)}." if names else ""
+        raise UsageError(
+            f"The account has no role {role!r}.{format_hint(role.rpartition('/')[2], names)}{known}"
+        )
     if not _trusts_sagemaker(description):
         raise UsageError(
             f"SageMaker may not assume role {description['RoleName']!r}. Add this statement to its trust policy, or choose "
@@ -187,57 +165,37 @@ def _find_only_role(account: Account) -> str:
         roles = list_roles(account)
     except UsageError as error:
         raise _add_cure(error) from None
-    if len(roles) == 1:
-        return roles[0].arn
     if not roles:
         raise UsageError(
             "The account has no role that SageMaker may assume. Create one as the page SageMaker of the documentation shows, "
             "or in the IAM console for the service SageMaker."
         )
-    raise UsageError(
-        f"SageMaker may assume several roles: {_join_names(roles)}. Choose one, for example --set launcher.role={roles[0].name}."
-    )
+    if len(roles) > 1:
+        names = list(roles)
+        raise UsageError(
+            f"SageMaker may assume several roles: {_join_names(names)}. Choose one, for example --set launcher.role={names[0]}."
+        )
+    return next(iter(roles.values()))
 
 
-def _explain_missing_role(account: Account, role: str) -> str:
-    roles: list[Role] = []
-    with suppress(AccelError):  # the error is known without the names
-        roles = list_roles(account)
-    nearest = find_nearest(role.rpartition("/")[2], [each.name for each in roles])
-    hint = f" Did you mean {nearest}?" if nearest else ""
-    known = f" SageMaker may assume {_join_names(roles)}." if roles else ""
-    return f"The account has no role {role!r}.{hint}{known}"
+def _join_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def _join_names(roles: list[Role]) -> str:
-    names = ", ".join(role.name for role in roles[:_MAX_LISTED])
-    return f"{names} and {len(roles) - _MAX_LISTED} more" if len(roles) > _MAX_LISTED else names
-
-
-def _trusts_sagemaker(role: Mapping[str, Any]) -> bool:
-    """Return whether SageMaker may assume a role, by its trust policy."""
-    # Roles that AWS's services keep for themselves cannot be passed on.
-    if role["Path"].startswith("/aws-service-role/"):
-        return False
-    statements = _to_list(role["AssumeRolePolicyDocument"].get("Statement", []))
-    return {statement["Effect"] for statement in statements if _names_sagemaker(statement)} == {"Allow"}
-
-
-def _names_sagemaker(statement: Mapping[str, Any]) -> bool:
-    """Return whether a statement of a trust policy applies to SageMaker."""
-    principal = statement.get("Principal", {})
-    services = _to_list(principal.get("Service", []) if isinstance(principal, Mapping) else principal)
-    actions = [action.lower() for action in _to_list(statement.get("Action", []))]
-    is_named = "sagemaker.amazonaws.com" in services or "*" in services
-    return is_named and any(fnmatchcase("sts:assumerole", action) for action in actions)
-
-
-def _to_list(value: Any) -> list[Any]:
-    """Return a value of a policy as a list; one item needs no list there."""
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _is_denied(error: UsageError) -> bool:
+    return get_error_code(error.__cause__).startswith("AccessDenied")
 
 
 def _add_cure(error: UsageError) -> UsageError:
-    if not get_error_code(error.__cause__).startswith("AccessDenied"):
-        return error
-    return UsageError(f"{error} Or set launcher.role to the role's ARN.")
+    return UsageError(f"{error} Or set launcher.role to the role's ARN.") if _is_denied(error) else error
+
+
+def _trusts_sagemaker(role: Mapping[str, Any]) -> bool:
+    """Return whether the trust policy of a role allows SageMaker to assume it; AWS checks its conditions."""
+    statements = role["AssumeRolePolicyDocument"].get("Statement", [])
+    statements = [statements] if isinstance(statements, Mapping) else statements
+    principals = [statement.get("Principal") for statement in statements if statement["Effect"] == "Allow"]
+    # Roles that AWS's services keep for themselves cannot be passed on.
+    is_reserved = role["Path"].startswith("/aws-service-role/")
+    return _SERVICE in json.dumps(principals) and not is_reserved

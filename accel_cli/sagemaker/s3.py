@@ -16,7 +16,6 @@ from typing import Any
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.sagemaker.aws import Account, get_error_code
-from accel_cli.sagemaker.bundle import Bundle
 
 __all__ = [
     "check_bucket",
@@ -74,56 +73,45 @@ def delete_bucket(account: Account, bucket: str) -> None:
         account.client("s3").delete_bucket(Bucket=bucket)
 
 
-def upload_bundle(account: Account, bundle: Bundle, bucket: str, prefix: str, owner: str) -> None:
-    """Upload a bundle to a folder that holds nothing else; on an error delete it again, and tell what remains."""
+def upload_bundle(account: Account, folder: Path, bucket: str, prefix: str, owner: str) -> None:
+    """Upload a folder to a prefix that holds nothing else; boto3 aborts the upload that fails."""
     uri, start = f"s3://{bucket}/{prefix}/", time.monotonic()
-    try:
-        with (
-            account.translate_errors(f"upload the files to {uri}"),
-            console.transfer_progress("uploading", bundle.size) as advance,
-        ):
-            for path in (path for path in bundle.folder.rglob("*") if path.is_file()):
-                account.client("s3").upload_file(
-                    str(path),
-                    bucket,
-                    f"{prefix}/{path.relative_to(bundle.folder)}",
-                    ExtraArgs={"ExpectedBucketOwner": owner},
-                    Callback=advance,
-                )
-    except BaseException as error:
-        remainder = delete_prefix(account, bucket, prefix, owner)
-        if isinstance(error, AccelError):
-            raise type(error)(f"{error} {remainder}") from error
-        console.note(f"The upload was interrupted. {remainder}")
-        raise
-    console.note(f"sent {console.format_size(bundle.size)} to {uri} in {time.monotonic() - start:.1f} s")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    with (
+        account.translate_errors(f"upload the files to {uri}"),
+        console.transfer_progress("uploading", size) as advance,
+    ):
+        for path in files:
+            account.client("s3").upload_file(
+                str(path),
+                bucket,
+                f"{prefix}/{path.relative_to(folder)}",
+                ExtraArgs={"ExpectedBucketOwner": owner},
+                Callback=advance,
+            )
+    console.note(f"sent {console.format_size(size)} to {uri} in {time.monotonic() - start:.1f} s")
 
 
 def delete_prefix(account: Account, bucket: str, prefix: str, owner: str) -> str:
-    """Delete all objects and unfinished uploads of a folder in a bucket, and return a sentence that tells the result."""
+    """Delete all objects of a folder in a bucket, and return a sentence that tells the result."""
     assert prefix.strip("/")
-    folder = f"{prefix.strip('/')}/"
-    uri, request = f"s3://{bucket}/{folder}", {"Bucket": bucket, "ExpectedBucketOwner": owner}
-    failures: list[str] = []
+    uri, failure = f"s3://{bucket}/{prefix}/", ""
     try:
         with account.translate_errors(f"delete {uri}"):
-            s3 = account.client("s3")
-            for page in s3.get_paginator("list_objects_v2").paginate(**request, Prefix=folder):
+            s3, request = account.client("s3"), {"Bucket": bucket, "ExpectedBucketOwner": owner}
+            for page in s3.get_paginator("list_objects_v2").paginate(**request, Prefix=f"{prefix}/"):
                 keys = [{"Key": item["Key"]} for item in page.get("Contents", ())]
                 if keys:
                     response = s3.delete_objects(**request, Delete={"Objects": keys, "Quiet": True})
-                    failures += [
-                        f"{item.get('Key')}: {item.get('Message')}" for item in response.get("Errors", ())
-                    ]
-            for page in s3.get_paginator("list_multipart_uploads").paginate(**request, Prefix=folder):
-                for item in page.get("Uploads", ()):
-                    s3.abort_multipart_upload(**request, Key=item["Key"], UploadId=item["UploadId"])
+                    for item in response.get("Errors", ()):
+                        failure = f"{item.get('Key')}: {item.get('Message')}"
     except (AccelError, KeyboardInterrupt) as error:
         if get_error_code(error.__cause__) in _MISSING:
             return "Nothing was uploaded."
-        failures.append(str(error) or "interrupted")
-    if failures:
-        return f"Uploaded files may remain ({failures[0]}). Delete them: aws s3 rm --recursive {uri}"
+        failure = str(error) or "interrupted"
+    if failure:
+        return f"Uploaded files may remain ({failure}). Delete them: aws s3 rm --recursive {uri}"
     return "Nothing remains in S3."
 
 
@@ -135,40 +123,21 @@ def download_results(account: Account, job: Mapping[str, Any], parent: Path) -> 
         raise UsageError(f"{folder} exists already. Move it away, or choose another folder with -o.")
     output = f"{job['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{name}/output/"
     model = job.get("ModelArtifacts", {}).get("S3ModelArtifacts") or f"{output}model.tar.gz"
-    archives = {}
-    for uri, subfolder in ((model, ""), (f"{output}output.tar.gz", "output")):
-        size = _get_size(account, uri)
-        if size is not None:
-            archives[uri] = size, subfolder
-    if not archives:
-        raise UsageError(
-            f"Job {name} left nothing in {output}. A script that writes to /opt/ml/model (SM_MODEL_DIR), or to "
-            "launcher.model_dir, leaves a model."
-        )
     with _create_temporary_folder(parent, name) as temporary:
-        files = temporary / "files"
-        files.mkdir()
-        for uri, (size, subfolder) in archives.items():
-            _download(account, uri, temporary / "archive", size)
-            _unpack(uri, temporary / "archive", _choose_folder(files, subfolder))
+        files, archive = temporary / "files", temporary / "archive"
+        for uri, subfolder in ((model, ""), (f"{output}output.tar.gz", "output")):
+            if _download(account, uri, archive):
+                _unpack(uri, archive, _choose_folder(files, subfolder))
+        if not files.exists():
+            raise UsageError(
+                f"Job {name} left nothing in {output}. A script that writes to /opt/ml/model (SM_MODEL_DIR), or to "
+                "launcher.model_dir, leaves a model."
+            )
         if not (files / ".gitignore").exists():
             # The next launch sends what git does not ignore.
             (files / ".gitignore").write_text("*\n", encoding="utf-8")
         files.rename(folder)
     return folder
-
-
-def _get_size(account: Account, uri: str) -> int | None:
-    """Return the size of an object in bytes, or None if it does not exist."""
-    bucket, _, key = uri.removeprefix("s3://").partition("/")
-    with account.translate_errors(f"find {uri}"):
-        s3 = account.client("s3")
-        try:
-            return int(s3.head_object(Bucket=bucket, Key=key)["ContentLength"])
-        except s3.exceptions.ClientError as error:
-            if get_error_code(error) not in _MISSING:
-                raise
-    return None
 
 
 @contextmanager
@@ -188,15 +157,20 @@ def _create_temporary_folder(parent: Path, name: str) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _download(account: Account, uri: str, path: Path, size: int) -> None:
+def _download(account: Account, uri: str, path: Path) -> bool:
+    """Download an object, and return whether it exists."""
     bucket, _, key = uri.removeprefix("s3://").partition("/")
-    with (
-        account.translate_errors(f"download {uri}"),
-        console.transfer_progress(Path(key).name, size) as advance,
-    ):
-        account.client("s3").download_file(bucket, key, str(path), Callback=advance)
-    if path.stat().st_size != size:
-        raise AccelError(f"{uri} changed during the download: expected {size} bytes. Try again.")
+    with account.translate_errors(f"download {uri}"):
+        s3 = account.client("s3")
+        try:
+            size = s3.head_object(Bucket=bucket, Key=key)["ContentLength"]
+        except s3.exceptions.ClientError as error:
+            if get_error_code(error) not in _MISSING:
+                raise
+            return False
+        with console.transfer_progress(Path(key).name, size) as advance:
+            s3.download_file(bucket, key, str(path), Callback=advance)
+    return True
 
 
 def _choose_folder(files: Path, subfolder: str) -> Path:
@@ -204,7 +178,7 @@ def _choose_folder(files: Path, subfolder: str) -> Path:
     folder = files / subfolder
     while subfolder and folder.exists():
         folder = folder.with_name(f"{folder.name}_")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

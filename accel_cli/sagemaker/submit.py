@@ -14,26 +14,16 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.jobs.base import Jobs, UnreachableError, follow, format_commands
+from accel_cli.jobs.base import Jobs, follow, format_commands
 from accel_cli.planning.plan import Plan
-from accel_cli.sagemaker import images, s3
-from accel_cli.sagemaker.aws import Account, find_job, format_console_url, get_error_code
-from accel_cli.sagemaker.bundle import Bundle, build_bundle
-from accel_cli.sagemaker.files import (
-    Selection,
-    check_selected,
-    check_size,
-    describe_selection,
-    select_files,
-)
+from accel_cli.sagemaker import bundle, images, s3
+from accel_cli.sagemaker.aws import NAME_IN_USE, Account, find_job, format_console_url, get_error_code
 from accel_cli.sagemaker.jobs import SageMakerJobs
 from accel_cli.sagemaker.request import (
-    CHANNEL,
     SageMakerJobPlan,
     Submission,
     build_request,
     check_request,
-    get_job_plan,
 )
 from accel_cli.sagemaker.resolve import assume_submission, fill_placeholders, resolve_submission
 
@@ -47,14 +37,15 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 def preview(plan: Plan, *, offline: bool) -> str:
     """Return what would be requested and sent; offline, the request as JSON, without a call to AWS."""
-    job, now = get_job_plan(plan), datetime.now(timezone.utc)
+    job, now = plan.job, datetime.now(timezone.utc)
+    assert isinstance(job, SageMakerJobPlan)
     account = Account(job.section.region, job.section.aws_profile)
     if offline:
-        text = json.dumps(_build_request(job, assume_submission(account, job, now)), indent=2)
+        text = json.dumps(build_request(job, assume_submission(account, job, now)), indent=2)
         check_request(json.loads(fill_placeholders(text)))
         return text
     submission = resolve_submission(account, job, now)
-    check_request(_build_request(job, submission))
+    check_request(build_request(job, submission))
     return "\n".join(_describe(job, submission, _select_source(job)))
 
 
@@ -63,7 +54,8 @@ def submit(plan: Plan) -> int:
 
     If the job is not started, nothing remains in S3.
     """
-    job = get_job_plan(plan)
+    job = plan.job
+    assert isinstance(job, SageMakerJobPlan)
     with _raise_on_signals():
         submission = _submit(job)
     name = submission.name
@@ -88,98 +80,71 @@ def _submit(job: SageMakerJobPlan) -> Submission:
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         try:
             submission = resolve_submission(account, job, datetime.now(timezone.utc))
-            request = _build_request(job, submission)
+            request = build_request(job, submission)
             check_request(request)
             _check_output(job, submission.name)
             architecture = "aarch64" if images.is_arm(section.instance_type) else "x86_64"
             python = images.parse_python_version(submission.image_uri)
-            bundle = build_bundle(job.run, _select_source(job), Path(scratch), python, architecture)
+            reason = bundle.build_bundle(job.run, _select_source(job), Path(scratch), python, architecture)
         except KeyboardInterrupt:
             console.note("The submission was interrupted. Nothing was sent.")
             raise
-        if bundle.note and section.network_isolation:
-            raise UsageError(
-                f"{bundle.note}. With launcher.network_isolation a container has no network to fetch them."
-            )
-        if bundle.note:
-            console.note(bundle.note)
-        _upload_and_start(account, request, submission, bundle, job.jobs_options)
+        if reason:
+            note = f"the packages that accel needs are not sent with the job ({reason}); its hosts install what the image lacks"
+            if section.network_isolation:
+                raise UsageError(
+                    f"{note}. With launcher.network_isolation a container has no network to fetch them."
+                )
+            console.note(note)
+        _upload_and_start(account, request, submission, Path(scratch), job.jobs_options)
     return submission
 
 
 def _upload_and_start(
-    account: Account, request: Mapping[str, Any], submission: Submission, bundle: Bundle, options: str
+    account: Account, request: Mapping[str, Any], submission: Submission, folder: Path, options: str
 ) -> None:
-    """Create the bucket if needed, upload and start; if that fails, remove what was created."""
+    """Create the bucket if needed, upload and start; if no job starts, remove what was created."""
+    name, bucket, prefix = submission.name, submission.bucket, f"{submission.prefix}/bundle"
     if not submission.bucket_exists:
-        s3.create_bucket(account, submission.bucket)
-        console.note(f"bucket {submission.bucket} is created, for this job and later ones")
+        s3.create_bucket(account, bucket)
+        console.note(f"bucket {bucket} is created, for this job and later ones")
+    is_sent = False
     try:
-        prefix = f"{submission.prefix}/bundle"
-        s3.upload_bundle(account, bundle, submission.bucket, prefix, submission.account)
-        _start(account, request, submission, options)
-    except BaseException:
-        if not submission.bucket_exists:
-            s3.delete_bucket(account, submission.bucket)
-        raise
-
-
-def _start(account: Account, request: Mapping[str, Any], submission: Submission, options: str) -> None:
-    """Start the job; if it does not start, delete its files."""
-
-    def delete_files() -> str:
-        prefix = f"{submission.prefix}/bundle"
-        return s3.delete_prefix(account, submission.bucket, prefix, submission.account)
-
-    name = submission.name
-    try:
+        s3.upload_bundle(account, folder, bucket, prefix, submission.account)
+        is_sent = True
         with account.translate_errors(f"start job {name}"):
             account.client("sagemaker").create_training_job(**request)
-    except AccelError as error:
-        if not _has_started(account, request, error):
-            raise type(error)(f"{error} {delete_files()}") from error
-    except BaseException:
-        try:
-            if _reads_our_files(account, request):
-                console.note(f"job {name} has started already; accel jobs stop {name}{options} stops it")
-            else:
-                console.note(f"The submission was interrupted, and no job was started. {delete_files()}")
-        except AccelError as error:
-            console.note(
-                f"The submission was interrupted, and AWS does not tell whether job {name} started: {error} Its files remain; "
-                f"accel jobs status {name}{options} shows it."
-            )
+    except BaseException as error:
+        if is_sent and _has_started(account, name, error):
+            if isinstance(error, AccelError):
+                return  # only the response was lost
+            console.note(f"job {name} has started already; accel jobs stop {name}{options} stops it")
+            raise
+        remainder = s3.delete_prefix(account, bucket, prefix, submission.account)
+        if not submission.bucket_exists:
+            s3.delete_bucket(account, bucket)
+        if isinstance(error, AccelError):
+            raise type(error)(f"{error} {remainder}") from error
+        console.note(f"The submission was interrupted, and no job was started. {remainder}")
         raise
 
 
-def _has_started(account: Account, request: Mapping[str, Any], error: AccelError) -> bool:
-    """Return whether the job started although the call failed: the response may have been lost."""
-    is_taken = get_error_code(error.__cause__) in {"ResourceInUse", "ResourceInUseException"}
-    if not is_taken and not isinstance(error, UnreachableError):
+def _has_started(account: Account, name: str, error: BaseException) -> bool:
+    """Return whether a job started although the call that starts it failed."""
+    if get_error_code(error.__cause__) in NAME_IN_USE:
+        response: Mapping[str, Any] = getattr(error.__cause__, "response", {})
+        if not response.get("ResponseMetadata", {}).get("RetryAttempts"):
+            raise error  # another launch under this name, at the same moment: the files are that job's
+        return True  # an earlier attempt started it
+    if isinstance(error, UsageError):
         return False
     try:
-        started = _reads_our_files(account, request)
+        return find_job(account, name) is not None
     except AccelError as failure:
-        name = request["TrainingJobName"]
         raise AccelError(
-            f"{error} AWS does not tell whether the job started ({failure}), so its files remain. Run accel jobs status {name}."
+            f"{error or 'The submission was interrupted.'} AWS does not tell whether the job started ({failure}), so its files "
+            f"remain. Run accel jobs status {name}."
         ) from failure
-    response: Mapping[str, Any] = getattr(error.__cause__, "response", None) or {}
-    retried = bool(response.get("ResponseMetadata", {}).get("RetryAttempts"))
-    if started and is_taken and not retried:
-        raise error  # another launch under this name, at the same moment: the files are that job's
-    return started
-
-
-def _reads_our_files(account: Account, request: Mapping[str, Any]) -> bool:
-    """Return whether there is a job of this name that reads the bundle of this request."""
-    job = find_job(account, request["TrainingJobName"])
-    return job is not None and _get_bundle_uris(job) == _get_bundle_uris(request)
-
-
-def _get_bundle_uris(job: Mapping[str, Any]) -> list[str]:
-    channels = [channel for channel in job.get("InputDataConfig", ()) if channel["ChannelName"] == CHANNEL]
-    return [channel["DataSource"]["S3DataSource"]["S3Uri"] for channel in channels]
 
 
 def _download(jobs: Jobs, name: str, folder: Path) -> None:
@@ -197,25 +162,18 @@ def _download(jobs: Jobs, name: str, folder: Path) -> None:
         raise
 
 
-def _build_request(job: SageMakerJobPlan, submission: Submission) -> dict[str, Any]:
-    return build_request(job.section, job.run["env"], submission)
-
-
-def _select_source(job: SageMakerJobPlan) -> Selection:
-    """Select the files to send."""
+def _select_source(job: SageMakerJobPlan) -> bundle.Selection:
+    """Select the files to send, and raise UsageError if one that the job needs is missing."""
     section, run = job.section, job.run
     if job.source is None:
-        return Selection(Path.cwd(), ())
-    selection = select_files(Path(job.source), section.include, section.exclude)
+        return bundle.Selection(Path.cwd(), ())
+    selection = bundle.select_files(Path(job.source), section.include, section.exclude)
     for note in selection.notes:
         console.note(note)
-    if run["kind"] == "script":
-        check_selected(selection, Path(run["cwd"], run["target"]))
-    elif run["cwd"] != ".":
-        check_selected(selection, run["cwd"])
+    bundle.check_selected(selection, Path(run["cwd"], run["target"] if run["kind"] == "script" else ""))
     if run["requirements"]:
-        check_selected(selection, run["requirements"])
-    check_size(selection, section.max_upload_size)
+        bundle.check_selected(selection, run["requirements"])
+    bundle.check_size(selection, section.max_upload_size)
     return selection
 
 
@@ -247,7 +205,7 @@ def _raise_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _describe(job: SageMakerJobPlan, submission: Submission, selection: Selection) -> Iterator[str]:
+def _describe(job: SageMakerJobPlan, submission: Submission, selection: bundle.Selection) -> Iterator[str]:
     """Yield lines about a job that would be submitted."""
     section = job.section
     created = "" if submission.bucket_exists else "  (the bucket does not exist, and would be created)"
@@ -269,7 +227,7 @@ def _describe(job: SageMakerJobPlan, submission: Submission, selection: Selectio
     yield from _list_values("secrets, read by the job from Secrets Manager", section.secrets)
     yield f"bundle: {submission.uri}/bundle/{created}"
     if job.source is not None:
-        yield from (f"  {line}" for line in describe_selection(selection))
+        yield from (f"  {line}" for line in bundle.describe_selection(selection))
     yield f"checkpoints: {section.checkpoint_uri or f'{submission.uri}/checkpoints'}"
     folder = console.abbreviate_home(str(Path(job.output_dir, submission.name)))
     yield f"output: {submission.uri}/output{f', downloaded to {folder}' if section.download else ''}"

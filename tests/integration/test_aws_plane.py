@@ -1,7 +1,6 @@
 """The plane itself: what it refuses, the states it goes through, how it runs a bundle, and the faults it makes."""
 
 import io
-import json
 import subprocess
 import sys
 import tarfile
@@ -146,116 +145,6 @@ def test_faults_come_as_often_as_they_are_asked_for(account):
     account.fault("PutObject", "dropped", times=None)
     with pytest.raises(ConnectionClosedError):
         account.client("s3").put_object(Bucket="sagemaker-out", Key="x", Body=b"x")
-
-
-ENTRY = """
-import json, os, pathlib, signal, sys, time
-root = pathlib.Path(__file__).resolve().parents[3]
-me = json.loads((root / "input/config/resourceconfig.json").read_text())
-def leave(*_):
-    (root / "checkpoints" / "saved").write_text("yes")
-    print(f"accel: {me['current_host']} ended with exit code 143", flush=True)
-    sys.exit(143)
-signal.signal(signal.SIGTERM, leave)
-print(json.dumps([me["current_host"], me["hosts"], sorted(os.environ)]), flush=True)
-print("data", (root / "input/data/train/x.txt").read_text(), flush=True)
-if (root / "input/data/accel/wait").exists() and not (root / "checkpoints/saved").exists():
-    print("waits", flush=True)
-    time.sleep(60)
-if (root / "input/data/accel/fail").exists() and me["current_host"] == "127.2":
-    (root / "output/failure").write_text("boom")
-    sys.exit(1)
-(root / "model" / me["current_host"]).write_text("weights")
-(root / "output/data" / "seen").write_text("1")
-print(f"accel: {me['current_host']} ended with exit code 0", flush=True)
-"""
-
-
-def bundle(aws, job, **more):
-    """The channels of a job whose bundle is a stand-in for ours."""
-    s3 = aws.client("s3")
-    files = {"entry.py": ENTRY, **more}
-    for name, text in files.items():
-        s3.put_object(Bucket="sagemaker-out", Key=f"accel/{job}/bundle/{name}", Body=text)
-    s3.put_object(Bucket="sagemaker-out", Key="data/x.txt", Body="42")
-    uris = {"accel": f"s3://sagemaker-out/accel/{job}/bundle/", "train": "s3://sagemaker-out/data"}
-    source = {"S3DataType": "S3Prefix", "S3DataDistributionType": "FullyReplicated"}
-    return [
-        {"ChannelName": name, "DataSource": {"S3DataSource": source | {"S3Uri": uri}}}
-        for name, uri in uris.items()
-    ]
-
-
-def run(aws, job, *, spot=False, **more):
-    aws.settings(run=True)
-    create(
-        aws, job, InputDataConfig=bundle(aws, job, **more), Environment={"MINE": "it's"},
-        ResourceConfig={"InstanceType": "ml.m5.large", "InstanceCount": 2, "VolumeSizeInGB": 30},
-        CheckpointConfig={"S3Uri": f"s3://sagemaker-out/accel/{job}/checkpoints"},
-        EnableManagedSpotTraining=spot,
-        StoppingCondition={"MaxRuntimeInSeconds": 600, **({"MaxWaitTimeInSeconds": 600} if spot else {})},
-    )  # fmt: skip
-
-
-def test_a_bundle_runs_on_every_host_and_sees_what_the_platform_gives_only(account):
-    run(account, "real")
-    told = account.wait("real")
-    said = lines(account, "real")
-    assert told["TrainingJobStatus"] == "Completed", (told.get("FailureReason"), said)
-    first, second = said.values()
-    me, hosts, given = json.loads(first[0])
-    assert (me, hosts) == ("127.1", ["127.1", "127.2"])
-    assert set(given) - {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"} == {
-        "SM_MASTER_PORT",  # hosts of all jobs share one loopback
-        "TRAINING_JOB_NAME", "TRAINING_JOB_ARN", "AWS_REGION", "MINE", "PATH", "HOME", "AWS_ENDPOINT_URL",
-        "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED",
-    }  # fmt: skip
-    assert second[1:] == ["data 42", "accel: 127.2 ended with exit code 0"]
-    body = account.client("s3").get_object(Bucket="sagemaker-out", Key="accel/real/output/model.tar.gz")[
-        "Body"
-    ]
-    with tarfile.open(fileobj=io.BytesIO(body.read())) as archive:
-        assert archive.getnames() == ["127.1", "127.2"]
-
-
-def test_the_host_that_fails_says_why_and_the_others_are_ended(account):
-    run(account, "real", fail="")
-    assert account.wait("real")["FailureReason"] == "AlgorithmError: boom, exit code: 1"
-
-
-def waiting(aws, job):
-    end = time.monotonic() + 60
-    while sum(said[-1] == "waits" for said in lines_or_none(aws, job).values() if said) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def lines_or_none(aws, job):
-    try:
-        return lines(aws, job)
-    except ClientError:
-        return {}
-
-
-def test_a_spot_interruption_ends_all_hosts_and_starts_them_again_with_their_checkpoints(account):
-    run(account, "real", spot=True, wait="")
-    waiting(account, "real")
-    account.ask("interrupt", job="real")
-    told = account.wait("real")
-    states = [step["Status"] for step in told["SecondaryStatusTransitions"]]
-    assert states[2:6] == ["Training", "Interrupted", "Starting", "Downloading"]
-    assert states[-1] == "Completed"
-    assert len(lines(account, "real")) == 4
-
-
-def test_a_stop_is_a_sigterm_to_every_host(account):
-    run(account, "real", wait="")
-    waiting(account, "real")
-    account.client("sagemaker").stop_training_job(TrainingJobName="real")
-    assert account.wait("real", "Stopped")["TrainingJobStatus"] == "Stopped"
-    assert all(said[-1].endswith("ended with exit code 143") for said in lines(account, "real").values())
-    listed = account.client("s3").list_objects_v2(Bucket="sagemaker-out", Prefix="accel/real/checkpoints/")
-    assert [found["Key"] for found in listed["Contents"]] == ["accel/real/checkpoints/saved"]
 
 
 STARTS = """

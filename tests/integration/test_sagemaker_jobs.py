@@ -1,14 +1,12 @@
 """`accel jobs` with SageMaker: commands over HTTP, to a SageMaker on loopback."""
 
 import io
-import os
 import re
 import signal
 import subprocess
 import sys
 import tarfile
 from functools import partial
-from pathlib import Path
 
 import fork_launch
 import in_process
@@ -158,47 +156,6 @@ def test_region_and_aws_profile_are_those_of_the_profile_in_force(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     done = forked("jobs", "status", "one", "--profile", "cloud")
     assert "No training job one found in eu-west-1. Run accel jobs list --profile cloud" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "said"),
-    [
-        ("expired", 2, "have expired. Run aws sso login"),
-        ("denied", 2, "is not authorized to perform: sagemaker:DescribeTrainingJob"),
-        ("invalid", 2, "AWS refused DescribeTrainingJob with"),
-    ],
-)
-def test_what_aws_refuses_is_one_message(account, jobs, kind, code, said):
-    account.fault("sagemaker:*", kind, times=None)
-    done = jobs("status", "one")
-    assert done.returncode == code
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_service_that_throttles_is_asked_again_and_that_is_said(account, jobs):
-    create(account, "one")
-    account.wait("one")
-    account.fault("DescribeTrainingJob", "throttled", times=2)
-    done = jobs("status", "one")
-    assert done.returncode == 0
-    assert "AWS is busy or does not answer" in done.stderr
-
-
-LACKING = """
-import sys
-sys.modules |= dict.fromkeys(["boto3", "botocore"])
-"""
-
-
-def test_without_boto3_it_is_said_what_to_install(aws, accel, tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(LACKING)
-    here = Path(__file__).parent.parent.parent
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{here}")
-    done = accel("jobs", "list", "--launcher", "sagemaker")
-    assert done.returncode == 2
-    assert 'pip install "accel-runtime[sagemaker]"' in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("words", [("list",), ("status", "one"), ("download", "one")])

@@ -193,28 +193,6 @@ def test_what_is_wrong_is_one_message_and_exit_code_2(aws, launched, said, envir
     assert world(aws) == before
 
 
-@pytest.mark.parametrize(
-    ("operation", "fault", "words"),
-    [
-        ("s3:PutObject", {"kind": "denied", "after": 1}, "Nothing remains in S3."),
-        pytest.param(
-            "CreateTrainingJob",
-            {"kind": "broken", "times": None},
-            "CreateTrainingJob: 500 InternalFailure",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_what_breaks_is_one_message_and_leaves_nothing(aws, launched, operation, fault, words):
-    before = world(aws)
-    aws.fault(operation, **fault)
-    done = launched("train.py")
-    aws.ask("clear")
-    assert done.returncode in {1, 2}
-    assert words in refused(done)
-    assert world(aws) == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, number):
@@ -226,7 +204,7 @@ def test_a_submission_that_is_broken_off_leaves_nothing(aws, started, tmp_path, 
     _, err = launch.communicate(timeout=200)
     aws.ask("clear")
     assert launch.returncode == 128 + number
-    assert "The upload was interrupted. Nothing remains in S3." in err
+    assert "The submission was interrupted, and no job was started. Nothing remains in S3." in err
     assert "Traceback" not in err
     assert world(aws) == before
     assert list((tmp_path / "scratch").iterdir()) == []

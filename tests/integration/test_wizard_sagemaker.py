@@ -7,7 +7,7 @@ import pytest
 
 from accel_cli.planning.machine import Machine
 
-ENTER, DOWN, CTRL_C, CLEAR = "\r", "\x1b[B", "\x03", "\x15"
+ENTER, DOWN, CLEAR = "\r", "\x1b[B", "\x15"
 KIND, PROFILE, REGION, ROLE = "How should scripts run?", "Which AWS profile?", "Which region?", "Which role"
 TYPE, COUNT, SPOT = "Which instance type?", "How many instances?", "On demand, or spot?"
 RUN, KEEP, PACKAGES, MORE = (
@@ -129,20 +129,6 @@ def test_a_person_goes_back_from_every_kind_of_question(terminal, configured, wr
     enter(screen, ROLE, *REST)
     assert screen.end() == 0
     assert (written().launcher.role, written().launcher.aws_profile) == ("My-Role", "team")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [PROFILE, ROLE, MORE])
-def test_ctrl_c_leaves_nothing_behind(terminal, configured, home, at):
-    configured.role()
-    screen = terminal(columns=120, lines=60)
-    screen.answer(KIND, SAGEMAKER)
-    questions = [PROFILE, REGION, ROLE, TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE]
-    enter(screen, *questions[: questions.index(at)])
-    screen.answer(at, CTRL_C)
-    assert screen.end() == 130
-    assert "nothing was written" in screen.text()
-    assert not home.exists()
 
 
 @pytest.mark.slow

@@ -146,9 +146,9 @@ def test_the_data_parallel_library_of_an_image_of_ones_own_is_used():
     assert told(result.mapped)["distributed_type"] == "process_group_backend: smddp"
 
 
-def test_model_parallelism_is_left_with_the_key_that_configures_it():
+def test_model_parallelism_is_left_with_the_reason():
     left = told(imported(LEAST.replace("'NO'", "MODEL_PARALLEL")).left)
-    assert "launcher.model_parallel" in left["distributed_type"]
+    assert "model-parallel library" in left["distributed_type"]
 
 
 def test_the_type_that_accelerate_offers_and_that_is_none_is_the_one_that_is_meant():

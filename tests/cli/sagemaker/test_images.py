@@ -38,14 +38,6 @@ def test_a_local_torch_of_any_build_gets_the_image_of_its_version(version):
     assert images.find_image(version, "us-east-1", GPU) == images.find_image("2.13", "us-east-1", GPU)
 
 
-def test_types_with_gpus_get_the_image_with_cuda():
-    gpus = ("ml.p4d.24xlarge", "ml.p6-b200.48xlarge", "ml.g4dn.xlarge", "ml.g7e.48xlarge")
-    assert {images.find_image("2.13", "us-east-1", kind) for kind in gpus} == {
-        images.find_image("2.13", "us-east-1", GPU)
-    }
-    assert "-cpu-" in images.find_image("2.13", "us-east-1", "ml.c7i-flex.xlarge")
-
-
 @pytest.mark.parametrize("version", ["2.99.0+cu140", "1.10.2", "2.8.0", "2,13", "newest"])
 def test_a_version_without_an_image_is_never_replaced_by_another(version):
     said = refused(version, "us-east-1", GPU)
@@ -55,18 +47,15 @@ def test_a_version_without_an_image_is_never_replaced_by_another(version):
 
 
 def test_an_unknown_region_has_no_image():
-    assert "in region 'us-eastt-1' (did you mean us-east-1?)" in refused("2.13", "us-eastt-1", GPU)
+    assert (
+        "in region 'us-eastt-1', as far as the installed sagemaker-core knows. Did you mean us-east-1?"
+        in refused("2.13", "us-eastt-1", GPU)
+    )
 
 
 def test_a_region_without_the_newest_image_says_those_it_has():
     assert "2.12, 2.13. Set launcher.pytorch_version" in refused("2.14", "us-gov-west-1", GPU)
     assert images.list_versions("us-gov-west-1")[-1] == "2.13"
-
-
-def test_v100_gpus_get_the_images_with_an_older_cuda():
-    assert images.find_image("2.9", "us-east-1", "ml.p3dn.24xlarge").endswith(
-        "pytorch-training:2.9.0-gpu-py312"
-    )
 
 
 def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
@@ -82,23 +71,14 @@ def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
     [
         ("ml.trn1.32xlarge", "Neuron"),
         ("ml.inf2.xlarge", "Neuron"),
-        ("ml.p2.xlarge", "K80"),
         ("ml.p3.2xlarge", "CUDA 13 of AWS's image pytorch:2.13-cu133-amzn2023-sagemaker"),
         ("ml.p6e-gb200.36xlarge", "Arm"),
+        ("ml.p2.xlarge", "CUDA 13"),
         ("p4d.24xlarge", "Unknown launcher.instance_type"),
     ],
 )
 def test_types_that_no_image_runs_on_are_refused_though_the_sdk_has_one_for_them(kind, reason):
     assert reason in refused("2.13", "us-east-1", kind)
-
-
-@pytest.mark.parametrize("kind", images.list_types())
-def test_types_with_gpus_and_only_those_get_an_image_with_cuda(kind):
-    if kind.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200.")):
-        return
-    image = images.find_image("2.10", "us-east-1", kind)
-    assert ("-gpu-" in image) == images.has_gpu(kind)
-    assert ("-cpu-" in image) != images.has_gpu(kind)
 
 
 def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():
@@ -109,16 +89,6 @@ def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():
         for region in regions:
             if version in images.list_versions(region):
                 assert f".{region}." in images.find_image(version, region, GPU)
-
-
-def test_the_known_types_are_those_of_botocore():
-    assert len(images.list_types()) > 200
-    assert {"ml.g5.2xlarge", "ml.p5.48xlarge", "ml.m5.large"} <= set(images.list_types())
-
-
-@pytest.mark.parametrize("kind", sorted({*images.MODEL_PARALLEL_TYPES}))
-def test_every_type_that_is_spelled_here_exists(kind):
-    assert kind in images.list_types()
 
 
 @pytest.mark.parametrize(
@@ -142,19 +112,6 @@ def test_a_type_that_is_newer_than_boto3_is_taken_when_that_is_said():
     images.check_type("ml.g9.xlarge", allow_unknown=True)
 
 
-@pytest.mark.parametrize("kind", ["ml.trn1.2xlarge", "ml.trn2.48xlarge", "ml.inf2.xlarge"])
-def test_neuron_is_refused_even_where_unknown_types_are_allowed(kind):
-    assert "Neuron" in refused(kind, allow_unknown=True, check=images.check_type)
-
-
-@pytest.mark.parametrize("kind", images.list_types())
-def test_every_known_type_has_a_processor_or_is_neuron(kind):
-    if ".trn" not in kind:
-        gpu = kind.split(".")[1][0] in "gp"
-        assert images.has_gpu(kind) is gpu
-        images.check_type(kind)
-
-
 def test_arm_is_graviton_and_grace_and_nothing_else():
     arm = ["ml.m7g.large", "ml.c6gn.xlarge", "ml.g5g.xlarge", "ml.t4g.medium", "ml.p6e-gb200.36xlarge"]
     assert all(images.is_arm(kind) for kind in arm)
@@ -171,16 +128,19 @@ def test_gpus_are_counted_of_types_that_are_known_and_of_no_others():
     assert images.count_gpus(None) is None
     for family, sizes in images._GPUS.items():
         for size in " ".join(sizes.values()).split():
+            assert f"ml.{family}.{size}" in images.list_types()
             assert images.count_gpus(f"ml.{family}.{size}")
 
 
-def test_the_types_whose_gpus_are_counted_are_types_of_aws():
-    names = [
-        f"ml.{family}.{size}"
-        for family, sizes in images._GPUS.items()
-        for size in " ".join(sizes.values()).split()
-    ]
-    assert {*names} <= {*images.list_types()}
+def test_every_type_of_botocore_gets_an_image_for_its_processors():
+    for kind in images.list_types():
+        if kind.startswith(("ml.trn", "ml.p2.", "ml.p6e-gb200.")):
+            continue
+        images.check_type(kind)
+        image = images.find_image("2.10", "us-east-1", kind)
+        assert images.has_gpu(kind) is (kind.split(".")[1][0] in "gp")
+        assert ("-gpu-" in image) == images.has_gpu(kind)
+        assert ("-cpu-" in image) != images.has_gpu(kind)
 
 
 def test_without_boto3_the_message_says_what_to_install(monkeypatch):

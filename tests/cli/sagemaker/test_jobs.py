@@ -53,15 +53,6 @@ def test_a_job_that_has_not_trained_yet_has_no_host_that_could_print():
     assert parse_job(told(ResourceConfig=resources, TrainingStartTime=BEGAN)).hosts == 4
 
 
-def test_groups_of_instances_are_all_said():
-    groups = [
-        {"InstanceType": "ml.m5.large", "InstanceCount": 1},
-        {"InstanceType": "ml.g5.xlarge", "InstanceCount": 2},
-    ]
-    job = parse_job(told(ResourceConfig={"InstanceGroups": groups}, TrainingStartTime=BEGAN))
-    assert (job.nodes, job.hosts) == ("1 x ml.m5.large + 2 x ml.g5.xlarge", 3)
-
-
 def test_a_job_under_way_says_what_the_platform_says_of_it():
     steps = [
         {"Status": "Starting", "StatusMessage": "Preparing"},

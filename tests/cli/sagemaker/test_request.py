@@ -1,6 +1,6 @@
 """The request is a pure function, and botocore's own model of the service takes it."""
 
-import json
+import re
 from datetime import datetime, timezone
 
 import botocore.session
@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
 from accel_cli.sagemaker.config import SageMaker
-from accel_cli.sagemaker.request import Submission, _find_problems, build_request, check_request, name_job
+from accel_cli.sagemaker.request import (
+    SageMakerJobPlan,
+    Submission,
+    build_request,
+    check_request,
+    name_job,
+)
 
 NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=timezone.utc)
 ROLE = "arn:aws:iam::123456789012:role/train"
@@ -20,7 +26,8 @@ ROLE = "arn:aws:iam::123456789012:role/train"
 def request(said=None, env=None):
     section = SageMaker(**(said or {}))
     facts = Submission("job-1", "eu-west-1", "123456789012", ROLE, "bucket", "image:1")
-    return build_request(section, env or {}, facts)
+    job = SageMakerJobPlan(section=section, run={"env": env or {}}, source=".", output_dir=".")
+    return build_request(job, facts)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,7 @@ def test_everything_that_can_be_said_has_its_place(shape):
         {
             "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
             "security_group_ids": ["sg-1"], "volume_kms_key": "k1", "output_kms_key": "k2", "encrypt_traffic": True,
-            "checkpoint_uri": "s3://other/place", "model_parallel": {"hybrid_shard_degree": 8},
+            "checkpoint_uri": "s3://other/place",
             "inputs": {"train": "s3://b/x", "big": {"uri": "s3://b/y", "input_mode": "FastFile"}},
             "metrics": {"loss": "loss ([0-9.]+)"},
         },
@@ -66,12 +73,7 @@ def test_everything_that_can_be_said_has_its_place(shape):
     assert made["AlgorithmSpecification"]["MetricDefinitions"] == [
         {"Name": "loss", "Regex": "loss ([0-9.]+)"}
     ]
-    assert json.loads(made["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
     assert made["Environment"] == {"A": "1"}
-
-
-def test_instances_are_kept_for_a_next_job_only_where_it_is_asked():
-    assert request({"keep_alive": 600})["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 600
 
 
 def test_variables_that_a_request_cannot_hold_travel_with_the_files_only():
@@ -95,8 +97,6 @@ def test_a_name_is_of_the_script_and_the_time():
 
 @given(st.text(), st.text(min_size=1))
 def test_every_name_is_one_that_sagemaker_takes(base, target):
-    import re
-
     pattern = r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}"
     assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
 
@@ -111,7 +111,7 @@ def test_every_name_is_one_that_sagemaker_takes(base, target):
         {"spot": True, "max_run": 60, "max_wait": 60},
         {"keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""}},
         {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"], "network_isolation": True, "encrypt_traffic": True},
-        {"model_parallel": {"hybrid_shard_degree": 8}, "volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
+        {"volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
     ],
 )  # fmt: skip
 def test_what_a_profile_makes_is_taken(said):
@@ -135,7 +135,6 @@ def changed(place, value):
         ("TrainingJobName", "-a", "launcher.job_name (TrainingJobName): expected text that matches [a-zA-Z0-9]"),
         ("TrainingJobName", "a" * 64, "launcher.job_name (TrainingJobName): expected at most 63 characters, got 64"),
         ("RoleArn", "arn:aws:iam::1234:role/train", "launcher.role (RoleArn): expected text that matches"),
-        ("HyperParameters", {"mp_parameters": "x" * 2501}, "launcher.model_parallel (HyperParameters.mp_parameters): expected at most 2,500 characters"),
         ("AlgorithmSpecification.TrainingImage", "x" * 256, "launcher.image_uri (AlgorithmSpecification.TrainingImage): expected at most 255"),
         ("AlgorithmSpecification.MetricDefinitions", [{"Name": "loss", "Regex": "x" * 501}], "launcher.metrics (AlgorithmSpecification.MetricDefinitions[0].Regex): expected at most 500 characters"),
         ("InputDataConfig.1.ChannelName", "tra in", "launcher.inputs (InputDataConfig[1].ChannelName): expected text that matches"),
@@ -177,19 +176,3 @@ def test_a_secret_is_never_shown():
         with pytest.raises(UsageError) as caught:
             check_request(made)
         assert "hunter2" not in str(caught.value)
-
-
-def test_a_class_of_characters_that_python_does_not_have_is_left_to_sagemaker(shape, monkeypatch):
-    monkeypatch.setitem(shape.members["RoleArn"].metadata, "pattern", r"[\p{Han}]+")
-    member = StructureOf(RoleArn=shape.members["RoleArn"])
-    assert list(_find_problems(member, {"RoleArn": ROLE}, "")) == []
-
-
-class StructureOf:
-    """A shape with these members."""
-
-    type_name = "structure"
-
-    def __init__(self, **members):
-        self.members = members
-        self.metadata = {}

@@ -89,7 +89,7 @@ def test_a_name_that_is_taken_is_refused(aws, gather):
     aws.client("sagemaker").create_training_job(**aws.request("mine"))
     aws.ask("clear")
     with pytest.raises(
-        UsageError, match=r"A training job mine exists already in us-east-1.*Choose another --job-name"
+        UsageError, match=r"A training job of this name exists already.*Choose another --job-name"
     ):
         gather(job_name="mine")
 
@@ -131,12 +131,6 @@ def test_the_default_bucket_is_created_in_the_region_of_the_job(aws, region):
     s3.create_bucket(Account(region), name)  # as after another launch that was faster
 
 
-def test_a_bucket_whose_name_somebody_has_is_refused(aws):
-    aws.fault("s3:CreateBucket", "error", code="BucketAlreadyExists", status=409)
-    with pytest.raises(UsageError, match="BucketAlreadyExists"):
-        s3.create_bucket(Account(), "taken")
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [("expired", "have expired. Run aws sso login"), ("invalid", "AWS refused GetCallerIdentity with")],
@@ -157,7 +151,6 @@ def test_credentials_that_are_none_are_found_out_first(aws, gather, kind, words)
         ({"process_group_backend": "smddp"}, {"instance_type": "ml.g5.xlarge", "image_uri": "x/y:1"}, r"smddp needs launcher\.instance_type"),
         ({"mixed_precision": "fp16"}, {}, "fp16 needs GPUs"),
         ({"device": "cuda"}, {}, "device: cuda needs GPUs"),
-        ({}, {"model_parallel": {"hybrid_shard_degree": 2}, "image_uri": "x/y:1"}, r"launcher\.model_parallel needs"),
         ({}, {"pytorch_version": "1.13"}, "of torch 2.9 and newer"),
     ],
 )  # fmt: skip
@@ -198,9 +191,93 @@ def test_offline_what_only_aws_knows_is_recognisable(plan, monkeypatch, region, 
 
 def test_a_request_of_assumed_facts_is_checked_with_their_places_filled(plan):
     made = plan()
-    request = build_request(
-        made.job.section, {}, resolve.assume_submission(Account("us-east-1"), made.job, NOW)
-    )
+    request = build_request(made.job, resolve.assume_submission(Account("us-east-1"), made.job, NOW))
     with pytest.raises(UsageError, match="RoleArn"):
         check_request(request)
     check_request(json.loads(resolve.fill_placeholders(json.dumps(request))))
+
+
+# Roles ------------------------------------------------------------------------------------
+
+LAMBDA = {"Service": "lambda.amazonaws.com"}
+SAGEMAKER = {"Service": "sagemaker.amazonaws.com"}
+
+
+def trust(*statements):
+    return {"Version": "2012-10-17", "Statement": list(statements)}
+
+
+def statement(principal, effect="Allow"):
+    return {"Effect": effect, "Principal": principal, "Action": "sts:AssumeRole"}
+
+
+@pytest.mark.parametrize(
+    ("statements", "fits"),
+    [
+        ([statement(SAGEMAKER)], True),
+        ([statement({"Service": ["lambda.amazonaws.com", "sagemaker.amazonaws.com"]})], True),
+        ([statement(LAMBDA), statement(SAGEMAKER)], True),
+        ([statement(LAMBDA)], False),
+        ([statement({"AWS": "arn:aws:iam::123456789012:root"})], False),
+        ([statement(LAMBDA), statement(SAGEMAKER, effect="Deny")], False),
+    ],
+)
+def test_a_role_fits_if_its_trust_policy_allows_sagemaker(aws, statements, fits):
+    arn = aws.role("role", trust(*statements))
+    aws.client("iam").create_role(
+        RoleName="AWSServiceRoleForAmazonSageMakerNotebooks",
+        Path="/aws-service-role/sagemaker.amazonaws.com/",
+        AssumeRolePolicyDocument=json.dumps(trust(statement(SAGEMAKER))),
+    )
+    assert resolve.list_roles(Account()) == ({"role": arn} if fits else {})
+
+
+def test_the_only_role_needs_no_name_and_of_several_one_has_to_be_chosen(aws):
+    account = Account()
+    with pytest.raises(UsageError, match=r"no role that SageMaker may assume. Create one as the page"):
+        resolve.resolve_role(account, None)
+    for number in range(110):  # more than a page
+        aws.role(f"role-{number:03}", trust(statement(LAMBDA)))
+    arn = aws.role("zz-training")
+    assert resolve.resolve_role(account, None) == arn
+    aws.role("another")
+    with pytest.raises(
+        UsageError, match=r"several roles: another, zz-training. Choose one, for example --set"
+    ):
+        resolve.resolve_role(account, None)
+
+
+def test_a_name_becomes_an_arn_with_the_path_it_has(aws):
+    document = json.dumps(trust(statement(SAGEMAKER)))
+    made = aws.client("iam").create_role(
+        RoleName="Execution", Path="/service-role/", AssumeRolePolicyDocument=document
+    )
+    arn = made["Role"]["Arn"]
+    for role in ("Execution", "service-role/Execution", arn):
+        assert resolve.resolve_role(Account(), role) == arn
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [
+        ("trainig", r"no role 'trainig'\. Did you mean training\? SageMaker may assume training\.$"),
+        ("arn:aws:iam::999999999999:role/training", r"no role '.*999999999999.*Did you mean training"),
+        ("no role", "The account has no role 'no role'"),
+        ("lambda", r"may not assume role 'lambda'\. Add this statement .*\"sagemaker\.amazonaws\.com\""),
+    ],
+)
+def test_a_role_that_does_not_fit_is_refused_with_what_to_do(aws, role, words):
+    aws.role("training")
+    aws.role("lambda", trust(statement(LAMBDA)))
+    with pytest.raises(UsageError, match=words):
+        resolve.resolve_role(Account(), role)
+
+
+def test_users_who_may_not_read_roles_may_give_an_arn(aws):
+    aws.fault("iam:*", "denied", times=None)
+    arn = "arn:aws:iam::123456789012:role/training"
+    assert resolve.resolve_role(Account(), arn) == arn
+    for role, action in (("training", "GetRole"), (None, "ListRoles")):
+        words = rf"not authorized to perform: iam:{action}.* Or set launcher\.role to the role's ARN"
+        with pytest.raises(UsageError, match=words):
+            resolve.resolve_role(Account(), role)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import UnreachableError
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
-from accel_cli.sagemaker import bundle, submit
+from accel_cli.sagemaker import bundle, s3, submit
+from accel_cli.sagemaker.aws import Account
 from accel_cli.sagemaker.config import SageMaker
 from accel_runtime.env import Settings
 
@@ -261,20 +263,6 @@ def test_what_only_aws_can_refuse_is_mapped_to_the_key_and_leaves_nothing(aws, p
     assert (objects(aws), jobs(aws)) == ({}, [])
 
 
-def test_a_role_that_cannot_be_assumed_is_refused_and_leaves_nothing(aws, plan):
-    said = "Could not assume role arn:aws:iam::123456789012:role/trainer."
-    aws.fault("CreateTrainingJob", "error", code="ValidationException", message=said)
-    with pytest.raises(UsageError, match="Could not assume role arn:aws:iam::123456789012:role/trainer"):
-        submit.submit(plan())
-    assert (objects(aws), jobs(aws)) == ({}, [])
-
-
-def test_a_busy_service_is_tried_again_and_that_is_said(aws, plan, capfd):
-    aws.fault("CreateTrainingJob", "throttled")
-    _, said = submitted(aws, plan(), capfd)
-    assert said.count("AWS is busy or does not answer (CreateTrainingJob); trying again") == 1
-
-
 @pytest.mark.parametrize("attempts", ["1", "3"])
 def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
@@ -296,13 +284,16 @@ def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_le
 
 
 def test_another_launch_that_was_faster_keeps_its_files(aws, plan, monkeypatch):
-    start = submit._start
+    upload = submit.s3.upload_bundle
 
-    def late(account, request, *more):
-        aws.client("sagemaker").create_training_job(**request)
-        start(account, request, *more)
+    def late(*args):
+        upload(*args)
+        other = aws.client("sagemaker")
+        other.create_training_job(
+            **aws.request("mine", OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/x"})
+        )
 
-    monkeypatch.setattr(submit, "_start", late)
+    monkeypatch.setattr(submit.s3, "upload_bundle", late)
     with pytest.raises(UsageError, match="A training job of this name exists already"):
         submit.submit(plan(job_name="mine"))
     assert len(objects(aws)[BUCKET]) == 4
@@ -351,3 +342,46 @@ def test_ctrl_c_that_comes_too_late_says_how_to_stop_the_job(aws, plan, monkeypa
     (name,) = jobs(aws)
     assert f"job {name} has started already; accel jobs stop {name} stops it" in capfd.readouterr().err
     assert len(objects(aws)[BUCKET]) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_within_the_upload_of_a_large_file_leaves_nothing(aws, plan, monkeypatch, number):
+    Path("big.bin").write_bytes(os.urandom(30_000_000))
+    client, sent = submit.Account.client, []
+
+    def open_client(self, name):
+        opened = client(self, name)
+        if name == "s3":
+            opened.meta.events.register("before-call.s3.UploadPart", lambda **_: interrupt())
+        return opened
+
+    def interrupt():
+        sent.append(1)
+        if len(sent) == 1:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(submit.Account, "client", open_client)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        submit.submit(plan())
+    assert sent
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+def test_only_the_files_of_the_job_are_deleted_and_what_s3_keeps_is_named(aws):
+    account, folder = Account(), "accel/job-1/bundle"
+    aws.bucket(BUCKET, **{f"{folder}/{number}": b"" for number in range(5)}, **{f"{folder}s/kept": b""})
+    # As if S3 listed no more than two at once, of its thousand.
+    account.client("s3").meta.events.register(
+        "provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2}
+    )
+    assert s3.delete_prefix(account, BUCKET, folder, "123456789012") == "Nothing remains in S3."
+    assert objects(aws) == {BUCKET: [f"{folder}s/kept"]}
+
+    def refuse(parsed, **_):
+        parsed["Errors"] = [{"Key": f"{folder}s/kept", "Message": "Access Denied"}]
+
+    account.client("s3").meta.events.register("after-call.s3.DeleteObjects", refuse)
+    sentence = s3.delete_prefix(account, BUCKET, f"{folder}s", "123456789012")
+    assert f"{folder}s/kept: Access Denied). Delete them: aws s3 rm --recursive" in sentence
+    with pytest.raises(AssertionError):
+        s3.delete_prefix(account, BUCKET, "/", "123456789012")

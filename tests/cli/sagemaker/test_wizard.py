@@ -8,7 +8,7 @@ import pytest
 
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.sections import Choice
-from accel_cli.sagemaker import wizard
+from accel_cli.sagemaker import config as wizard
 
 MACHINE = Machine(2, torch="2.13.0+cpu")
 CONFIG = """\
@@ -41,34 +41,30 @@ def values(offers):
 
 
 def test_profiles_begin_with_the_one_aws_tools_take(config, monkeypatch):
-    offers = wizard.offer_profiles(MACHINE, {})
+    offers = wizard._offer_profiles(MACHINE, {})
     assert values(offers) == [None, "default", "team", "bare"]
     assert offers.choices[0].title == "the default of AWS's tools (default)"
     monkeypatch.setenv("AWS_PROFILE", "team")
-    assert "(team)" in wizard.offer_profiles(MACHINE, {}).choices[0].title
+    assert "(team)" in wizard._offer_profiles(MACHINE, {}).choices[0].title
 
 
 def test_regions_begin_with_that_of_the_chosen_profile_and_stay_in_its_part_of_aws(config):
-    own = wizard.offer_regions(MACHINE, {})
+    own = wizard._offer_regions(MACHINE, {})
     assert own.choices[0] == Choice("eu-west-1", "eu-west-1 (from the AWS configuration)")
     assert values(own)[1] == "us-east-1"
     assert len(values(own)) > 30
     assert len(set(values(own))) == len(values(own))
-    government = values(wizard.offer_regions(MACHINE, {"aws_profile": "team"}))
+    government = values(wizard._offer_regions(MACHINE, {"aws_profile": "team"}))
     assert government[0] == "us-gov-west-1"
     assert all(region.startswith("us-gov-") for region in government)
-
-
-def test_without_a_region_of_its_own_a_profile_is_offered_the_usual_one_first(config):
-    assert values(wizard.offer_regions(MACHINE, {"aws_profile": "bare"}))[:2] == ["us-east-1", "af-south-1"]
 
 
 @pytest.mark.parametrize(
     ("ask", "text", "said", "wrong"),
     [
-        (wizard.offer_profiles, "no configuration [", {}, "Unable to parse config file"),
-        (wizard.offer_regions, CONFIG, {"aws_profile": "taem"}, "Did you mean team?"),
-        (wizard.offer_roles, CONFIG, {"region": "eu-west-1"}, "No AWS credentials found"),
+        (wizard._offer_profiles, "no configuration [", {}, "Unable to parse config file"),
+        (wizard._offer_regions, CONFIG, {"aws_profile": "taem"}, "Did you mean team?"),
+        (wizard._offer_roles, CONFIG, {"region": "eu-west-1"}, "No AWS credentials found"),
     ],
 )
 def test_what_cannot_be_looked_up_is_said_and_then_typed(config, ask, text, said, wrong):
@@ -85,26 +81,26 @@ def test_without_boto3_one_note_names_what_to_install(config, monkeypatch):
     for module in ("boto3", "boto3.session"):
         monkeypatch.setitem(sys.modules, module, None)
     notes = {
-        ask(MACHINE, {}).note for ask in (wizard.offer_profiles, wizard.offer_regions, wizard.offer_roles)
+        ask(MACHINE, {}).note for ask in (wizard._offer_profiles, wizard._offer_regions, wizard._offer_roles)
     }
     assert notes == {
         'boto3 is not installed, so nothing can be listed. Type the answers, or run pip install "accel-runtime[sagemaker]".'
     }
-    assert wizard.complete_instance_types() == []
-    assert wizard.find_type_error("ml.nonsense.xlarge") is None
+    assert wizard._complete_types() == []
+    assert wizard._find_type_error("ml.nonsense.xlarge") is None
 
 
 def test_instance_types_are_completed_and_near_misses_are_named():
-    assert "ml.g5.xlarge" in wizard.complete_instance_types()
-    assert wizard.find_type_error("ml.g5.xlarge") is None
-    assert wizard.find_type_error("ml.g5.xlrge").startswith(
+    assert "ml.g5.xlarge" in wizard._complete_types()
+    assert wizard._find_type_error("ml.g5.xlarge") is None
+    assert wizard._find_type_error("ml.g5.xlrge").startswith(
         "Unknown launcher.instance_type 'ml.g5.xlrge'. Did you mean ml.g5.xlarge, "
     )
-    assert "pip install -U boto3" in wizard.find_type_error("ml.g99.xlarge")
+    assert "pip install -U boto3" in wizard._find_type_error("ml.g99.xlarge")
 
 
 def test_the_torch_of_this_machine_comes_before_those_of_aws(config):
-    offers = wizard.offer_versions(MACHINE, {"region": "us-east-1"})
+    offers = wizard._offer_versions(MACHINE, {"region": "us-east-1"})
     assert offers.choices[0] == Choice(None, "the version of the machine that launches (here: 2.13.0+cpu)")
     assert values(offers)[-1] == "2.9"
     assert "2.13" in values(offers)
@@ -114,21 +110,21 @@ def test_roles_are_those_that_sagemaker_may_assume(aws):
     arn = aws.role()
     aws.role("of-lambda", {"Version": "2012-10-17", "Statement": [
         {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}]})  # fmt: skip
-    offers = wizard.offer_roles(MACHINE, {"region": "us-east-1"})
+    offers = wizard._offer_roles(MACHINE, {"region": "us-east-1"})
     assert [(choice.value, choice.title) for choice in offers.choices] == [(arn, "trainer")]
 
 
 def test_who_may_not_list_roles_is_told_so_and_types(aws):
     aws.fault("ListRoles", "denied")
-    offers = wizard.offer_roles(MACHINE, {"region": "us-east-1"})
+    offers = wizard._offer_roles(MACHINE, {"region": "us-east-1"})
     assert not offers.choices
     assert "is not authorized to perform: iam:ListRoles" in offers.note
 
 
 def test_the_first_questions_do_not_import_the_sdk(config):
     code = (
-        "import sys; from accel_cli.sagemaker import wizard; wizard.offer_profiles(None, {}); "
-        "wizard.offer_regions(None, {}); wizard.find_type_error('ml.g5.xlarge'); "
+        "import sys; from accel_cli.sagemaker import config as wizard; wizard._offer_profiles(None, {}); "
+        "wizard._offer_regions(None, {}); wizard._find_type_error('ml.g5.xlarge'); "
         "print('botocore' in sys.modules, 'sagemaker.core' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

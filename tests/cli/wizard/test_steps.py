@@ -325,7 +325,7 @@ def test_answers_that_do_not_fit_what_stays_are_said():
 def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeypatch):
     title = next_step({}).choices(MACHINES[0], {})[-1].title
     assert title == "A training job on Amazon SageMaker"
-    monkeypatch.setattr("accel_cli.sagemaker.wizard.find_spec", lambda _: None)
+    monkeypatch.setattr("accel_cli.sagemaker.config.find_spec", lambda _: None)
     title = next_step({}).choices(MACHINES[0], {})[-1].title
     assert title == "A training job on Amazon SageMaker (needs accel-runtime[sagemaker])"
 

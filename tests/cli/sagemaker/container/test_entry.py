@@ -245,21 +245,6 @@ def test_an_error_of_the_job_is_one_message(containers, spec, code, reason):
     assert "Traceback" not in said
 
 
-@pytest.mark.full
-def test_a_script_that_fails_on_two_hosts_by_itself_is_the_reason_on_each(containers, port):
-    script = (
-        "import os, accel_runtime\naccel_runtime.Accelerator().wait_for_everyone()\n"
-        "raise ValueError('no data on ' + os.environ['SM_CURRENT_HOST'])\n"
-    )
-    hosts = containers.hosts("127.1", "127.2", source={"train.py": script})
-    for host in hosts:
-        host.start(SM_MASTER_PORT=str(port))
-    assert [host.end()[0] for host in hosts] == [1, 1]
-    for rank, host in enumerate(hosts):
-        head = host.failure.splitlines()[0]
-        assert head == f"exit code 1 on {host.name}, rank {rank}: ValueError: no data on {host.name}"
-
-
 @pytest.mark.slow
 def test_a_host_that_the_platform_ends_because_another_failed_leaves_no_reason(containers, port):
     script = (
