@@ -142,7 +142,7 @@ def _has_started(account: Account, name: str, error: BaseException) -> bool:
         return find_job(account, name) is not None
     except AccelError as failure:
         raise AccelError(
-            f"{error or 'The submission was interrupted.'} AWS does not tell whether the job started ({failure}), so its files "
+            f"{str(error) or 'The submission was interrupted.'} AWS does not tell whether the job started ({failure}), so its files "
             f"remain. Run accel jobs status {name}."
         ) from failure
 
