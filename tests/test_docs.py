@@ -242,8 +242,12 @@ def test_a_file_that_a_page_names_is_there() -> None:
 
 
 def test_every_example_is_listed() -> None:
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    listed = re.findall(
+        r"^\| `(\w+\.(?:py|ipynb))` \|", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(
+        path.name for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".ipynb"}
+    )
 
 
 def test_no_page_knows_where_it_was_written() -> None:

@@ -1,0 +1,119 @@
+"""The examples of the cookbook give the same result on any number of processes, and after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fork_launch import preload, run
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture
+def launch(cwd, monkeypatch):
+    """Launch an example on the CPU in an empty folder, and return its output."""
+    preload("sklearn.datasets")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def launch(example, *arguments, processes=2, resume=False):
+        options = ["--resume"] if resume else []
+        script = EXAMPLES / f"{example}.py"
+        done = run("launch", "--cpu", "--nproc-per-node", processes, *options, script, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert "accumulate()" not in done.stderr
+        return done.stdout
+
+    return launch
+
+
+def test_a_diffusion_model_has_the_same_noise_in_every_run(launch):
+    arguments = ("diffusion", "--epochs", 1)
+    first = launch(*arguments)
+    assert first == launch(*arguments)
+    assert first != launch(*arguments, "--seed", 1)
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_a_gan_resumes_in_an_accumulation_cycle_with_the_weights_of_the_whole_run(launch, processes):
+    arguments = ("gan", "--epochs", 3)
+    whole = launch(*arguments, processes=processes).splitlines()
+    shutil.rmtree("gan")
+    stopped = launch(*arguments, "--stop-after", 45, processes=processes).splitlines()
+    resumed = launch(*arguments, processes=processes, resume=True).splitlines()
+    assert stopped == [whole[0], "stopped in epoch 2"]
+    assert resumed == whole[1:]
+
+
+STREAM = ("streaming", "--epochs", 2, "--documents", 50, "--every", 10)
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers"), [pytest.param(1, 0, marks=pytest.mark.full), (2, 0), (2, 2)], ids=str
+)
+def test_a_stream_resumes_with_the_weights_of_the_whole_run(launch, processes, workers):
+    arguments = (*STREAM, "--workers", workers)
+    whole = launch(*arguments, processes=processes).splitlines()
+    shutil.rmtree("streaming")
+    stopped = launch(*arguments, "--stop-after", 15, processes=processes).splitlines()
+    resumed = launch(*arguments, processes=processes, resume=True).splitlines()
+    assert stopped == [whole[0], "stopped at step 15"]
+    assert resumed == whole[1:]
+
+
+def test_a_stream_has_the_same_losses_on_one_and_on_two_processes_and_when_their_number_changes(launch):
+    alone = launch(*STREAM, processes=1).splitlines()[:-1]
+    shutil.rmtree("streaming")
+    pair = launch(*STREAM, "--stop-after", 15).splitlines()[:-1]
+    assert pair + launch(*STREAM, processes=1, resume=True).splitlines()[:-1] == alone
+
+
+def test_a_search_names_trials_that_fail_and_keeps_the_results_of_the_others(cwd):
+    command = [sys.executable, EXAMPLES / "search.py", "--epochs", "1", "--trials", "2"]
+    command += ["--nproc-per-node", "1", "--parallel", "2"]
+    environ = {**os.environ, "ACCEL_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    options = {"env": environ, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    failed = re.findall(r"trial (\d): .*: exit code 1: .*RuntimeError: no better than a guess", done.stdout)
+    results = {path.parent.name: path.read_text() for path in (cwd / "search").glob("*/result.json")}
+    assert failed == ["1"]
+    assert len(failed) + len(results) == 2
+    best = max(json.loads(result)["accuracy"] for result in results.values())
+    assert f"{len(results)} of 2 trials finished\nbest: " in done.stdout
+    assert f"accuracy {best:.4f}" in done.stdout.splitlines()[-1]
+
+    for name in results:  # a second search reads what the first one wrote
+        (cwd / "search" / name / "result.json").write_text('{"accuracy": 2.0}')
+    assert "accuracy 2.0000" in subprocess.run(command, check=False, **options).stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_notebook_trains_and_may_be_run_again_from_its_launch(cwd, processes):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    train, load = (
+        cell for cell in notebook.cells if cell.source.startswith(("notebook_launcher", "model ="))
+    )
+    shown = read_output(notebook)
+    train.source = train.source.replace("num_processes=2", f"num_processes={processes}")
+    notebook.cells += [train, load]
+    options = {"timeout": 240, "resources": {"metadata": {"path": str(cwd)}}}
+    nbclient.NotebookClient(notebook, **options).execute()
+    *first, losses, accuracy = [read_output(cell) for cell in notebook.cells]
+    assert losses + accuracy == "".join(first)
+    assert "".join(first) == shown.replace("on 2 processes", f"on {processes} processes")
+
+
+def read_output(cells):
+    """Return what cells have written."""
+    cells = getattr(cells, "cells", [cells])
+    return "".join(output.text for cell in cells for output in cell.get("outputs", ()))
