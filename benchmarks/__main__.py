@@ -58,8 +58,8 @@ Compared programs alternate (A B C A B C) for {repeats} rounds, after one round 
 between processes and of skipping take half as many rounds, since a round repeats them. A cell is the median, with the
 minimum in brackets. `x ÷ accel` divides medians: above 1, accel is faster. A **bold** number below 1 means that accel
 is slower, by more than 5 %, the resolution of such a run. CPU seconds are user and system time of a command and all
-its child processes. Every process has one thread (`OMP_NUM_THREADS=1`) and computes on the CPU; there is no profile
-or configuration file. Accelerate is installed in a separate environment with the same version of torch.
+its child processes. Every process has one thread (`OMP_NUM_THREADS=1`) and computes on the CPU; no profile
+or configuration file is used. Accelerate is installed in a separate environment with the same version of torch.
 """
 
 

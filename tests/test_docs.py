@@ -191,6 +191,17 @@ def test_the_two_first_pages_compare_alike() -> None:
     assert {match[1] if match else None for match in dates} <= set(re.findall(r"\d{4}-\d\d-\d\d", benchmarks))
 
 
+def test_every_message_of_accel_under_troubleshooting_is_in_the_sources() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    section = text.partition("## Messages of accel")[2].partition("\n## ")[0]
+    messages = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^### (.+)$", section, re.MULTILINE)))
+    assert len(messages) > 5
+    files = [file for package in ("accel_cli", "accel_runtime") for file in (ROOT / package).rglob("*.py")]
+    sources = "".join(file.read_text(encoding="utf-8") for file in files)
+    for message in messages:
+        assert all(part.strip() in sources for part in message.split("...")), message
+
+
 # The migrations ------------------------------------------------------------------------
 
 
