@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.errors import CheckpointError
 
-DATA = Path(__file__).parents[3] / "data" / "accelerate-1.15.0"
+DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 

@@ -28,7 +28,7 @@ from accel_runtime.checkpoint.errors import CheckpointError
 from accel_runtime.export.objects import NeedsCodeError, read_pickle, rewrite_file
 from accel_runtime.export.save_model import add_aliases
 
-DATA = Path(__file__).parents[3] / "data" / "accelerate-1.15.0"
+DATA = Path(__file__).parents[2] / "data" / "accelerate-1.15.0"
 WRITTEN = DATA / "checkpoints" / "checkpoint_0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 LOADER = "Skip processed batches with accelerator.skip_first_batches(loader, n)"
