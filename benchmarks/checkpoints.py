@@ -21,9 +21,10 @@ most a fifth of Accelerate's save, and later ones for a tenth. An asynchronous s
 of the state once (`ProjectConfiguration(async_save=True)` allocates it after the first step).
 
 On disk, accel's save ends when the bytes are synced. Accelerate's and `torch.save` end when they are in the
-page cache, which is lost with a power failure. The difference is the time of the disk, and an asynchronous save
-spends it while the script continues. Such a save blocks the script for one copy of the state, at the speed of
-the memory."""
+page cache, which is lost with a power failure. Accelerate makes the same promise in the row with fsync, in which
+the script calls `os.fsync` for every file and directory after `save_state`: compare accel's save with that row.
+An asynchronous save spends the time of the disk while the script continues. Such a save blocks the script for one
+copy of the state, at the speed of the memory."""
 _HEADER = ("", "seconds", "Accelerate's save ÷ it", "Accelerate's load ÷ it")
 _SIZES = (50, 200)
 _GIGABYTE = 1e9
@@ -48,6 +49,7 @@ def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tup
             "accel": bench.accel,
             "background": bench.accel,
             "accelerate": bench.accelerate,
+            "synced": bench.accelerate,
             "torch": bench.accel,
         }
         runs = interleaved(
@@ -61,6 +63,7 @@ def _rows(bench: Bench, label: str, millions: int, root: str | None) -> list[tup
     theirs, own, behind = found["accelerate"], found["accel"], found["background"]
     return [
         _row(f"{label}: Accelerate saves", theirs["save"], theirs["save"], None),
+        _row(f"{label}: Accelerate saves, then fsync", found["synced"]["save"], theirs["save"], None),
         _row(f"{label}: torch.save", found["torch"]["save"], theirs["save"], None),
         _row(f"{label}: accel saves", own["save"], theirs["save"], None),
         _row(f"{label}: blocked by the first asynchronous save", behind["first"], theirs["save"], None),

@@ -1,13 +1,14 @@
 """Wall time and memory of saving and loading a model with AdamW: `checkpoint.py WHO MILLIONS FOLDER`.
 
-WHO is `accel`, `background` (accel, which writes while the script goes on), `accelerate`, or `torch` for one bare
-`torch.save` of everything.
+WHO is `accel`, `background` (accel, which writes while the script goes on), `accelerate`, `synced` (Accelerate, whose
+files are then synced), or `torch` for one bare `torch.save` of everything.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -20,7 +21,12 @@ from torch import nn
 
 _WIDTH = 2048
 _SAVES = 3
-_LIBRARIES = {"accel": "accel_runtime", "background": "accel_runtime", "accelerate": "accelerate"}
+_LIBRARIES = {
+    "accel": "accel_runtime",
+    "background": "accel_runtime",
+    "accelerate": "accelerate",
+    "synced": "accelerate",
+}
 
 _Way = Callable[[Path], Any]
 
@@ -43,6 +49,9 @@ def main() -> None:
         print(json.dumps(held | {"more": [_memory() - before]}))
         return
     save, load = _ways(accelerator, model, optimizer)
+    if who == "synced":
+        print(json.dumps({"save": _saves(folder, _add_sync(save))}))
+        return
     times = _saves(folder, save)
     save(folder / "kept")
     loads = [_timed(load, folder / "kept") for _ in range(_SAVES)]
@@ -95,6 +104,19 @@ def _saves(folder: Path, save: _Way) -> list[float]:
         times.append(_timed(save, folder / str(number)))
         _remove(folder / str(number))
     return times[1:]
+
+
+def _add_sync(save: _Way) -> _Way:
+    """Return a save that also flushes every file and directory of the checkpoint, and its name, to the disk."""
+
+    def save_and_sync(folder: Path) -> None:
+        save(folder)
+        for path in [*folder.rglob("*"), folder, folder.parent]:
+            opened = os.open(path, os.O_RDONLY)
+            os.fsync(opened)
+            os.close(opened)
+
+    return save_and_sync
 
 
 def _remove(path: Path) -> None:
