@@ -1,7 +1,7 @@
 """Accelerate's config files for Amazon SageMaker."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel_cli.errors import ProfileError
@@ -314,6 +314,7 @@ ARGUMENTS = """
     st.dictionaries(st.sampled_from(ARGUMENTS.split()), ANYTHING, max_size=5),
     st.sampled_from(["NO", False, "DATA_PARALLEL", "MODEL_PARALLEL"]),
 )
+@example({"sagemaker_inputs_file": {"": None, "0": None}}, {}, "NO")
 def test_any_file_is_a_profile_with_every_key_told_or_problems(keys, arguments, kind):
     file = {
         **keys,
