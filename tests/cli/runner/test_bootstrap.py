@@ -1,24 +1,24 @@
-"""Connections to the store of the rendezvous."""
+"""Connections to the store of the rendezvous, and the progress of a node that waits for others."""
 
 from __future__ import annotations
 
 import gc
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from accel_cli.planning.network import Endpoint
-from accel_cli.runner.bootstrap import limit_connections
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+from accel_cli.runner.bootstrap import RendezvousProgress, limit_connections
 
 
 def opened():
     return sorted(Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 def test_limit_connections_changes_sockets_of_the_store_only(tmp_path):
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -36,3 +36,40 @@ def test_limit_connections_changes_sockets_of_the_store_only(tmp_path):
             some.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for some in (connection, elsewhere)
         ]
     assert timeouts == [9000, 0]
+
+
+def test_progress_is_printed_to_a_pipe_when_it_changes(capsys):
+    lines = iter(["one; 9 s", "one; 8 s", "two; 7 s"])
+    over = threading.Event()
+
+    def format_line():
+        text = next(lines, None)
+        if text is None:
+            over.set()
+        return text or "two; 6 s"
+
+    with RendezvousProgress(format_line, quiet=0.01):
+        assert over.wait(120)
+    assert capsys.readouterr().err == "accel: one; 9 s\naccel: two; 7 s\n"
+
+
+def test_progress_on_a_terminal_is_one_line_that_is_cleared(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    seen = threading.Event()
+
+    def format_line():
+        seen.set()
+        return "waiting; 9 s left"
+
+    with RendezvousProgress(format_line, quiet=0.01):
+        assert seen.wait(120)
+    written = capsys.readouterr().err
+    assert written.startswith("\r\x1b[Kaccel: waiting; 9 s left")
+    assert written.endswith("\r\x1b[K")
+    assert "\n" not in written
+
+
+def test_no_progress_is_printed_if_all_nodes_join_at_once(capsys):
+    with RendezvousProgress(lambda: "waiting"):
+        pass
+    assert capsys.readouterr().err == ""

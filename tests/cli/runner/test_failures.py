@@ -10,8 +10,8 @@ import pytest
 
 import accel_cli
 from accel_cli.runner import failures
-from accel_cli.runner.failures import Cause, ExceptionInfo, Failure
-from accel_cli.runner.run_dir import RankFolder, format_ranks
+from accel_cli.runner.failures import Cause, ExceptionInfo, Failure, Frame, format_reason
+from accel_cli.runner.run_dir import REASON_SIZE, RankFolder, format_ranks
 
 WORKER = Path(accel_cli.__file__).parent / "runner" / "worker.py"
 
@@ -138,3 +138,27 @@ def test_format_ranks_joins_ranks_to_text(ranks, text):
 )
 def test_a_data_loader_worker_killed_by_sigkill_is_recognized(text, worker):
     assert failure(0, text=text, kind="builtins.RuntimeError").killed_worker == worker
+
+
+def failure_with_log(tmp_path, **more):
+    known = {"rank": 3, "host": "algo-2", "pid": 7, "exitcode": 1, "time": 0.0, "log": str(tmp_path / "log")}
+    return Failure(**{**known, **more})
+
+
+def test_the_reason_has_the_last_frames_of_a_deep_traceback(tmp_path):
+    frames = tuple(Frame(f"/opt/ml/code/{'deep/' * 12}{n}.py", n, f"call{n}", "x" * 90) for n in range(12))
+    reason = format_reason(
+        failure_with_log(tmp_path, chain=(ExceptionInfo("ValueError", "ValueError: boom\n", frames),))
+    )
+    head, *places = reason.splitlines()
+    assert head == "exit code 1 on algo-2, rank 3: ValueError: boom"
+    assert "in call11" in places[-2]
+    assert len(reason.encode()) <= REASON_SIZE
+
+
+def test_the_reason_of_a_failure_without_an_exception_has_the_end_of_the_log(tmp_path):
+    (tmp_path / "log").write_text("one\n\ntwo\n")
+    killed = format_reason(failure_with_log(tmp_path, exitcode=-9, out_of_memory=True))
+    assert killed.splitlines() == [
+        "exit code 137 on algo-2, rank 3: terminated by SIGKILL: killed by the kernel because memory ran out", "one", "two"
+    ]  # fmt: skip

@@ -1,11 +1,13 @@
-"""The choice between the fork server and exec."""
+"""The fork server, and the choice between it and exec."""
 
+import errno
 import os
 import sys
 import zipfile
 
 import pytest
 
+from accel_cli.errors import AccelError
 from accel_cli.planning.plan import Plan
 from accel_cli.runner import forkserver
 
@@ -89,3 +91,13 @@ def test_the_source_of_a_module_is_read_without_importing_it(tmp_path, monkeypat
     (tmp_path / "package" / "run.py").write_text("")
     assert "package sets OMP_NUM_THREADS" in str(reason("module", "package"))
     assert reason("module", "package.run") is None
+
+
+def test_a_plan_that_cannot_be_passed_to_the_fork_server_is_an_error(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    message = r"the plan cannot be passed on: File too large. Raise the limit on file sizes \(ulimit -f\)."
+    with pytest.raises(AccelError, match=message):
+        forkserver.exec_fork_server(Plan(launcher="torchrun", argv=("python",), env={}, device="cpu"))

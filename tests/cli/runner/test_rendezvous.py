@@ -25,6 +25,7 @@ from accel_cli.runner.rendezvous import (
     RestartBudget,
     RestartReason,
     SingleNodeRendezvous,
+    format_arrivals,
 )
 
 
@@ -221,3 +222,13 @@ def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
     with pytest.raises(AccelError, match=r"does not belong to run 'mine'"):
         BootstrapStore(replace(options, run_id="mine"), 1, derived=False)
     assert other.is_host, "its store ends with it"
+
+
+def test_the_line_names_joined_nodes_missing_nodes_and_the_remaining_time():
+    assert format_arrivals(["h0"], 3, 3, 41.6) == "waiting: 1 of 3 machines joined (h0), 2 missing; 42 s left"
+    assert format_arrivals(["h0"], 2, 2, 9, ["node_rank 1"]) == (
+        "waiting: 1 of 2 machines joined (h0), 1 missing: node_rank 1; 9 s left"
+    )
+    assert format_arrivals(["a", "b"], 1, 4, 9) == (
+        "2 of 1 to 4 machines joined (a, b); starting soon, unless more join"
+    )

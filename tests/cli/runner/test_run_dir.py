@@ -1,4 +1,4 @@
-"""Folders of runs: records, search, and removal of the oldest."""
+"""Folders of runs: records, search, and removal of the oldest; the file with the reason of a failure."""
 
 from __future__ import annotations
 
@@ -133,3 +133,24 @@ def test_the_default_run_is_the_newest_that_started_processes_or_may_do_so(tmp_p
     assert find_run(tmp_path / "runs") == waiting
     only = RunFolder.create(tmp_path / "other", "never-met.py", {"exit_code": 1})
     assert find_run(tmp_path / "other") == only
+
+
+def test_no_reason_is_written_without_a_failure_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_dir.write_reason(None, "why")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_reason_is_kept_and_write_errors_are_ignored(tmp_path):
+    file = str(tmp_path / "failure")
+    run_dir.write_reason(file, "first")
+    run_dir.write_reason(file, "second")
+    run_dir.write_reason(str(tmp_path / "absent" / "failure"), "why")
+    assert (tmp_path / "failure").read_text() == "first"
+
+
+def test_a_truncated_reason_ends_with_a_complete_character(tmp_path):
+    run_dir.write_reason(str(tmp_path / "failure"), "x" + "ü" * 1024)
+    reason = (tmp_path / "failure").read_bytes()
+    assert len(reason) == 1023
+    assert reason.decode().endswith("ü")
