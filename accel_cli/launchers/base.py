@@ -143,12 +143,7 @@ class Launcher(Section):
             )
 
     def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:  # noqa: ARG002 - some need it
-        """Return the possible world sizes, as far as they are known before the start.
-
-        Args:
-            spec: The launch.
-            plan: Its plan.
-        """
+        """Return the possible world sizes of a plan, as far as they are known before the start."""
         min_nodes = plan.agent.min_nodes if plan.agent else plan.nnodes
         return [nnodes * plan.nproc_per_node for nnodes in range(min_nodes, plan.nnodes + 1)]
 
@@ -284,15 +279,7 @@ GpuIds = Annotated[
 
 
 def choose_gpus(spec: LaunchSpec, gpu_ids: int | str | None) -> tuple[LaunchSpec, dict[str, str]]:
-    """Return a launch on the machine with the chosen GPUs only, and the variable that shows its processes these.
-
-    Args:
-        spec: The launch.
-        gpu_ids: The value of the launcher's key.
-
-    Raises:
-        UsageError: An id is not a visible GPU, or there are no GPUs.
-    """
+    """Return a launch on the machine with the chosen GPUs only, and the variable that shows its processes these."""
     machine = spec.machine
     if spec.settings.device == "cpu" or machine.problem:
         return spec, {}

@@ -53,6 +53,9 @@ def _check_line(value: str | None) -> str | None:
     return value
 
 
+_Line = Annotated[str | None, AfterValidator(_check_line)]
+
+
 def _check_options(values: list[str]) -> list[str]:
     for value in values:
         if not value.startswith("-") or not value.isprintable():
@@ -121,14 +124,12 @@ class Slurm(Launcher):
         ),
     ] = "auto"
     partition: Annotated[
-        str | None,
-        AfterValidator(_check_line),
+        _Line,
         Field(description="Partition; unset is the cluster's default one."),
         Question("Which partition?", suggest=lambda *_: None, hint="Enter for the cluster's default"),
     ] = None
     account: Annotated[
-        str | None,
-        AfterValidator(_check_line),
+        _Line,
         Field(description="Account that is charged; unset is your default one."),
         Question("Which account?", suggest=lambda *_: None, hint="Enter for your default"),
     ] = None
@@ -146,7 +147,7 @@ class Slurm(Launcher):
             "Which time limit?", suggest=lambda *_: None, hint="like 4:00:00; Enter for the partition's"
         ),
     ] = None
-    qos: Annotated[str | None, AfterValidator(_check_line), Field(description="Quality of service.")] = None
+    qos: Annotated[_Line, Field(description="Quality of service.")] = None
     cpus_per_task: Annotated[
         int | None,
         Field(
@@ -158,9 +159,7 @@ class Slurm(Launcher):
         _match(r"\d+[KMGT]?", "a size such as 64G, or a number of megabytes; 0 is all memory of a node"),
         Field(description="Memory on each node, like `64G`; `0` is all, unset is what the partition gives."),
     ] = None
-    job_name: Annotated[
-        str | None, AfterValidator(_check_line), Field(description="Name of the job; unset is the script's.")
-    ] = None
+    job_name: Annotated[_Line, Field(description="Name of the job; unset is the script's.")] = None
     output_dir: Annotated[
         str,
         AfterValidator(_check_line),

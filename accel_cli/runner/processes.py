@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -71,7 +72,9 @@ class WorkerProcesses(SubprocessContext):
             except ForkServerError as error:
                 console.note(f"processes are started by exec: {error}")
             else:
-                self.subprocess_handlers = dict(enumerate(map(_ForkedHandler, pids)))
+                # torch's context uses `proc` only.
+                handlers = [SimpleNamespace(proc=_ForkedProcess(pid)) for pid in pids]
+                self.subprocess_handlers = dict(enumerate(cast("list[SubprocessHandler]", handlers)))
                 return
         super()._start()  # type: ignore[no-untyped-call]
 
@@ -94,13 +97,6 @@ class WorkerProcesses(SubprocessContext):
         if late := end_processes(self.leaders, death_sig, timeout, self._orphans):
             pids = ", ".join(map(str, late))
             console.note(f"process {pids} did not exit within {timeout} s and was killed")
-
-
-class _ForkedHandler(SubprocessHandler):
-    """Handler of a forked process; torch's context uses its `proc` only."""
-
-    def __init__(self, pid: int) -> None:  # no command, and no log files of torch
-        self.proc = cast("subprocess.Popen[bytes]", _ForkedProcess(pid))
 
 
 class _ForkedProcess:
