@@ -43,6 +43,22 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "different models in one accumulation cycle",
+        "accel_runtime/training/accumulation.py",
+        "        is_mixed = self._count > 0 and bool(previous) and previous != self._models",
+        "        is_mixed = False",
+        ("tests/runtime/test_accumulation.py",),
+    ),
+    Mutation(
+        "iterations of torchdata's loader",
+        "accel_runtime/data/iterable.py",
+        "    _finished = False",
+        "    _finished = True",
+        (
+            "tests/runtime/data/test_streams.py::test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues",
+        ),
+    ),
+    Mutation(
         "keys of a mapping",
         "accel_runtime/nested.py",
         "        structure.append(ContainerSpec(type(data).__name__, tuple(data.keys())))",
