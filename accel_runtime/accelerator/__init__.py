@@ -153,7 +153,12 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._models, self._optimizers, self._schedulers = [], [], []
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
         self._gradients = Gradients(
-            self._accumulation, self._precision, self._backend, self._models, self._optimizers
+            self._accumulation,
+            self._precision,
+            self._backend,
+            self._models,
+            self._optimizers,
+            self._parameter_map.find_current,
         )
         self._loaders, self._loaders_prepared = WeakValueDictionary(), 0
         self._init_checkpointing(ResumePolicy(self.settings.resume, RunOrigin.from_env(os.environ)))

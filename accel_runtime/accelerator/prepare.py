@@ -54,6 +54,10 @@ class ParameterMap:
             if sharded[name] is not original:
                 self._sharded[original] = sharded[name]
 
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sharded parameter that replaced a parameter of the script, or the parameter itself."""
+        return self._sharded.get(parameter, parameter)
+
     def check(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
         """Raise ValueError if an optimizer has parameters of no prepared model."""
         prepared = {parameter for model in models for parameter in model.parameters()}
@@ -84,7 +88,7 @@ class ParameterMap:
                         for key, value in optimizer.state.pop(original).items()
                     }
             # In place: some optimizers keep the list itself.
-            parameters[:] = [self._sharded.get(parameter, parameter) for parameter in parameters]
+            parameters[:] = [self.find_current(parameter) for parameter in parameters]
             if len({hasattr(parameter, "device_mesh") for parameter in parameters}) <= 1:
                 continue
             # Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters.

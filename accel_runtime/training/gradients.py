@@ -286,6 +286,7 @@ class Gradients:
         backend: Sums weights over the ranks.
         models: The prepared models; updated by the caller.
         optimizers: The prepared optimizers; updated by the caller.
+        current_parameter: Returns the parameter that is trained for one that the script created.
     """
 
     def __init__(
@@ -295,6 +296,7 @@ class Gradients:
         backend: Backend,
         models: Sequence[nn.Module],
         optimizers: Sequence[PreparedOptimizer],
+        current_parameter: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._accumulation = accumulation
         self._precision = precision
@@ -305,6 +307,7 @@ class Gradients:
         """Weights of losses that have one."""
         self._models = models
         self._optimizers = optimizers
+        self._current_parameter = current_parameter
         self._groups: list[ParameterGroup] = []
         self._group_key: tuple[int, ...] = ()
 
@@ -415,7 +418,7 @@ class Gradients:
 
     def clip_norm(self, parameters: _Parameters, max_norm: float, norm_type: float) -> torch.Tensor:
         """Run `torch.nn.utils.clip_grad_norm_` if the cycle is complete; otherwise only return the norm."""
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        tensors = self._list_current(parameters)
         utils = _clip_functions(tensors)
         if self._accumulation.synced:
             self.unscale(None)
@@ -429,8 +432,13 @@ class Gradients:
         """Run `torch.nn.utils.clip_grad_value_` if the cycle is complete."""
         if self._accumulation.synced:
             self.unscale(None)
-            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            tensors = self._list_current(parameters)
             _clip_functions(tensors).clip_grad_value_(tensors, clip_value)
+
+    def _list_current(self, parameters: _Parameters) -> list[torch.Tensor]:
+        # A list from before prepare() has the full parameters, which get no gradients once their model is sharded.
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return [self._current_parameter(tensor) for tensor in tensors]
 
     def unscale(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
         """Unscale fp16 gradients of some prepared optimizers; None is all. Raise ValueError if one is not prepared."""

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from accel_runtime import Accelerator
+from accel_runtime import Accelerator, ParallelismConfig
 from accel_runtime.parallel import grad_norm
 
 ORDERS = [2.0, 1.0, 0.0, 3.0, 0.5, -1.0, math.inf, -math.inf]
@@ -230,3 +230,25 @@ def test_a_model_divided_twice_is_measured_as_it_is_whole(four):
     for norm, wanted, kinds in four.run(measured):
         torch.testing.assert_close(norm, wanted)
         assert "_StridedShard" in kinds
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_parameters_listed_before_prepare_are_clipped_as_those_that_are_trained(pair, single):
+    def clipped(single):
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+        torch.manual_seed(3)
+        model = nn.Linear(4, 2, bias=False)
+        listed = model.weight if single else list(model.parameters())
+        model = accelerator.prepare(model)
+        accelerator.backward(model(values((5, 4), 9)).square().mean())
+        norm = accelerator.clip_grad_norm_(listed, 0.1)
+        accelerator.clip_grad_value_(listed, 0.02)
+        return norm, model.weight.grad.full_tensor()
+
+    torch.manual_seed(3)
+    alone = nn.Linear(4, 2, bias=False)
+    alone(values((5, 4), 9)).square().mean().backward()
+    wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    alone.weight.grad.clamp_(-0.02, 0.02)
+    for norm, gradient in pair.run(clipped, single):
+        torch.testing.assert_close((norm, gradient), (wanted, alone.weight.grad))
