@@ -26,6 +26,7 @@ from accel_runtime.parallel.dtensor import (
     MeshSizes,
     ProcessMesh,
     class_of,
+    is_gathered,
     local_shard,
     refuse_sharded_saves,
     reshard_models,
@@ -108,6 +109,7 @@ class FSDPBackend(DistributedBackend):
             buffers = UntracedBufferBroadcast(lambda: sync.wanted, broadcast)
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
+        model.register_forward_hook(_disable_compiler(_reshard_after_evaluation))
         return model
 
     def _shard(self, model: nn.Module) -> set[nn.Parameter]:
@@ -329,6 +331,12 @@ def build_buffer_broadcast(
         operate_flat(shards, broadcast)
 
     return broadcast_buffers
+
+
+def _reshard_after_evaluation(model: nn.Module, *_: Any) -> None:
+    # No backward pass follows, which would reshard the root: changes of gathered parameters, as of an average, would be lost.
+    if not torch.is_grad_enabled() and not is_gathered(model):
+        reshard_models([model])
 
 
 class UntracedBufferBroadcast(BufferAveraging):

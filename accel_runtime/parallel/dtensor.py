@@ -47,6 +47,7 @@ __all__ = [
     "gather_parameters",
     "gather_state_dict",
     "gather_tensor",
+    "is_gathered",
     "is_sharded_by_tp",
     "is_sharded_model",
     "local_shard",
@@ -283,6 +284,11 @@ def is_sharded_model(model: nn.Module) -> bool:
     )
 
 
+def is_gathered(model: nn.Module) -> bool:
+    """Return whether a model is inside of `gathered`."""
+    return _GATHERED in vars(model)
+
+
 def reshard_models(models: Iterable[nn.Module]) -> None:
     """Reshard models; after a forward pass without a backward pass, parameters of the root are still gathered.
 
@@ -290,7 +296,7 @@ def reshard_models(models: Iterable[nn.Module]) -> None:
         RuntimeError: A model is inside of `gathered`.
     """
     for model in models:
-        if _GATHERED in vars(model):
+        if is_gathered(model):
             raise RuntimeError(
                 "Cannot save, load or take a state dict inside of gathered(model): parameters are full and in the dtype of the "
                 "computation. Exit the context first."
@@ -344,7 +350,7 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     save = type(module).save_pretrained
     arguments = inspect.signature(save).bind_partial(module, *args, **kwargs).arguments
     state_dict = arguments.get("state_dict", kwargs.get("state_dict"))
-    if state_dict is None and is_sharded_model(module) and _GATHERED not in vars(module):
+    if state_dict is None and is_sharded_model(module) and not is_gathered(module):
         raise RuntimeError(
             "save_pretrained() of a sharded model: each rank has only its shards of the weights. Collect them on all ranks, "
             "and give them to it: accelerator.unwrap_model(model).save_pretrained(directory, "

@@ -289,7 +289,7 @@ class Gradients:
         current_parameter: Returns the parameter that is trained for one that the script created.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the objects of the run that it connects
         self,
         accumulation: Accumulation,
         precision: Precision,

@@ -272,3 +272,32 @@ def test_a_sharded_model_of_transformers_saves_itself_by_the_line_of_the_refusal
 def test_the_groups_of_a_sharded_module_are_found_in_every_torch(state, wanted):
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**state))
     assert fsdp_parameter_groups(unit) == wanted
+
+
+def averaged(sizes):
+    """Evaluate a model and its moving average before the average is updated, as at the end of an epoch."""
+    run = accelerator(sizes)
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    model, average = run.prepare(model, average)
+    optimizer = run.prepare(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    numbers = torch.arange(5)
+    for _ in range(2):
+        run.backward(model(numbers).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(numbers)
+            average(numbers)
+        run.unwrap_model(average).update_parameters(run.unwrap_model(model))
+    return state_of(run.unwrap_model(average))
+
+
+def test_the_average_of_evaluated_models_is_that_of_one_process(alone, pair):
+    (wanted,) = alone.run(averaged, {})
+    for got in pair.run(averaged, {"dp_shard": 2}):
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(value))
