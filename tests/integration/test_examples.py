@@ -29,15 +29,36 @@ PRINTED = {
         ["--epochs", "1"],
         r"450 predictions in predictions\.csv; the last is of test image 449",
     ),
+    "lora": (
+        ["--epochs", "1", "--samples", "64"],
+        r"epoch 1: loss \d\.\d{4} over 671 tokens\nthe adapter in adapter gives the same loss",
+    ),
+    "text_classification": (["--epochs", "1"], r"epoch 1: \d+ of 203 are correct, learning rate 0\.00000"),
+    "image_classification": (
+        ["--epochs", "1"],
+        r"epoch 1: 0 images were trained on twice\n(  \w+: accuracy 0\.[6-9]\d+, \d+ of 450 are correct\n){2}",
+    ),
     "cross_validation": (["--folds", "2", "--epochs", "1"], r"accuracy 0\.[5-9]\d+ \(\d+ of 1797\)"),
 }
 """For each example its arguments here, and what its output holds."""
+IMPORTED = (
+    "sklearn.datasets",
+    "sklearn.metrics",
+    "datasets",
+    "peft",
+    "torchmetrics.classification",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+)
+"""The packages of examples that take seconds to import."""
+WARNED = r"UserWarning: 'set_vital' is deprecated|FutureWarning: `is_gradient_checkpointing` is deprecated"
+"""Of torchdata 0.11 about torch 2.13, and of peft 0.21 about transformers 5."""
 
 
 @pytest.fixture
 def accel(cwd, monkeypatch):
-    """Runs `accel`, forked from an interpreter that has imported torch and scikit-learn, in an empty folder."""
-    preload("sklearn.datasets", "sklearn.metrics")
+    """Runs `accel`, forked from an interpreter that has imported torch and the packages of the examples, in an empty folder."""
+    preload(*IMPORTED)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a process alone would take all cores for models this small
     return run
 
@@ -58,8 +79,7 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     done = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(printed, done.stdout)) == 1, done.stdout
-    # torchdata 0.11 calls a function that torch 2.13 has deprecated.
-    assert "Warning" not in done.stderr.replace("UserWarning: 'set_vital' is deprecated", "")
+    assert "Warning" not in re.sub(WARNED, "", done.stderr)
 
 
 def test_an_evaluation_is_the_same_on_one_and_on_two_processes(accel, tmp_path):
@@ -95,3 +115,51 @@ def test_a_divided_model_is_exported_whole(accel, monkeypatch, layout):
     )
     assert here < 0.6 * everywhere
     assert "computes the same" in done.stdout
+
+
+@pytest.mark.parametrize("example", ["lora", "text_classification", "image_classification"])
+def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeypatch, tmp_path, example):
+    printed = []
+    for size, sharded in ((1, ""), (2, ""), (2, "auto")):
+        monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", sharded or "1")
+        folder = tmp_path / f"{size}{sharded}"
+        folder.mkdir()
+        options = ("launch", "--cpu", "--nproc-per-node", size, EXAMPLES / f"{example}.py", "--epochs", 2)
+        done = accel(*options, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert "epoch 2" in printed[0]
+    assert printed == printed[:1] * 3
+
+
+def test_a_text_classifier_that_is_taken_away_is_trained_to_the_end_elsewhere(accel):
+    def run(size, *options, more=()):
+        script = (EXAMPLES / "text_classification.py", "--epochs", 2, *more)
+        done = accel("launch", "--cpu", "--nproc-per-node", size, *options, *script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    whole = run(2, more=("--project-dir", "whole"))
+    assert run(2, more=("--stop-after", 21)) == [whole[0], "saved at step 21"]
+    assert run(1, "--resume") == whole[1:]
+
+
+def test_the_average_of_a_sharded_image_classifier_is_resumed(accel, monkeypatch):
+    monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", "auto")
+
+    def run(epochs, *options, more=()):
+        script = (EXAMPLES / "image_classification.py", "--epochs", epochs, *more)
+        done = accel("launch", "--cpu", "--nproc-per-node", 2, *options, *script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    whole = run(2, more=("--project-dir", "whole"))
+    assert run(1) + run(2, "--resume") == whole
+
+
+def test_an_image_classifier_reports_the_images_that_pad_its_last_batch(accel):
+    script = (EXAMPLES / "image_classification.py", "--epochs", 1, "--pad")
+    done = accel("launch", "--cpu", "--nproc-per-node", 2, *script)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1: 61 images were trained on twice" in done.stdout
+    assert len(re.findall("of 450 are correct", done.stdout)) == 2
