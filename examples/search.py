@@ -62,7 +62,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def draw_trials(count: int, seed: int) -> list[dict[str, Any]]:
-    rng = random.Random(seed)  # noqa: S311 - not a secret
+    rng = random.Random(seed)
     return [
         {
             "lr": round(10 ** rng.uniform(-1.5, 1), 4),
