@@ -10,7 +10,9 @@ XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
 XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py
 # Three tests at a time, also on two cores: much of what is tested waits.
-AT_ONCE := -n 3 --dist worksteal
+AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
+# Which tests `make test` runs. CI runs all but the full suite at once: importing 9,000 tests takes half a minute.
+MARKS ?= not slow and not full
 
 # A GPU may be on a machine without network: an interpreter that is given (`PYTHON=python3`) is used as it is.
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
@@ -30,7 +32,7 @@ demo: $(READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@printf '  docs/first-launch.md           the five lines that change in a script of yours\n'
 
 test: $(READY)  ## Set up, then run the tests that a change is checked with
-	$(BIN)/python -m pytest $(AT_ONCE) -m "not slow and not full"
+	$(BIN)/python -m pytest $(AT_ONCE) -m "$(MARKS)"
 
 test-slow: $(READY)  ## Run those that need more: hosts, a Slurm cluster, an AWS, every page of the docs
 	$(BIN)/python -m pytest $(AT_ONCE) -m "slow and not full"
