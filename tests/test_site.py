@@ -152,7 +152,7 @@ def test_the_menu_of_a_phone_leads_to_a_page(address: str, browser: WebDriver) -
     resize(browser, "phone")
     browser.get(address)
     browser.find_element(By.CSS_SELECTOR, "label[for=__drawer].md-header__button").click()
-    link = browser.find_element(By.CSS_SELECTOR, "nav a[href='troubleshooting/']")
+    link = browser.find_element(By.CSS_SELECTOR, ".md-nav--primary a[href='troubleshooting/']")
     WebDriverWait(browser, 20).until(lambda _: link.is_displayed())
     browser.execute_script("arguments[0].click()", link)
     WebDriverWait(browser, 20).until(lambda _: browser.current_url.endswith("/troubleshooting/"))
