@@ -253,7 +253,7 @@ def test_ctrl_c_leaves_a_followed_job_running(aws, started):
 
 
 @pytest.mark.slow
-def test_two_hosts_of_two_processes_train_and_the_model_comes_home(aws, launched, script, here):
+def test_two_hosts_of_two_processes_train_the_model_of_a_local_run(aws, launched, forked, script, here):
     """The whole way: packed, sent, unpacked and run by the container's own entry, followed, and brought home."""
     aws.settings(run=True)
     script(TRAIN)
@@ -271,4 +271,8 @@ def test_two_hosts_of_two_processes_train_and_the_model_comes_home(aws, launched
         assert f"on {host}, loss" in line
     import torch
 
-    assert torch.load(here / "mine/model.pt", weights_only=True)["weight"].shape == (1, 4)
+    local = ("--no-profile", "--nproc-per-node", "4", "train.py")
+    done = forked("launch", *local, env={**os.environ, "SM_CURRENT_HOST": "local"}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    models = [torch.load(here / folder / "model.pt", weights_only=True) for folder in ("mine", "out")]
+    torch.testing.assert_close(*models, rtol=0, atol=1e-5)
