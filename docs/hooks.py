@@ -289,14 +289,14 @@ def errors_page() -> str:
     runtime = griffe.load("accel_runtime", search_paths=[ROOT])
     commands = griffe.load("accel_cli.errors", search_paths=[ROOT])
     rows = [
-        (f"`{item.name}`", f"`{item.bases[0]}`", f"`{_find_import(item)}`", _format_docstring(item))
+        (f"`{item.name}`", f"`{item.bases[0]}`, in `{_find_import(item)}`", _format_docstring(item))
         for item in sorted(_exceptions(runtime), key=lambda item: str(item.name))
     ]
     exits = [
         (f"`{item.name}`", str(getattr(errors, item.name).exit_code), _format_docstring(item))
         for item in _exceptions(commands)
     ]
-    parts = ["# Errors", _ERRORS, _table(("Error", "Base class", "Import from", "Meaning"), rows)]
+    parts = ["# Errors", _ERRORS, _table(("Error", "Base class and module", "Meaning"), rows)]
     parts += ["## Other errors of a script", _BUILT_IN]
     parts += ["## Errors of the command", _EXITS, _table(("Error", "Exit code", "Meaning"), exits)]
     return "\n\n".join(parts) + "\n"
