@@ -51,6 +51,8 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )
 """The packages of examples that take seconds to import."""
+FORKED = ("--set", "launcher.kind=torchrun")
+"""Options of a launch of one process, which otherwise executes a new interpreter that imports all of these again."""
 WARNED = r"UserWarning: 'set_vital' is deprecated|FutureWarning: `is_gradient_checkpointing` is deprecated"
 """Of torchdata 0.11 about torch 2.13, and of peft 0.21 about transformers 5."""
 
@@ -124,7 +126,16 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
         monkeypatch.setenv("ACCEL_PARALLEL_DP_SHARD", sharded or "1")
         folder = tmp_path / f"{size}{sharded}"
         folder.mkdir()
-        options = ("launch", "--cpu", "--nproc-per-node", size, EXAMPLES / f"{example}.py", "--epochs", 2)
+        options = (
+            "launch",
+            "--cpu",
+            *FORKED,
+            "--nproc-per-node",
+            size,
+            EXAMPLES / f"{example}.py",
+            "--epochs",
+            2,
+        )
         done = accel(*options, cwd=folder)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
@@ -135,7 +146,7 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
 def test_a_text_classifier_that_is_taken_away_is_trained_to_the_end_elsewhere(accel):
     def run(size, *options, more=()):
         script = (EXAMPLES / "text_classification.py", "--epochs", 2, *more)
-        done = accel("launch", "--cpu", "--nproc-per-node", size, *options, *script)
+        done = accel("launch", "--cpu", *FORKED, "--nproc-per-node", size, *options, *script)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
