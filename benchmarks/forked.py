@@ -36,7 +36,7 @@ def measure(bench: Bench) -> Table:
 def _columns(bench: Bench, script: str, count: int, value: Callable[[Run], float]) -> list[list[float]]:
     path, processes = str(SCRIPTS / script), str(count)
     restarts = ("--set", "launcher.max_restarts=1") if script == "restarted.py" else ()
-    ours = (f"{bench.accel}/accel", "launch", "--nproc-per-node", processes, *restarts)
+    ours = (f"{bench.accel}/accel", "launch", "--ranks", "all", "--nproc-per-node", processes, *restarts)
     theirs = (f"{bench.accel}/torchrun", "--standalone", "--max-restarts=1", "--nproc-per-node", processes)
     cases = {
         "forkserver": bench.run(*ours, path),
@@ -52,13 +52,8 @@ def _row(what: str, columns: Sequence[Sequence[float]]) -> tuple[str, ...]:
 
 
 def _restart(run: Run) -> float:
-    return max(_values(run, "began")) - min(_values(run, "failed"))
+    return max(run.numbers("began")) - min(run.numbers("failed"))
 
 
 def _private(run: Run) -> float:
-    return sum(_values(run, "private")) / _MIB
-
-
-def _values(run: Run, name: str) -> list[float]:
-    lines = [line.split() for line in run.output.splitlines()]
-    return [float(line[1]) for line in lines if line[:1] == [name]]
+    return sum(run.numbers("private")) / _MIB

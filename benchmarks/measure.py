@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -32,6 +33,12 @@ class Run:
     """When it was started, as `time.time()` says it."""
     output: str
     """What it wrote to its standard output."""
+
+    def numbers(self, name: str) -> list[float]:
+        """Return the numbers in lines such as `began 1.5` of all ranks; accel launch adds a prefix to each."""
+        return [
+            float(value) for value in re.findall(rf"^(?:\[\d+\] )?{name} (\S+)$", self.output, re.MULTILINE)
+        ]
 
 
 def child(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Run:
