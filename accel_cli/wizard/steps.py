@@ -7,7 +7,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -207,7 +207,8 @@ def is_optional(annotation: Any) -> bool:
 def _list_types(annotation: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the type itself."""
     is_union = get_origin(annotation) in {Union, types.UnionType}
-    return get_args(annotation) if is_union else (annotation,)
+    members = get_args(annotation) if is_union else (annotation,)
+    return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in members)
 
 
 def _parse_mapping(text: str) -> dict[str, str]:
