@@ -107,13 +107,6 @@ def test_ranks_of_another_launcher_are_counted_in_the_layout(monkeypatch):
         planned(SINGLE, nodes=around, parallel={"tp": 4})
 
 
-def test_parallel_sections_and_the_library_of_sagemaker_exclude_each_other(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    launcher = P4 | {"image_uri": "my/image", "model_parallel": {"hybrid_shard_degree": 2}}
-    with pytest.raises(UsageError, match=r"launcher\.model_parallel and parallel: both shard"):
-        planned(launcher, parallel={"dp_shard": "auto"})
-
-
 def test_a_launch_prints_its_layout_or_an_error_of_planning(cwd):
     sizes = ("parallel.dp_shard=2", "parallel.tp=2")
     resolved, plan = planner.prepare(

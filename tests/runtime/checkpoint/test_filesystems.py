@@ -74,7 +74,7 @@ def test_where_there_is_no_room_it_is_said_before_anything_is_written(small):
     said = failed(run)
     place = re.escape(str(small / "checkpoints"))
     assert re.search(
-        rf"Not enough space in {place}: the checkpoint needs \d+\.\d\d kB, and \d\d\.\d\d kB are free", said
+        rf"Not enough space in {place}: the checkpoint needs \d+\.\d kB, and \d\d\.\d kB are free", said
     )
     run.acc.load_state()
     assert run.step() == 1

@@ -197,7 +197,7 @@ def test_a_forward_pass_that_fails_says_where_and_leaves_no_hook():
 
     with torch.device("meta"):
         model = Wrong()
-    with pytest.raises(EstimateError, match=r"test_activation_checkpointing.py:\d+: KeyError: ") as raised:
+    with pytest.raises(EstimateError, match=r"test_activations.py:\d+: KeyError: ") as raised:
         measure_activations(ModelSpec(model, torch.zeros(1, 3, device="meta")), list(model.layers))
     assert raised.value.__cause__ is None
     assert not model.layers[0]._forward_hooks
