@@ -20,6 +20,7 @@ from accel_cli.sagemaker import bundle, images, s3
 from accel_cli.sagemaker.aws import NAME_IN_USE, Account, find_job, format_console_url, get_error_code
 from accel_cli.sagemaker.jobs import SageMakerJobs
 from accel_cli.sagemaker.request import (
+    CHANNEL,
     SageMakerJobPlan,
     Submission,
     build_request,
@@ -115,7 +116,7 @@ def _upload_and_start(
         with account.translate_errors(f"start job {name}"):
             account.client("sagemaker").create_training_job(**request)
     except BaseException as error:
-        if is_sent and _has_started(account, name, error):
+        if is_sent and _has_started(account, submission, error, options):
             if isinstance(error, AccelError):
                 return  # only the response was lost
             console.note(f"job {name} has started already; accel jobs stop {name}{options} stops it")
@@ -129,22 +130,35 @@ def _upload_and_start(
         raise
 
 
-def _has_started(account: Account, name: str, error: BaseException) -> bool:
-    """Return whether a job started although the call that starts it failed."""
-    if get_error_code(error.__cause__) in NAME_IN_USE:
-        response: Mapping[str, Any] = getattr(error.__cause__, "response", {})
-        if not response.get("ResponseMetadata", {}).get("RetryAttempts"):
-            raise error  # another launch under this name, at the same moment: the files are that job's
-        return True  # an earlier attempt started it
-    if isinstance(error, UsageError):
+def _has_started(account: Account, submission: Submission, error: BaseException, options: str) -> bool:
+    """Return whether the job started although the call that starts it failed.
+
+    Raises:
+        BaseException: `error`, or an AccelError for it, if the files in S3 are to remain.
+    """
+    is_taken = get_error_code(error.__cause__) in NAME_IN_USE
+    if isinstance(error, UsageError) and not is_taken:
         return False
     try:
-        return find_job(account, name) is not None
+        job = find_job(account, submission.name)
     except AccelError as failure:
-        raise AccelError(
-            f"{str(error) or 'The submission was interrupted.'} AWS does not tell whether the job started ({failure}), so its files "
-            f"remain. Run accel jobs status {name}."
-        ) from failure
+        text = (
+            f"{str(error) or 'The submission was interrupted.'} It is unknown if the job started ({failure}), so its files "
+            f"remain. Run accel jobs status {submission.name}{options}"
+        )
+        if isinstance(error, AccelError):
+            raise AccelError(text) from failure
+        console.note(text)
+        raise error from None
+    channels = job.get("InputDataConfig", ()) if job else ()
+    sources = [item["DataSource"] for item in channels if item["ChannelName"] == CHANNEL]
+    uris = [source.get("S3DataSource", {}).get("S3Uri") for source in sources]
+    if uris != [f"{submission.uri}/bundle/"]:
+        return False
+    response: Mapping[str, Any] = getattr(error.__cause__, "response", None) or {}
+    if is_taken and not response.get("ResponseMetadata", {}).get("RetryAttempts"):
+        raise error  # another launch under this name, at the same moment: the files are that job's
+    return True
 
 
 def _download(jobs: Jobs, name: str, folder: Path) -> None:
@@ -202,7 +216,8 @@ def _raise_on_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            # None: a handler that was installed before Python started, and that it cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _describe(job: SageMakerJobPlan, submission: Submission, selection: bundle.Selection) -> Iterator[str]:

@@ -275,28 +275,45 @@ def test_a_job_whose_answer_was_lost_is_started_once(aws, plan, capfd, monkeypat
 def test_where_nobody_knows_whether_it_started_that_is_said_and_the_files_are_left(aws, plan):
     for operation in ("CreateTrainingJob", "DescribeTrainingJob"):
         aws.fault(operation, "dropped", times=None)
-    with pytest.raises(
-        AccelError, match=r"AWS does not tell whether the job started.*accel jobs status train-"
-    ):
+    with pytest.raises(AccelError, match=r"It is unknown if the job started.*accel jobs status train-"):
         submit.submit(plan())
     aws.ask("clear")
     assert len(objects(aws)[BUCKET]) == 4
 
 
-def test_another_launch_that_was_faster_keeps_its_files(aws, plan, monkeypatch):
+def create_job(aws, name, uri):
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri}
+    channel = {"ChannelName": "accel", "DataSource": {"S3DataSource": source}}
+    aws.bucket("other", x=b"")
+    request = aws.request(
+        name, InputDataConfig=[channel], OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/x"}
+    )
+    aws.client("sagemaker").create_training_job(**request)
+
+
+@pytest.mark.parametrize(
+    ("uri", "num_files"), [(f"s3://{BUCKET}/accel/mine/bundle/", 4), ("s3://other/x", 0)]
+)
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(
+    aws, plan, monkeypatch, uri, num_files, is_retried
+):
+    aws.bucket(BUCKET)
     upload = submit.s3.upload_bundle
 
-    def late(*args):
+    def upload_late(*args):
         upload(*args)
-        other = aws.client("sagemaker")
-        other.create_training_job(
-            **aws.request("mine", OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/x"})
-        )
+        create_job(aws, "mine", uri)
+        if is_retried:
+            aws.fault("CreateTrainingJob", "dropped")
 
-    monkeypatch.setattr(submit.s3, "upload_bundle", late)
-    with pytest.raises(UsageError, match="A training job of this name exists already"):
-        submit.submit(plan(job_name="mine"))
-    assert len(objects(aws)[BUCKET]) == 4
+    monkeypatch.setattr(submit.s3, "upload_bundle", upload_late)
+    if is_retried and num_files:
+        assert submit.submit(plan(job_name="mine")) == 0
+    else:
+        with pytest.raises(UsageError, match=r"A training job of this name exists already"):
+            submit.submit(plan(job_name="mine"))
+    assert len(objects(aws)[BUCKET]) == num_files
 
 
 def interrupting(monkeypatch, event):
@@ -333,6 +350,53 @@ def test_ctrl_c_before_the_job_leaves_nothing(aws, plan, monkeypatch, capfd):
         submit.submit(plan())
     assert "no job was started. Nothing remains in S3." in capfd.readouterr().err
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interruption_remains_one_if_aws_does_not_answer(aws, plan, monkeypatch, capfd, error):
+    upload = submit.s3.upload_bundle
+
+    def interrupt(*args):
+        upload(*args)
+        aws.fault("DescribeTrainingJob", "dropped", times=None)
+        monkeypatch.setattr(submit.Account, "client", raise_once(submit.Account.client, error))
+
+    monkeypatch.setattr(submit.s3, "upload_bundle", interrupt)
+    with pytest.raises(type(error)) as caught:
+        submit.submit(plan(job_name="mine", region="us-east-1"))
+    aws.ask("clear")
+    assert caught.value is error
+    assert "It is unknown if the job started" in capfd.readouterr().err
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def raise_once(client, error):
+    errors = [error]
+
+    def get(self, name):
+        if errors:
+            raise errors.pop()
+        return client(self, name)
+
+    return get
+
+
+def test_a_handler_that_python_did_not_install_becomes_the_default(monkeypatch):
+    install, calls = signal.signal, []
+
+    def record(number, handler):
+        calls.append(handler)
+        install(number, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(signal, "signal", record)
+    try:
+        with submit._raise_on_signals():
+            pass
+    finally:
+        for number, handler in before.items():
+            install(number, handler)
+    assert calls[2:] == [signal.SIG_DFL] * 2
 
 
 def test_ctrl_c_that_comes_too_late_says_how_to_stop_the_job(aws, plan, monkeypatch, capfd):
