@@ -194,7 +194,7 @@ def check_size(selection: Selection, limit_mb: int) -> None:
 
 
 def describe_selection(selection: Selection) -> Iterator[str]:
-    """Yield lines that tell which files are sent, and which are not since they may hold secrets."""
+    """Yield lines that list which files are sent, and which are not since they may hold secrets."""
     yield (
         f"{len(selection.files)} files of {selection.source}, {console.format_size(selection.size)}: {selection.method}"
     )
@@ -379,6 +379,8 @@ def select_accel() -> Selection:
             raise AccelError(f"File not found: {root / part}. Install accel again.")
     nothing = _parse_patterns("exclude", ())
     names = sorted(f"{package}/{name}" for package in _PACKAGES for name in _walk(root / package, nothing))
+    # Editors keep hidden files and broken links in the packages of an editable installation.
+    names = [name for name in names if "/." not in name and (root / name).is_file()]
     return Selection(root, tuple(SelectedFile(name, (root / name).stat().st_size) for name in names))
 
 
@@ -454,8 +456,8 @@ def _copy_or_download(
         return ""
     with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
-    place = cached.parent if cached.parent.is_dir() and os.access(cached.parent, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place, prefix=".new-") as scratch:
+    parent = cached.parent if cached.parent.is_dir() and os.access(cached.parent, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".new-") as scratch:
         wheels = Path(scratch, "wheels")
         if reason := _download_wheels(wheels, requirements, python, architecture):
             return reason

@@ -106,6 +106,20 @@ def test_an_incomplete_installation_of_accel_is_refused(tmp_path, monkeypatch):
         bundle.select_accel()
 
 
+def test_hidden_files_and_broken_links_in_an_installation_are_not_sent(tmp_path, monkeypatch):
+    packages = [tmp_path / name for name in ("accel_cli", "accel_runtime")]
+    (packages[0] / "sagemaker").mkdir(parents=True)
+    packages[1].mkdir()
+    files = (packages[0] / "sagemaker" / "entry.py", packages[1] / "env.py")
+    for file in (*files, packages[0] / ".a.py.swp"):
+        file.touch()
+    (packages[0] / ".#a.py").symlink_to("user@host.1")
+    (packages[1] / "gone.py").symlink_to("nowhere")
+    monkeypatch.setattr(accel_cli, "__file__", str(packages[0] / "__init__.py"))
+    sent = [file.name for file in bundle.select_accel().files]
+    assert sent == [str(file.relative_to(tmp_path)) for file in files]
+
+
 def test_an_archive_holds_files_links_and_modes_but_no_owner_and_time(tree, write, tmp_path):
     write("train.py", text="print(1)\n")
     write("lib/run.sh")
