@@ -153,6 +153,13 @@ def _check_pattern(value: str) -> str:
     return value
 
 
+def _check_secret(value: str) -> str:
+    # An ARN has seven parts; a key, a stage and a version follow it, as in a task of ECS.
+    if value.startswith("arn:") and any(value.split(":")[8:]):
+        raise ValueError("a stage or version is not supported; use ARN:key::")
+    return value
+
+
 def _match(pattern: str, expected: str) -> AfterValidator:
     """Return a validator of text, or of the keys of a mapping."""
 
@@ -346,7 +353,7 @@ class SageMaker(Launcher):
         description="Metrics that SageMaker reads from the log, by name: `loss: 'loss ([0-9.]+)'`.",
     )
     secrets: Annotated[
-        dict[str, str],
+        dict[str, Annotated[str, AfterValidator(_check_secret)]],
         _match(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable"),
         _ask_advanced(
             "Which variables are in Secrets Manager?",
@@ -462,14 +469,9 @@ class SageMaker(Launcher):
         """Seconds for waiting and running together; None for jobs on demand."""
         return (self.max_wait or self.max_run + _DAY_S) if self.spot else None
 
-    @property
-    def _may_have_gpus(self) -> bool:
-        return self.allow_unknown_instance or images.has_gpu(self.instance_type)
-
     @override
     def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
         each = images.count_gpus(self.instance_type) if plan.process_description else plan.nproc_per_node
-        each = 1 if spec.settings.device == "cpu" and self.nproc_per_node == "auto" else each
         return (self.instance_count * each,) if each else ()
 
     @override
@@ -479,6 +481,9 @@ class SageMaker(Launcher):
                 f"device: {spec.settings.device} is not available on SageMaker. Use auto, cuda or cpu."
             )
         run = build_job_spec(self, spec)
+        may_use_gpus = spec.settings.device != "cpu" and (
+            self.allow_unknown_instance or images.has_gpu(self.instance_type)
+        )
         return Plan(
             launcher=self.kind,
             argv=(spec.target, *spec.args),
@@ -488,7 +493,7 @@ class SageMaker(Launcher):
             nnodes=self.instance_count,
             nproc_per_node=1 if self.nproc_per_node == "auto" else self.nproc_per_node,
             process_description="a process for each GPU"
-            if self.nproc_per_node == "auto" and self._may_have_gpus
+            if self.nproc_per_node == "auto" and may_use_gpus
             else "",
             job=SageMakerJobPlan(
                 section=self,

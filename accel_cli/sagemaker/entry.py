@@ -300,12 +300,14 @@ def read_secrets(secrets: Mapping[str, str], region: str | None) -> dict[str, st
             raise JobError(
                 f"secrets.{name}: {secret} cannot be read: {type(error).__name__}: {error}"
             ) from None
+        if text is None:
+            raise JobError(f"secrets.{name}: {secret} is binary, and a variable holds text")
         try:
             value = json.loads(text)[key] if key else text
         except (LookupError, TypeError, ValueError):
             raise JobError(f"secrets.{name}: {secret} is not a JSON object with the key {key}") from None
         if value is None:
-            raise JobError(f"secrets.{name}: {secret} is binary, and a variable holds text")
+            raise JobError(f"secrets.{name}: {secret} has no value for the key {key}")
         values[name] = value if isinstance(value, str) else json.dumps(value)
     return values
 

@@ -66,6 +66,8 @@ _KEYS = _COPIED_KEYS | {
 _CLASSES = {r"\p{L}": r"\w", r"\p{N}": r"\d", r"\p{Z}": r"\s", r"\p{Alnum}": "a-zA-Z0-9"}
 """Character classes in patterns of SageMaker, and what comes next to them in Python."""
 _MAX_SHOWN = 80
+_MAX_ARGUMENT = 131_071
+"""Bytes of an argument or a variable that Linux accepts."""
 _VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -241,6 +243,7 @@ def build_job_spec(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
             "not have it. Set launcher.image_uri to an image that does, or remove the setting."
         )
     _check_env(spec.env, section.secrets)
+    _check_lengths(spec)
     # Every host has a checkpoint folder of its own, and S3 merges them.
     shared_files = spec.settings.shared_files and section.instance_count == 1
     return {
@@ -280,8 +283,9 @@ def _locate_source(section: SageMaker, spec: LaunchSpec) -> dict[str, Any]:
     source, target, requirements = Path(section.source_dir).resolve(), spec.target, section.requirements
     if spec.kind == "script":
         _find_in_source(Path(target), source, f"The script {target}")
-        # A link keeps its own name: it is sent as it is.
-        target = os.path.relpath(Path(target).absolute()) if Path(target).is_absolute() else target
+        if (path := Path(target)).is_absolute():
+            # A link keeps its own name: it is sent as it is.
+            target = os.path.relpath(path.parent.resolve() / path.name)
     if requirements and not Path(requirements).is_file():
         raise UsageError(f"File not found: {requirements} (launcher.requirements).")
     return {
@@ -311,4 +315,15 @@ def _check_env(env: Mapping[str, str], secrets: Mapping[str, str]) -> None:
             raise UsageError(
                 f"env.{name} looks like a secret, and everyone who may describe the job would see it. Store the value in AWS "
                 f"Secrets Manager, and its name in the profile: --set 'launcher.secrets={{{name}: NAME-OR-ARN}}'"
+            )
+
+
+def _check_lengths(spec: LaunchSpec) -> None:
+    arguments = [(f"Argument {number} of the script", text) for number, text in enumerate(spec.args, 1)]
+    variables = [(f"env.{name}", f"{name}={value}") for name, value in spec.env.items()]
+    for what, text in (*arguments, *variables):
+        size = len(os.fsencode(text))
+        if size > _MAX_ARGUMENT:
+            raise UsageError(
+                f"{what} is too long: {size:,} bytes, and Linux accepts {_MAX_ARGUMENT:,}. Pass it in a file."
             )

@@ -14,6 +14,8 @@ from accel_cli.planning.options import Request
 from accel_cli.sagemaker.config import SageMaker
 from accel_runtime.env import Parallel, Settings
 
+ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
+
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
@@ -54,6 +56,8 @@ def job(*args, target="train.py", kind="script", env=None, **told):
         ({"checkpoint_dir": "../runs"}, "a folder below"),
         ({"checkpoint_dir": "."}, "a folder below"),
         ({"secrets": {"A B": "x"}}, "the name of an environment variable as the key, got 'A B'"),
+        ({"secrets": {"A": f"{ARN}:key:AWSPREVIOUS:"}}, "a stage or version is not supported; use ARN:key::"),
+        ({"secrets": {"A": f"{ARN}:key::version"}}, "a stage or version is not supported; use ARN:key::"),
         ({"region": "Frankfurt"}, "pattern"),
         ({"pytorch_version": 2.9}, "expected text in quotes such as '2.9'"),
         ({"exclude": ["../x"]}, "expected a pattern of files"),
@@ -97,12 +101,35 @@ def test_the_plan_says_instances_and_what_a_host_runs(tree):
     assert plan.job.section.instance_count == 2
 
 
+def test_device_cpu_starts_one_process_on_an_instance_with_gpus(tree):
+    section, spec = SageMaker(instance_type="ml.p4d.24xlarge", instance_count=2), job(device="cpu")
+    plan = section.plan(spec)
+    assert (plan.process_description, plan.nproc_per_node) == ("", 1)
+    assert section.get_world_sizes(spec, plan) == (2,)
+
+
+def test_an_arn_of_a_secret_may_end_with_a_key():
+    secrets = {"A": ARN, "B": f"{ARN}:key::", "C": f"{ARN}:key", "D": "wandb"}
+    assert SageMaker(secrets=secrets).secrets == secrets
+
+
 def test_a_script_in_a_folder_below_starts_there_with_the_whole_folder_sent(tree, monkeypatch):
     (tree / "work").mkdir()
     (tree / "work" / "a.py").write_text("")
     monkeypatch.chdir(tree / "work")
     run = SageMaker(source_dir="..").plan(job(target=str(tree / "work" / "a.py"))).job.run
     assert (run["cwd"], run["target"]) == ("work", "a.py")
+
+
+def test_an_absolute_path_of_a_script_may_contain_a_linked_folder(tree, monkeypatch):
+    for name in ("work", "scripts"):
+        (tree / name).mkdir()
+    (tree / "scripts" / "a.py").write_text("")
+    (tree / "scripts" / "b.py").symlink_to("a.py")
+    (tree / "link").symlink_to("scripts")
+    monkeypatch.chdir(tree / "work")
+    run = SageMaker(source_dir="..").plan(job(target=str(tree / "link" / "b.py"))).job.run
+    assert run["target"] == "../scripts/b.py"
 
 
 def test_with_an_image_of_ones_own_sagemakers_libraries_are_passed_on(tree):
@@ -155,12 +182,19 @@ def test_what_is_of_accel_itself_sends_no_folder(tree):
         ({}, {"process_group_backend": "smddp"}, "smddp needs an image with"),
         ({}, {"env": {"HF_TOKEN": "abc"}}, "env.HF_TOKEN looks like a secret"),
         ({"secrets": {"A": "x"}}, {"env": {"A": "1"}}, "A is in both env and launcher.secrets"),
+        ({}, {"env": {"A": "ä" * 65535}}, "env.A is too long: 131,072 bytes, and Linux accepts 131,071. Pass it in a file"),
     ],
 )  # fmt: skip
 def test_what_cannot_travel_is_refused_before_anything_is_asked(tree, said, given, wrong):
     (tree / "sub").mkdir()
     with pytest.raises(UsageError, match=wrong):
         SageMaker(**said).plan(job(**given))
+
+
+def test_an_argument_that_linux_does_not_accept_is_refused(tree):
+    assert SageMaker().plan(job("--x", "a" * 131_071)).job.run["args"]
+    with pytest.raises(UsageError, match="Argument 2 of the script is too long: 131,072 bytes"):
+        SageMaker().plan(job("--x", "a" * 131_072))
 
 
 def test_the_value_of_a_secret_is_in_no_message(tree):

@@ -236,7 +236,7 @@ def closure(requirements):
 
 
 ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
-KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7}', "binary": None}
+KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7, "null": null}', "binary": None}
 
 
 class Manager(BaseHTTPRequestHandler):

@@ -111,6 +111,7 @@ def test_a_secret_has_a_name_or_an_arn_and_may_be_a_key_of_an_object(manager):
         ("forbidden", "forbidden cannot be read: ClientError: An error occurred (AccessDeniedException)"),
         ("binary", "binary is binary, and a variable holds text"),
         (f"{ARN}:other::", "is not a JSON object with the key other"),
+        (f"{ARN}:null::", f"{ARN}:null:: has no value for the key null"),
     ],
 )
 def test_a_secret_that_cannot_be_read_is_one_message_without_a_value(secret, reason):
