@@ -107,15 +107,22 @@ def find_image(pytorch_version: str, region: str, instance_type: str) -> str:
     check_type(instance_type, allow_unknown=has_gpu(instance_type))
     framework, version = releases[match[0]]
     image = reason = ""
-    try:
-        image = import_sdk("image_uris").retrieve(
-            framework, region, version=version, instance_type=instance_type, image_scope="training"
-        )
-    except ValueError as error:  # such as a type that AWS has retired
-        reason = str(error)
     if is_arm(instance_type):
         reason = "it has Arm processors, and AWS's training images are built for x86"
-    elif instance_type.startswith(("ml.p2.", "ml.p3.", "ml.p3dn.")) and "-cu13" in image:
+    elif instance_type.startswith("ml.p2."):
+        reason = "its GPUs (K80) are supported up to torch 1.13 only"
+    else:
+        try:
+            image = import_sdk("image_uris").retrieve(
+                framework, region, version=version, instance_type=instance_type, image_scope="training"
+            )
+        except ValueError as error:
+            text = str(error).rstrip(".")
+            raise UsageError(
+                f"Cannot find an image for {instance_type!r}: {text}. Choose another launcher.instance_type, or set "
+                "launcher.image_uri to an image."
+            ) from None
+    if instance_type.startswith(("ml.p3.", "ml.p3dn.")) and "-cu13" in image:
         reason = f"its GPUs are not supported by CUDA 13 of AWS's image {image.rpartition('/')[2]}"
     if reason:
         raise UsageError(
@@ -131,7 +138,7 @@ def list_versions(region: str | None = None) -> list[str]:
 
 
 def parse_python_version(image: str) -> str | None:
-    """Return the Python version of an image, such as `3.12`, or None if its address does not tell."""
+    """Return the Python version of an image, such as `3.12`, or None if its address does not contain it."""
     tag = image.rpartition("/")[2]
     if match := re.search(r"-py3(\d+)\b", tag):
         return f"3.{match[1]}"

@@ -103,8 +103,9 @@ def parse_job(description: Mapping[str, Any]) -> Job:
     state = description.get("SecondaryStatus") or status
     resources = description.get("ResourceConfig", {})
     # A list has no instances, and other launchers' jobs may have groups of them.
-    count = resources.get("InstanceCount", 0)
-    instances = f"{count} x {resources['InstanceType']}" if count else ""
+    groups = resources.get("InstanceGroups") or [resources]
+    count = sum(group.get("InstanceCount", 0) for group in groups)
+    instances = f"{count} x {resources['InstanceType']}" if "InstanceType" in resources else ""
     if instances and description.get("EnableManagedSpotTraining"):
         instances += ", spot"
     steps = description.get("SecondaryStatusTransitions", [])
@@ -168,7 +169,7 @@ class CloudWatchLog(Log):
         self._positions: dict[str, Any] = {}
         """Where to read on in each stream, as sagemaker-core counts: one stream for each host and restart."""
         self._ended: dict[str, bool] = {}
-        """Whether the last line of a stream has been read."""
+        """True if the last line of a stream has been read."""
         self._pending = b""
         """Lines that were read before the network failed."""
 

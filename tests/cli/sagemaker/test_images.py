@@ -73,12 +73,21 @@ def test_the_python_of_an_image_is_known_from_the_table_or_its_name():
         ("ml.inf2.xlarge", "Neuron"),
         ("ml.p3.2xlarge", "CUDA 13 of AWS's image pytorch:2.13-cu133-amzn2023-sagemaker"),
         ("ml.p6e-gb200.36xlarge", "Arm"),
-        ("ml.p2.xlarge", "CUDA 13"),
+        ("ml.p2.xlarge", "its GPUs (K80) are supported up to torch 1.13 only. Choose"),
         ("p4d.24xlarge", "Unknown launcher.instance_type"),
     ],
 )
 def test_types_that_no_image_runs_on_are_refused_though_the_sdk_has_one_for_them(kind, reason):
     assert reason in refused("2.13", "us-east-1", kind)
+
+
+def test_an_error_of_the_sdk_is_not_blamed_on_the_type(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("Unsupported image scope: training.")
+
+    monkeypatch.setattr(image_uris, "retrieve", refuse)
+    text = refused("2.13", "us-east-1", GPU)
+    assert text.startswith(f"Cannot find an image for '{GPU}': Unsupported image scope: training. Choose")
 
 
 def test_every_version_has_an_image_in_every_region_that_is_listed_for_it():

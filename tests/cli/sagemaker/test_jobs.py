@@ -53,6 +53,15 @@ def test_a_job_that_has_not_trained_yet_has_no_host_that_could_print():
     assert parse_job(told(ResourceConfig=resources, TrainingStartTime=BEGAN)).hosts == 4
 
 
+def test_hosts_of_instance_groups_are_counted():
+    groups = [
+        {"InstanceGroupName": name, "InstanceType": f"ml.{name}.large", "InstanceCount": count}
+        for name, count in (("m5", 1), ("c5", 2))
+    ]
+    job = parse_job(told(ResourceConfig={"InstanceGroups": groups}, TrainingStartTime=BEGAN))
+    assert (job.hosts, job.nodes) == (3, "")
+
+
 def test_a_job_under_way_says_what_the_platform_says_of_it():
     steps = [
         {"Status": "Starting", "StatusMessage": "Preparing"},
