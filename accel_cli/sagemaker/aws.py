@@ -58,7 +58,7 @@ _QUOTA = frozenset({"ResourceLimitExceeded", "ServiceQuotaExceededException"})
 NAME_IN_USE = frozenset({"ResourceInUse", "ResourceInUseException"})
 """Codes of errors for a job name that exists."""
 NAME_IN_USE_TEXT = (
-    "A training job of this name exists already, and names cannot be reused. Choose another --job-name, or leave it out to name "
+    "a training job of this name exists already, and names cannot be reused. Choose another --job-name, or leave it out to name "
     "the job for the time."
 )
 _LOGIN_ERRORS = ("SSOError", "LoginError", "TokenRetrievalError", "NoAuthTokenError")
@@ -180,7 +180,7 @@ class Account:
         if code in _EXPIRED:
             return UsageError(self._explain_expired())
         if code in NAME_IN_USE:
-            return UsageError(NAME_IN_USE_TEXT)
+            return UsageError(f"Cannot {action}: {NAME_IN_USE_TEXT}")
         if code in _DENIED:
             return UsageError(
                 f"Cannot {action}: AWS denied {operation}: {text}. Ask an administrator for the permission."

@@ -29,6 +29,7 @@ _PARTITIONS = {"cn-": "aws-cn", "us-gov-": "aws-us-gov"}
 _SERVICE = "sagemaker.amazonaws.com"
 _TRUST = {"Effect": "Allow", "Principal": {"Service": _SERVICE}, "Action": "sts:AssumeRole"}
 """The statement of a trust policy that lets SageMaker assume the role."""
+_ASSUME = frozenset({"sts:AssumeRole", "sts:*", "*"})
 _MAX_LISTED = 20
 
 
@@ -40,7 +41,7 @@ def resolve_submission(account: Account, job: SageMakerJobPlan, now: datetime) -
         caller = account.client("sts").get_caller_identity()
     owner, name = str(caller["Account"]), _choose_name(job, now)
     if section.job_name and find_job(account, name) is not None:
-        raise UsageError(NAME_IN_USE_TEXT)
+        raise UsageError(f"Cannot use job name {name!r}: {NAME_IN_USE_TEXT}")
     default = f"sagemaker-{region}-{owner}"
     bucket = section.bucket or default
     exists = s3.check_bucket(account, bucket, owner)
@@ -192,10 +193,24 @@ def _add_cure(error: UsageError) -> UsageError:
 
 
 def _trusts_sagemaker(role: Mapping[str, Any]) -> bool:
-    """Return whether the trust policy of a role allows SageMaker to assume it; AWS checks its conditions."""
+    """Return whether the trust policy of a role lets SageMaker assume it. AWS checks actions and conditions."""
+    # Roles that AWS's services keep for themselves cannot be passed on.
+    if role["Path"].startswith("/aws-service-role/"):
+        return False
     statements = role["AssumeRolePolicyDocument"].get("Statement", [])
     statements = [statements] if isinstance(statements, Mapping) else statements
-    principals = [statement.get("Principal") for statement in statements if statement["Effect"] == "Allow"]
-    # Roles that AWS's services keep for themselves cannot be passed on.
-    is_reserved = role["Path"].startswith("/aws-service-role/")
-    return _SERVICE in json.dumps(principals) and not is_reserved
+    matching = [item for item in statements if _names_sagemaker(item.get("Principal"))]
+    is_denied = any(
+        item["Effect"] == "Deny" and "Condition" not in item and _to_set(item.get("Action")) & _ASSUME
+        for item in matching
+    )
+    return not is_denied and any(item["Effect"] == "Allow" for item in matching)
+
+
+def _names_sagemaker(principal: Any) -> bool:
+    services = principal.get("Service") if isinstance(principal, Mapping) else principal
+    return bool(_to_set(services) & {_SERVICE, "*"})
+
+
+def _to_set(value: str | list[str] | None) -> set[str]:
+    return {value} if isinstance(value, str) else set(value or ())

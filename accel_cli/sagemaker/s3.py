@@ -94,7 +94,7 @@ def upload_bundle(account: Account, folder: Path, bucket: str, prefix: str, owne
 
 
 def delete_prefix(account: Account, bucket: str, prefix: str, owner: str) -> str:
-    """Delete all objects of a folder in a bucket, and return a sentence that tells the result."""
+    """Delete all objects of a folder in a bucket, and return a sentence that states the result."""
     assert prefix.strip("/")
     uri, failure = f"s3://{bucket}/{prefix}/", ""
     try:

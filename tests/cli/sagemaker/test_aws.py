@@ -221,7 +221,7 @@ ENUM = (
             UsageError,
             "training-job/ml.p2.xlarge is not available in this region. Request a higher quota",
         ),
-        (refused("ResourceInUse"), UsageError, "A training job of this name exists already"),
+        (refused("ResourceInUse"), UsageError, "Cannot start the job: a training job of this name exists already"),
         (refused("ValidationException", "Could not assume role arn:x"), UsageError, "with ValidationException: Could not assume role arn:x."),
         (refused("ValidationException", ENUM), UsageError, "ValidationException: 1 validation error"),
         (refused("NoSuchBucket", operation="PutObject"), UsageError, "AWS refused PutObject with NoSuchBucket"),

@@ -89,7 +89,8 @@ def test_a_name_that_is_taken_is_refused(aws, gather):
     aws.client("sagemaker").create_training_job(**aws.request("mine"))
     aws.ask("clear")
     with pytest.raises(
-        UsageError, match=r"A training job of this name exists already.*Choose another --job-name"
+        UsageError,
+        match=r"Cannot use job name 'mine': a training job of this name exists already.*Choose another --job-name",
     ):
         gather(job_name="mine")
 
@@ -219,7 +220,18 @@ def statement(principal, effect="Allow"):
         ([statement(LAMBDA), statement(SAGEMAKER)], True),
         ([statement(LAMBDA)], False),
         ([statement({"AWS": "arn:aws:iam::123456789012:root"})], False),
+        ([statement("*")], True),
+        ([statement({"Service": "*"})], True),
         ([statement(LAMBDA), statement(SAGEMAKER, effect="Deny")], False),
+        ([statement(SAGEMAKER), statement(SAGEMAKER, effect="Deny")], False),
+        (
+            [
+                statement(SAGEMAKER),
+                statement("*", "Deny") | {"Condition": {"Bool": {"aws:SecureTransport": "false"}}},
+            ],
+            True,
+        ),
+        ([statement(SAGEMAKER), statement(SAGEMAKER, "Deny") | {"Action": "sts:TagSession"}], True),
     ],
 )
 def test_a_role_fits_if_its_trust_policy_allows_sagemaker(aws, statements, fits):

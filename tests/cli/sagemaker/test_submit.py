@@ -291,13 +291,10 @@ def create_job(aws, name, uri):
     aws.client("sagemaker").create_training_job(**request)
 
 
-@pytest.mark.parametrize(
-    ("uri", "num_files"), [(f"s3://{BUCKET}/accel/mine/bundle/", 4), ("s3://other/x", 0)]
-)
+@pytest.mark.parametrize("is_reader", [False, True])
 @pytest.mark.parametrize("is_retried", [False, True])
-def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(
-    aws, plan, monkeypatch, uri, num_files, is_retried
-):
+def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(aws, plan, monkeypatch, is_reader, is_retried):
+    uri = f"s3://{BUCKET}/accel/mine/bundle/" if is_reader else "s3://other/x"
     aws.bucket(BUCKET)
     upload = submit.s3.upload_bundle
 
@@ -308,12 +305,14 @@ def test_a_job_of_the_same_name_keeps_the_files_that_it_reads(
             aws.fault("CreateTrainingJob", "dropped")
 
     monkeypatch.setattr(submit.s3, "upload_bundle", upload_late)
-    if is_retried and num_files:
+    if is_retried and is_reader:
         assert submit.submit(plan(job_name="mine")) == 0
     else:
-        with pytest.raises(UsageError, match=r"A training job of this name exists already"):
+        with pytest.raises(
+            UsageError, match="Cannot start job mine: a training job of this name exists already"
+        ):
             submit.submit(plan(job_name="mine"))
-    assert len(objects(aws)[BUCKET]) == num_files
+    assert len(objects(aws)[BUCKET]) == (4 if is_reader else 0)
 
 
 def interrupting(monkeypatch, event):
