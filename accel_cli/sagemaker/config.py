@@ -156,7 +156,7 @@ def _check_pattern(value: str) -> str:
 def _check_secret(value: str) -> str:
     # An ARN has seven parts; a key, a stage and a version follow it, as in a task of ECS.
     if value.startswith("arn:") and any(value.split(":")[8:]):
-        raise ValueError("a stage or version is not supported; use ARN:key::")
+        raise ValueError("expected a name, an ARN or ARN:key::, since a stage or version is not supported")
     return value
 
 
