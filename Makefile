@@ -11,7 +11,7 @@ XLA_READY := $(XLA)/.ready
 XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py
 # Three tests at a time, also on two cores: much of what is tested waits.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
-# Which tests `make test` runs. CI runs all but the full suite at once: importing 9,000 tests takes half a minute.
+# Which tests `make test` runs. CI runs fast and slow ones at once: importing all tests takes half a minute.
 MARKS ?= not slow and not full
 
 # A GPU may be on a machine without network: an interpreter that is given (`PYTHON=python3`) is used as it is.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-with contextlib.suppress(ImportError):  # the environment of AWS's SDK has none
+with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
 
     # How long an example takes says nothing where a machine is busy. In CI hypothesis chooses the same examples each time.
@@ -221,6 +221,6 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish():
     """End the interpreters that tests have forked from."""
-    for name in ("cluster", "forked_launch"):
+    for name in ("cluster", "fork_launch"):
         if module := sys.modules.get(name):
             module.INTERPRETER.close()

@@ -71,12 +71,14 @@ def browser() -> Iterator[WebDriver]:
     """A headless Chromium that reaches loopback only; without one, tests are skipped, but fail in CI."""
     try:
         install(("chromium", "chromium-driver"), ("chromedriver",))
+        if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
+            raise UnavailableError("chromedriver is installed, but no browser")  # noqa: TRY301
     except UnavailableError as error:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"no Chromium: {error}")
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    options.binary_location = chromium
     for argument in (
         "--headless=new",
         "--no-sandbox",  # Chromium has none for root

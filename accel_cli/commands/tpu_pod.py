@@ -161,7 +161,7 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     # A worker is assumed to have the packages; its own `accel launch` checks them.
     worker = Machine(1, tpu=Tpu(("TPU",), "accel tpu-pod"), packages=Packages("2.9.0", "2.9.0", "installed"))
     resolved, plan = planner.prepare(request, environ, worker)
-    if plan.launcher != (needed := launchers.suggest(worker)):
+    if plan.launcher != (needed := launchers.suggest_launcher(worker)):
         raise UsageError(
             f"Cannot run on a TPU pod with launcher.kind: {plan.launcher} (from {resolved.get_source('launcher.kind')}): it "
             f"needs {needed}. Use --set launcher.kind={needed} for this run."

@@ -1,4 +1,4 @@
-"""The table of launchers, and its class, which also holds the commands.
+"""The table of launchers, and its class, which `accel_cli.main` uses for commands too.
 
 A new launcher is a module, and a line here or an entry point of its distribution.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import LaunchOption
 
-__all__ = ["LAUNCHERS", "Registry", "check_options", "list_options", "suggest"]
+__all__ = ["LAUNCHERS", "Registry", "check_options", "list_options", "suggest_launcher"]
 
 Entry = TypeVar("Entry")
 
@@ -98,7 +98,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 """The class of each launcher, by the `kind` that chooses it."""
 
 
-def suggest(machine: Machine) -> str:
+def suggest_launcher(machine: Machine) -> str:
     """Return the kind that suits a machine: for its TPU, for one process, or for one per accelerator."""
     if machine.tpu.exists:
         return "xla"

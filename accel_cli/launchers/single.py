@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import ClassVar, Literal
 
@@ -66,8 +66,12 @@ class Single(Launcher):
         """
         sys.stdout.flush()
         sys.stderr.flush()
-        if os.getpid() == 1 and (child := os.fork()):
-            return _wait_as_process_1(child)
+        if os.getpid() == 1:
+            # Imported before the fork, since a signal before its handler is lost.
+            from accel_cli.runner.guard import HANDLED_SIGNALS  # noqa: PLC0415 - rarely needed
+
+            if child := os.fork():
+                return _wait_as_process_1(child, (*HANDLED_SIGNALS, signal.SIGCONT, signal.SIGWINCH))
         try:
             os.execvpe(plan.argv[0], plan.argv, {**os.environ, **plan.env})
         except OSError as error:
@@ -87,15 +91,13 @@ def _threads(spec: LaunchSpec) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, spec.machine.cpus // local_size))}
 
 
-def _wait_as_process_1(child: int) -> int:
+def _wait_as_process_1(child: int, signals: Iterable[int]) -> int:
     """Forward signals to a child and reap all processes that exit, until the child exits; return its exit code."""
-    from accel_cli.runner.guard import HANDLED_SIGNALS  # noqa: PLC0415 - rarely needed
-
     # A separate process group, so that Ctrl-C of a terminal does not reach the child twice.
     with suppress(OSError):
         os.setpgid(child, child)
         os.tcsetpgrp(0, child)
-    for number in (*HANDLED_SIGNALS, signal.SIGCONT, signal.SIGWINCH):
+    for number in signals:
         signal.signal(number, lambda number, _: os.kill(child, number))
     while True:
         pid, status = os.wait()

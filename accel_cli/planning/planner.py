@@ -112,7 +112,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
     if profile_kind is None:
         device = layers.find_value([*base, assignments], "device")
         uses_tpu = device in {None, "auto", "xla"}
-        suggested = launchers.suggest(machine if uses_tpu else replace(machine, tpu=Tpu()))
+        suggested = launchers.suggest_launcher(machine if uses_tpu else replace(machine, tpu=Tpu()))
         base.insert(0, Layer("detected", {"launcher.kind": suggested}, {"": "detected"}))
     kind = layers.find_value([*base, assignments], "launcher.kind")
     # An invalid kind is reported with the other problems of the profile.

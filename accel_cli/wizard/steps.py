@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
-from accel_cli.launchers import LAUNCHERS, suggest
+from accel_cli.launchers import LAUNCHERS, suggest_launcher
 from accel_cli.launchers.base import Launcher
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io
@@ -160,7 +160,7 @@ def _build_kind_question() -> Question:
         missing = launcher.get_missing_requirement()
         title = f"{launcher.title} (needs {missing})" if missing else launcher.title
         choices.append(Choice(kind, title, partial(is_available, launcher)))
-    return Question("How should scripts run?", lambda machine, _: suggest(machine), choices)
+    return Question("How should scripts run?", lambda machine, _: suggest_launcher(machine), choices)
 
 
 NONE = "-"

@@ -161,15 +161,15 @@ class TrainingMethods(AcceleratorProperties):
         """
         step = self._loops.current_step
         is_last = step is not None and step.is_last
-        used = models or tuple(self._models)
-        if self._accumulation.starts_mixing(used) and self._backend.topology.rank == 0:
+        models = models or tuple(self._models)
+        if self._accumulation.record_models(models) and self._backend.topology.rank == 0:
             _LOG.warning(
                 "accumulate() at %s has other models than the micro-batch before it in the same accumulation cycle: the calls "
-                "for all models are counted together, so some models are never trained, or on partial gradients. Call it once "
+                "for all models are counted together, so some models are never trained, or are trained on partial gradients. Call it once "
                 "for each micro-batch, with all models: accumulate(first, second).",
                 call_site(),
             )
-        return MicroBatch(self._accumulation, is_last=is_last, no_sync=self._backend.no_sync, models=used)
+        return MicroBatch(self._accumulation, is_last=is_last, no_sync=self._backend.no_sync, models=models)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -107,12 +107,13 @@ class Accumulation:
             self._count = 0
         return self.synced
 
-    def starts_mixing(self, models: Iterable[Any]) -> bool:
-        """Return whether a micro-batch has other models than the one before in its cycle; true once only."""
+    def record_models(self, models: Iterable[Any]) -> bool:
+        """Record the models of a micro-batch; return True the first time that they differ within a cycle."""
         previous, self._models = self._models, frozenset(map(id, models))
         is_mixed = self._count > 0 and bool(previous) and previous != self._models
-        starts, self._mixed_models = is_mixed and not self._mixed_models, is_mixed or self._mixed_models
-        return starts
+        is_first = is_mixed and not self._mixed_models
+        self._mixed_models = self._mixed_models or is_mixed
+        return is_first
 
     def reset(self) -> None:
         """Start a new cycle."""

@@ -78,7 +78,6 @@ def placed(folder):
     (folder / str(accelerator.process_index)).write_text(place)
 
 
-@pytest.mark.filterwarnings("ignore:.*is multi-threaded:DeprecationWarning")
 def test_two_calls_are_two_machines(tmp_path, port):
     """Each call in a process of its own, as on two nodes whose rendezvous is one port."""
     calls = [

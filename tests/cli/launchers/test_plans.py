@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers import LAUNCHERS, suggest
+from accel_cli.launchers import LAUNCHERS, suggest_launcher
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
@@ -176,8 +176,8 @@ def test_more_processes_than_gpus_run_on_the_cpu():
 
 
 def test_the_suggested_launcher_depends_on_the_number_of_accelerators():
-    assert [suggest(machine) for machine in (CPU, GPUS)] == ["single", "torchrun"]
-    assert suggest(Machine(8, "cuda", ("H100",))) == "single"
+    assert [suggest_launcher(machine) for machine in (CPU, GPUS)] == ["single", "torchrun"]
+    assert suggest_launcher(Machine(8, "cuda", ("H100",))) == "single"
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

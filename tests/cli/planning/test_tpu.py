@@ -193,5 +193,5 @@ def test_the_summary_names_the_tpu_and_the_problems_name_missing_packages():
 
 
 def test_the_xla_launcher_is_suggested_on_a_machine_with_a_tpu():
-    assert launchers.suggest(Machine(8, tpu=CHIP)) == "xla"
-    assert launchers.suggest(Machine(8)) == "single"
+    assert launchers.suggest_launcher(Machine(8, tpu=CHIP)) == "xla"
+    assert launchers.suggest_launcher(Machine(8)) == "single"

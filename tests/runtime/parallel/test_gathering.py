@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sharded_runs import Net, accelerator, net, state_of, warm
+from sharded_runs import Net, accelerator, full, net, state_of, warm
 from torch import nn
 
 from accel_runtime.torch_internals import fsdp_parameter_groups
@@ -301,3 +301,39 @@ def test_the_average_of_evaluated_models_is_that_of_one_process(alone, pair):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(value))
+
+
+class Scaled(nn.Module):
+    """A model that, evaluated, returns a part of a parameter of its outermost module."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        self.scale = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, inputs):
+        scale = None if torch.is_grad_enabled() else self.scale[1:]
+        return {"out": self.layers[1](self.layers[0](inputs)) * self.scale, "scale": scale}
+
+
+def evaluated_in_a_step(sizes):
+    """Return gradients of a step in which the model is also evaluated, and a parameter that the evaluation returned."""
+    run = accelerator(sizes)
+    model = run.prepare(Scaled())
+    inputs = torch.ones(2, 4)
+    loss = model(inputs)["out"].square().mean()
+    with torch.no_grad():
+        reference = model(inputs)
+    run.backward(loss * reference["scale"][0])
+    gradients = {name: full(parameter.grad).tolist() for name, parameter in model.named_parameters()}
+    return reference["scale"].tolist(), gradients
+
+
+def test_a_model_that_is_evaluated_before_backward_has_the_gradients_of_one_process(alone, pair):
+    (wanted,) = alone.run(evaluated_in_a_step, {})
+    for scale, gradients in pair.run(evaluated_in_a_step, {"dp_shard": 2}):
+        assert scale == wanted[0] == [2, 3, 4]
+        for name, gradient in wanted[1].items():
+            key = next(key for key in gradients if key.endswith(name))
+            torch.testing.assert_close(torch.tensor(gradients[key]), torch.tensor(gradient))
