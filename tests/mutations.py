@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(
         "sharded after an evaluation",
         "accel_runtime/backends/fsdp.py",
-        "    if not torch.is_grad_enabled() and not is_gathered(model):",
-        "    if False:",
+        "    if torch.is_grad_enabled() or is_gathered(model):",
+        "    if True:",
         ("tests/runtime/parallel/test_gathering.py",),
     ),
     Mutation(
