@@ -79,7 +79,7 @@ ELSEWHERE = {
     "make test-gpu PYTHON=python3": Elsewhere("needs a GPU", "tests/test_gpu.py"),
     "python docs/gpu_page.py build/gpu-report.json": Elsewhere("needs a GPU's report", "tests/test_gpu.py"),
     "make check": Elsewhere("lints the repository", ".ci/run"),
-    "git clone PATH_TO_ACCEL accel && cd accel": Elsewhere("needs a place to clone from", ".ci/run"),
+    "git clone PATH_TO_ACCEL accel": Elsewhere("needs a place to clone from", ".ci/run"),
     "python -m pip install -e .": Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel config": Elsewhere(
         "asks questions on a terminal",

