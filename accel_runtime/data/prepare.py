@@ -75,8 +75,8 @@ def prepare_loader(
     """Return the prepared loader; raise ValueError if the script's loader cannot be sharded exactly."""
     if getattr(loader, "next_iter_state", None) is not None:
         raise ValueError(
-            "Cannot prepare this StatefulDataLoader: load_state_dict() was called before prepare(), and a prepared loader has a "
-            "state of its own. Prepare it first, and use accelerator.resume(), or load_state_dict() of the prepared loader."
+            "Cannot prepare this StatefulDataLoader: load_state_dict() was called before prepare(), and a prepared loader does "
+            "not read that state. Prepare it first, then call accelerator.resume(), or load_state_dict() of the prepared loader."
         )
     if options.presharded:
         _check_presharded_options(options)
