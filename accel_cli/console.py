@@ -6,18 +6,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "abbreviate_home",
     "confirm",
     "discard_typed_input",
     "error",
+    "format_duration",
     "format_size",
     "is_secret",
+    "mask_arguments",
     "mask_secrets",
     "note",
     "plain",
@@ -115,6 +117,22 @@ def abbreviate_home(text: str) -> str:
     return text.replace(f"{os.path.expanduser('~')}/", "~/")  # noqa: PTH111 - Path.home() fails without a home
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration with its units: `0.8 s`, `42 s`, `3 min 20 s`, `3 h 12 min` or `2 d 4 h`."""
+    # Two units at most; a duration that rounds to a full unit has the larger one.
+    if round(seconds, 1) < 1:
+        return f"{max(seconds, 0.0):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:  # noqa: PLR2004 - an hour
+        units = ((minutes, "min"), (rest, "s"))
+    elif minutes < 24 * 60:
+        units = ((minutes // 60, "h"), (minutes % 60, "min"))
+    else:
+        hours = minutes // 60
+        units = ((hours // 24, "d"), (hours % 24, "h"))
+    return " ".join(f"{count} {unit}" for count, unit in units if count)
+
+
 def format_size(size: float) -> str:
     """Return a number of bytes with its unit."""
     from accel_runtime import env  # noqa: PLC0415 - not needed by the help
@@ -122,8 +140,17 @@ def format_size(size: float) -> str:
     return env.format_size(size)
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Write rows below headings to a terminal, and tab-separated rows to other programs."""
+def table(
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    fixed: Collection[str] = (),
+    cropped: Collection[str] = (),
+) -> None:
+    """Write rows below headings to a terminal, and tab-separated rows to other programs.
+
+    On a narrow terminal, long values are folded; those of `cropped` columns are shortened, and `fixed` columns stay.
+    """
     if not sys.stdout.isatty():
         for row in rows:
             plain("\t".join(row))
@@ -134,7 +161,8 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        grid.add_column(column, overflow="fold")
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if column in cropped else "fold"
+        grid.add_column(column, overflow=overflow, no_wrap=column in fixed)
     for row in rows:
         grid.add_row(*map(escape, row))
     Console().print(grid)
@@ -250,7 +278,7 @@ def _print_panel(title: str, body: Sequence[str], cause: str) -> None:
 
 
 _SECRET = re.compile(
-    r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|(?<!KMS)_KEY$|_PAT$|COOKIE|AUTH",
+    r"SECRET|TOKEN(?!IZ)|PASSWORD|PASSWD|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|(?<!KMS)_KEY$|_PAT$|COOKIE|AUTH",
     re.IGNORECASE,
 )
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -264,3 +292,21 @@ def is_secret(name: str) -> bool:
 def mask_secrets(name: str, value: str) -> str:
     """Return `***` if the name looks like a secret, else the value with logins in its URLs masked."""
     return "***" if value and is_secret(name) else _IN_URL.sub("***", value)
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with secrets masked, as in `--token=abc`, `--token abc` and `api_key=abc`."""
+    masked, pending = [], ""
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        is_assignment = bool(equals) and "://" not in option
+        name = option.lstrip("+~-").replace("-", "_")
+        if pending and is_secret(pending):
+            # Also if it begins with a hyphen, as a password may.
+            masked.append("***")
+        elif is_assignment:
+            masked.append(f"{option}={mask_secrets(name, value)}")
+        else:
+            masked.append(mask_secrets("", argument))
+        pending = name if argument.startswith("-") and not is_assignment else ""
+    return masked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import signal
 import sys
@@ -23,14 +24,18 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS: Registry[typer.Typer] = Registry(
     {
         "launch": "accel_cli.commands.launch:app",
+        "runs": "accel_cli.commands.runs:app",
         "logs": "accel_cli.commands.runs:app",
+        "top": "accel_cli.commands.top:app",
         "test": "accel_cli.commands.launch:app",
         "stacks": "accel_cli.commands.runs:app",
+        "report": "accel_cli.commands.report:app",
         "tpu-pod": "accel_cli.commands.tpu_pod:app",
         "checkpoint": "accel_cli.commands.checkpoint:app",
         "jobs": "accel_cli.commands.jobs:app",
         "config": "accel_cli.commands.config:app",
         "estimate": "accel_cli.commands.estimate:app",
+        "migrate": "accel_cli.commands.migrate:app",
         "env": "accel_cli.commands.env:app",
     },
     group="accel.commands",
@@ -116,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     try:
         _open_missing_streams()
+        _escape_unencodable_characters()
         _reset_sigchld()
         app(arguments)
     except KeyboardInterrupt:
@@ -139,6 +145,13 @@ def _reset_sigchld() -> None:
     """Reset SIGCHLD if the parent process ignores it: the kernel would discard the exit codes of child processes."""
     if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _escape_unencodable_characters() -> None:
+    """Write characters that the encoding of a standard stream lacks as escapes, unless PYTHONIOENCODING says otherwise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _open_missing_streams() -> None:

@@ -28,13 +28,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEAT",
+    "BEAT_HISTORY",
+    "BEAT_HISTORY_RANGE",
     "BEAT_NUMBERS",
+    "BEAT_RECENT",
+    "BEAT_RECENT_RANGE",
     "BEAT_SIZE",
+    "BEAT_TEXT_RANGE",
+    "CHECKPOINTS",
+    "DESCRIPTION",
     "FAILURE_FILE",
     "FSDP1_STRATEGIES",
     "HOME",
     "LAUNCH",
+    "METRICS",
     "NODE_NAME",
+    "NUM_PROCESSES",
     "PJRT",
     "PREFIX",
     "PROFILE",
@@ -80,12 +89,54 @@ NODE_NAME = "ACCEL_NODE_NAME"
 """Name of this node in messages, for containers whose host name means nothing."""
 FAILURE_FILE = "ACCEL_FAILURE_FILE"
 """File to which `accel launch` writes the reason of a failure on this node."""
+NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
+"""Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
 BEAT = "beat"
-"""File in that directory with the progress of the process: whole numbers of 8 bytes, then text."""
-BEAT_NUMBERS = ("pid", "steps", "batches", "collectives", "inside", "news_ns")
-"""Names of the numbers: `inside` is 1 in a collective, `news_ns` the time of the last change (monotonic clock)."""
-BEAT_SIZE = 512
-"""Bytes of the file; the text after the numbers is the newest collective and its line, in UTF-8."""
+"""File in that directory with the progress of the process: numbers, text, ring and history, each in a range of bytes."""
+BEAT_NUMBERS = (
+    "pid",
+    "steps",
+    "batches",
+    "collectives",
+    "inside",
+    "changed_ns",
+    "started_ns",
+    "started_epoch_ns",
+    "busy_ns",
+    "epoch",
+    "epoch_length",
+    "epoch_first",
+    "epoch_base",
+    "epoch_ns",
+    "stride",
+    "ended_ns",
+    "failed",
+)
+"""Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
+
+`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `busy_ns` is own time: that outside of collectives,
+of backward passes that average gradients, and of the rest of a step after them. `epoch` and the four after it describe the
+loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has returned or
+skipped `batches - epoch_base` since. `stride` is the number of steps between two entries of the history, and 0 while the
+history is being thinned.
+"""
+BEAT_RECENT = 64
+"""Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
+BEAT_HISTORY = 1024
+"""Number of entries of the history: times and own times after step `stride`, `2 * stride`, ..."""
+BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
+"""Range of the newest collective and its line, in UTF-8."""
+BEAT_RECENT_RANGE = slice(BEAT_TEXT_RANGE.stop, BEAT_TEXT_RANGE.stop + 8 * BEAT_RECENT)
+BEAT_HISTORY_RANGE = slice(BEAT_RECENT_RANGE.stop, BEAT_RECENT_RANGE.stop + 16 * BEAT_HISTORY)
+"""Range of the history: pairs of numbers."""
+BEAT_SIZE = BEAT_HISTORY_RANGE.stop
+"""Bytes of the file, which never grows."""
+METRICS = "metrics.jsonl"
+"""File in that directory with the values of `Accelerator.log`, from the main process."""
+DESCRIPTION = "description.json"
+"""File in that directory with the result of `Accelerator.describe`, from the main process."""
+CHECKPOINTS = "checkpoints.jsonl"
+"""File in that directory with the checkpoints that were saved and loaded, from the main process."""
 ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
 """Variables that make torch_xla compute in another dtype than the script's; launcher and runtime reject them."""
 EARLY_FP16 = "USE_FP16"
@@ -287,6 +338,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         RANK_FOLDER,
         NODE_NAME,
         FAILURE_FILE,
+        NUM_PROCESSES,
         TRUSTED_PROJECTS,
         *(variable_name(name) for name, _ in flatten_settings(Settings())),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import mmap
@@ -9,26 +10,40 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from time import monotonic_ns
 from types import FrameType
 from typing import NamedTuple
 
 import torch
 from typing_extensions import override
 
-from accel_runtime.env import BEAT, BEAT_NUMBERS, BEAT_SIZE, RANK_FOLDER
+from accel_runtime.env import (
+    BEAT,
+    BEAT_HISTORY,
+    BEAT_HISTORY_RANGE,
+    BEAT_NUMBERS,
+    BEAT_RECENT,
+    BEAT_RECENT_RANGE,
+    BEAT_SIZE,
+    BEAT_TEXT_RANGE,
+    RANK_FOLDER,
+)
 
 __all__ = [
     "TORCH",
     "CallSite",
     "Heartbeat",
+    "LoaderEpoch",
     "Progress",
     "ProgressCounts",
     "call_site",
     "call_site_of_frame",
     "heartbeat",
     "keep_still",
+    "reset_heartbeat",
     "user_call_sites",
 ]
 
@@ -80,8 +95,45 @@ def _build_site(frame: FrameType) -> CallSite:
 
 _LOCAL = threading.local()
 
-_PID, _STEPS, _BATCHES, _COLLECTIVES, _INSIDE, _CHANGED_NS = range(len(BEAT_NUMBERS))
-_TEXT = 8 * len(BEAT_NUMBERS)
+(
+    _PID,
+    _STEPS,
+    _BATCHES,
+    _COLLECTIVES,
+    _INSIDE,
+    _CHANGED_NS,
+    _STARTED_NS,
+    _STARTED_EPOCH_NS,
+    _BUSY_NS,
+    _EPOCH,
+    _EPOCH_LENGTH,
+    _EPOCH_FIRST,
+    _EPOCH_BASE,
+    _EPOCH_NS,
+    _STRIDE,
+    _ENDED_NS,
+    _FAILED,
+) = range(len(BEAT_NUMBERS))
+_TEXT_SIZE = BEAT_TEXT_RANGE.stop - BEAT_TEXT_RANGE.start
+
+
+@dataclass(slots=True)
+class LoaderEpoch:
+    """Epoch of a loader whose batches are counted."""
+
+    number: int
+    """Number of the epoch, from 0."""
+    first: int
+    """Number of batches that were skipped at its start."""
+    length: int
+    """Number of batches, skipped ones included; 0 if it is unknown."""
+    batches: int = field(init=False)
+    """Number of batches that were returned or skipped when the last batch was of another epoch."""
+    begin_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batches = self.first
+        self.begin_ns = monotonic_ns()
 
 
 class ProgressCounts(NamedTuple):
@@ -135,13 +187,16 @@ class Progress:
         """Count an optimizer step."""
         self.steps += 1
 
-    def batch(self) -> None:
-        """Count a batch that a loader returns."""
+    def batch(self, epoch: LoaderEpoch | None = None) -> None:  # noqa: ARG002 - for the heartbeat
+        """Count a batch that a loader returns in an epoch."""
         self.batches += 1
 
-    def backward(self) -> None:
-        """Count a backward pass."""
+    def backward(self, averages: bool = True) -> None:  # noqa: ARG002 - for the heartbeat
+        """Count a backward pass that begins; one that averages gradients waits for the other ranks."""
         self.backwards += 1
+
+    def restart_own_time(self) -> None:
+        """Record the end of a backward pass that averages gradients, or of a collective without a handshake."""
 
     def collective(self) -> None:
         """Count a collective of torch that accel makes on all ranks."""
@@ -161,6 +216,10 @@ class Progress:
 class Heartbeat(Progress):
     """Progress of this process, also kept in a mapped file.
 
+    Own time, by which the slowest rank is found, begins with the first step. It is measured from a step, from the end of a collective and from the end of a
+    backward pass that averages gradients, to the next collective or such pass. It counts once a pass has begun, so the time
+    between a pass and its step, in which ranks may wait for each other, does not.
+
     Args:
         file: A new file; an existing one belongs to another process.
 
@@ -170,44 +229,118 @@ class Heartbeat(Progress):
 
     def __init__(self, file: Path) -> None:
         super().__init__()
+        self.folder = file.parent
+        """Folder of this process in the run folder of the launcher."""
         with file.open("xb+") as opened:
             # On a full disk a hole in the file would end the process by SIGBUS at the first store.
             opened.write(bytes(BEAT_SIZE))
             opened.flush()
             self._memory = mmap.mmap(opened.fileno(), BEAT_SIZE)
-        self._numbers = memoryview(self._memory)[:_TEXT].cast("q")
+        view = memoryview(self._memory)
+        self._numbers = view[: BEAT_TEXT_RANGE.start].cast("q")
+        self._recent = view[BEAT_RECENT_RANGE].cast("q")
+        self._history = view[BEAT_HISTORY_RANGE].cast("q")
         self._last_inside: tuple[str, CallSite] | None = None
-        self._numbers[_PID] = os.getpid()
-        self._numbers[_CHANGED_NS] = time.monotonic_ns()
+        self._epoch: LoaderEpoch | None = None
+        self._busy = self._pending = 0
+        """Own time, and that which counts when a backward pass that averages begins."""
+        self._stride = self._next_entry = 1
+        now = self._own_since = monotonic_ns()
+        numbers = self._numbers
+        numbers[_STARTED_NS], numbers[_STARTED_EPOCH_NS], numbers[_CHANGED_NS] = now, time.time_ns(), now
+        numbers[_STRIDE] = 1
+        numbers[_PID] = os.getpid()
+        atexit.register(self._record_end)
 
     @override
     def step(self) -> None:
-        self.steps += 1
-        self._numbers[_STEPS] = self.steps
-        self._numbers[_CHANGED_NS] = time.monotonic_ns()
+        now = self._own_since = monotonic_ns()
+        self._pending = 0
+        # Before `steps`, by which a reader knows the slots that are filled.
+        self._recent[self.steps % BEAT_RECENT] = now
+        steps = self.steps = self.steps + 1
+        if steps == self._next_entry:
+            self._add_to_history(now)
+        numbers = self._numbers
+        numbers[_BUSY_NS] = self._busy
+        numbers[_STEPS] = steps
+
+    def _add_to_history(self, now: int) -> None:
+        """Add an entry, and keep every second one of a full history."""
+        if self.steps == 1:
+            # The time before it is that of the start of the script.
+            self._busy = 0
+        history, stride = self._history, self._stride
+        entry = self.steps // stride
+        history[2 * entry - 2], history[2 * entry - 1] = now, self._busy
+        if entry == BEAT_HISTORY:
+            self._numbers[_STRIDE] = 0
+            for part in range(2):
+                history[part:BEAT_HISTORY:2] = history[part + 2 :: 4]
+            stride = self._stride = self._numbers[_STRIDE] = 2 * stride
+        self._next_entry += stride
 
     @override
-    def batch(self) -> None:
-        self.batches += 1
-        self._numbers[_BATCHES] = self.batches
-        self._numbers[_CHANGED_NS] = time.monotonic_ns()
+    def batch(self, epoch: LoaderEpoch | None = None) -> None:
+        if epoch is not self._epoch:
+            self._set_epoch(epoch)
+        batches = self.batches = self.batches + 1
+        numbers = self._numbers
+        numbers[_BATCHES] = batches
+        numbers[_CHANGED_NS] = monotonic_ns()
+
+    def _set_epoch(self, epoch: LoaderEpoch | None) -> None:
+        """Describe the epoch of the next batch; loops over other loaders may still be running."""
+        numbers = self._numbers
+        if self._epoch is not None:
+            self._epoch.batches = self.batches - numbers[_EPOCH_BASE]
+        self._epoch = epoch
+        if epoch is not None:
+            numbers[_EPOCH], numbers[_EPOCH_LENGTH] = epoch.number, epoch.length
+            numbers[_EPOCH_FIRST], numbers[_EPOCH_NS] = epoch.first, epoch.begin_ns
+            numbers[_EPOCH_BASE] = self.batches - epoch.batches
+
+    @override
+    def backward(self, averages: bool = True) -> None:
+        self.backwards += 1
+        if averages:
+            self._busy += self._pending + monotonic_ns() - self._own_since
+            self._pending = 0
+
+    @override
+    def restart_own_time(self) -> None:
+        self._own_since = monotonic_ns()
+
+    @override
+    def collective(self) -> None:
+        super().collective()
+        now = monotonic_ns()
+        self._pending += now - self._own_since
+        self._own_since = now
 
     @override
     def enter(self, operation: str, site: CallSite) -> None:
         super().enter(operation, site)
         if self.inside != self._last_inside:
             self._last_inside = self.inside
-            text = f"{operation} at {site}".encode()[: BEAT_SIZE - _TEXT]
-            self._memory[_TEXT:] = text.ljust(BEAT_SIZE - _TEXT, b"\0")
+            text = f"{operation} at {site}".encode()[:_TEXT_SIZE]
+            self._memory[BEAT_TEXT_RANGE] = text.ljust(_TEXT_SIZE, b"\0")
         self._numbers[_INSIDE] = 1
-        self._numbers[_CHANGED_NS] = time.monotonic_ns()
+        self._numbers[_CHANGED_NS] = self._own_since
 
     @override
     def exit(self) -> None:
-        self._numbers[_COLLECTIVES] += 1
-        self._numbers[_INSIDE] = 0
-        self._numbers[_CHANGED_NS] = time.monotonic_ns()
+        numbers = self._numbers
+        numbers[_COLLECTIVES] += 1
+        numbers[_INSIDE] = 0
+        numbers[_CHANGED_NS] = self._own_since = monotonic_ns()
         self.inside = None
+
+    def _record_end(self) -> None:
+        """Record the exit of the interpreter; a process that the script has forked leaves the file alone."""
+        if self._numbers[_PID] == os.getpid():
+            self._numbers[_FAILED] = int(self.has_failed)
+            self._numbers[_ENDED_NS] = monotonic_ns()
 
 
 def heartbeat() -> Progress | None:
@@ -221,6 +354,11 @@ def heartbeat() -> Progress | None:
 def keep_still() -> None:
     """Disable the heartbeat of this thread, one of several replicas of a process."""
     _LOCAL.still = True
+
+
+def reset_heartbeat() -> None:
+    """Forget the progress of the parent process, in a process that it has forked."""
+    _create_progress.cache_clear()
 
 
 @lru_cache(maxsize=1)

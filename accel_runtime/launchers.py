@@ -28,7 +28,8 @@ from torch.multiprocessing.spawn import (
 )
 
 from accel_runtime.backends import set_current_backend
-from accel_runtime.env import MixedPrecision, Settings, is_placed_by_device
+from accel_runtime.env import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
+from accel_runtime.heartbeat import reset_heartbeat
 from accel_runtime.torch_internals import TCPStore
 from accel_runtime.utils.environment import patch_environment
 
@@ -211,6 +212,10 @@ def _work(
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
+    if local_rank:
+        # A launcher of the parent watches one process: the first.
+        os.environ.pop(RANK_FOLDER, None)
+    reset_heartbeat()
     # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
     torch.set_num_threads(1)
     set_current_backend(None)

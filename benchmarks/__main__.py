@@ -72,7 +72,7 @@ def main() -> None:
         metavar="NAME",
         help=f"print this one, write no page: {', '.join(SUBJECTS)}",
     )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds that count (default 5)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds that count (default 3)")
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats needs at least 1")

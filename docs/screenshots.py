@@ -22,7 +22,7 @@ from rich.text import Text
 
 from accel_runtime.env import HOME, PREFIX
 
-__all__ = ["PICTURES", "draw", "failure", "main", "wizard"]
+__all__ = ["PICTURES", "draw", "failure", "main", "top", "wizard"]
 
 COLUMNS, LINES = 80, 24
 FOLDER = Path(__file__).parent / "img"
@@ -94,6 +94,51 @@ def failure() -> Iterator[list[Text]]:
         yield terminal.render()
 
 
+_WATCHED = """\
+import time
+from pathlib import Path
+
+import torch
+
+from accel_runtime import Accelerator
+
+STEPS = 80
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(8, 1)
+data = torch.utils.data.DataLoader(torch.randn(4000, 8), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01), data)
+is_slow = accelerator.process_index == 3
+for step, batch in enumerate(data):
+    time.sleep(0.06 if is_slow else 0.03)
+    accelerator.backward(model(batch).mean())
+    optimizer.step()
+    accelerator.log({"train/loss": 2.0 * 0.97**step, "learning rate": 0.001 * step}, step=step)
+    if step + 1 == STEPS:
+        break
+Path(f"done{accelerator.process_index}").touch()
+while is_slow and not Path("end").exists():
+    time.sleep(0.1)
+accelerator.wait_for_everyone()
+"""
+
+
+def top() -> Iterator[list[Text]]:
+    """Yield the screen of `accel top` beside a run of four ranks, one of which is slow."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(_WATCHED, encoding="utf-8")
+        run = _Terminal(folder, "launch", "--cpu", "--nproc-per-node", "4", "train.py", **{HOME: "home"})
+        try:
+            run.wait(Path(folder, "done3").exists)
+            terminal = _Terminal(folder, "top", **{HOME: "home"})
+            terminal.answer("* slowest rank: 3", "")
+            yield terminal.render()
+            terminal.type("q")
+            terminal.end()
+        finally:
+            Path(folder, "end").touch()
+            run.end()
+
+
 def wizard() -> Iterator[list[Text]]:
     """Yield the screens of the wizard: with the third question open, then at the end.
 
@@ -118,6 +163,7 @@ def wizard() -> Iterator[list[Text]]:
 PICTURES: dict[str, tuple[str, Callable[[], Iterator[list[Text]]]]] = {
     "wizard": ("accel config", wizard),
     "failure": ("accel launch --cpu --nproc-per-node 4 train.py", failure),
+    "top": ("accel top", top),
 }
 """The title of each picture, and what is on its screens."""
 
@@ -172,6 +218,10 @@ class _Terminal:
         """Wait for a question, and type."""
         self._until(lambda: any(question in line for line in self._screen.display), question)
         self.type(keys)
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds."""
+        self._until(holds, "what it does")
 
     def type(self, keys: str) -> None:
         """Type, and let the screen settle."""

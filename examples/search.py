@@ -80,7 +80,15 @@ def run_trial(number: int, values: dict[str, Any], args: argparse.Namespace) -> 
     if not result.exists():
         folder.mkdir(parents=True, exist_ok=True)
         options = [f"--{name}={value}" for name, value in values.items()]
-        command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(args.nproc_per_node)]
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "launch",
+            "-q",
+            "--nproc-per-node",
+            str(args.nproc_per_node),
+        ]
         command += [__file__, "--result", str(result), "--epochs", str(args.epochs), *options]
         with log.open("w", encoding="utf-8") as output:
             code = subprocess.run(command, stdout=output, stderr=output, check=False).returncode

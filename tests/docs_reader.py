@@ -94,10 +94,18 @@ ELSEWHERE = {
             "accel launch --profile cluster train.py --epochs 3",
             "accel launch --profile cluster --detach train.py",
             "accel jobs logs 4711 -f",
+            "accel top 4711 --profile cluster",
             "accel launch --profile cluster --nnodes 500 train.py",
             "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
         ),
         Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
+    ),
+    **dict.fromkeys(
+        (
+            "accel launch --hosts node1,node2 train.py --epochs 3",
+            "accel launch --hosts node1,node2 --sync train.py",
+        ),
+        Elsewhere("needs two hosts with sshd", "tests/integration/test_ssh.py"),
     ),
     'python -m pip install -e ".[sagemaker]"': Elsewhere(
         "changes the environment that runs this test", "pyproject.toml"
@@ -132,6 +140,15 @@ ELSEWHERE = {
         Elsewhere("needs the distribution of its page", OF_ANOTHER_DISTRIBUTION),
     ),
     "accel launch --gpu-ids 0,2 train.py": Elsewhere("needs three GPUs", "tests/cli/launchers/test_gpus.py"),
+    'python -m pip install -e ".[migrate]"': Elsewhere(
+        "changes the environment that runs this test", "Makefile"
+    ),
+    'python -m pip install -e ".[kubernetes]"': Elsewhere(
+        "changes the environment that runs this test", "pyproject.toml"
+    ),
+    "accel launch --profile kube train.py --epochs 3": Elsewhere(
+        "needs a Kubernetes cluster", "tests/integration/test_kubernetes.py"
+    ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
         "needs a pod", "tests/cli/commands/test_tpu_pod.py"

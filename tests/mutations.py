@@ -43,6 +43,27 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "end of a launch on a host whose launcher is gone",
+        "accel_cli/ssh/supervisor.py",
+        "            self._end_launch()",
+        "            pass",
+        ("tests/cli/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
+    ),
+    Mutation(
+        "host of the first failure",
+        "accel_cli/ssh/run.py",
+        "            return not is_cause, connection.ended_at or 0.0",
+        "            return is_cause, connection.ended_at or 0.0",
+        ("tests/cli/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",),
+    ),
+    Mutation(
+        "launcher of an option",
+        "accel_cli/launchers/__init__.py",
+        "        if option.selects_launcher and option.name in options:",
+        "        if False:",
+        ("tests/cli/ssh/test_config.py",),
+    ),
+    Mutation(
         "different models in one accumulation cycle",
         "accel_runtime/training/accumulation.py",
         "        is_mixed = self._count > 0 and bool(previous) and previous != self._models",

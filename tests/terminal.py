@@ -1,13 +1,19 @@
-"""A screen on which `accel config` runs: a real pseudo-terminal, read as a person reads it."""
+"""Screens on which `accel` runs: real pseudo-terminals, read as a person reads them."""
 
+import fcntl
 import os
+import select
+import signal
+import struct
 import sys
+import termios
 import time
 
 import pexpect
 import pyte
+from fork_launch import Accel
 
-__all__ = ["Terminal"]
+__all__ = ["CommandScreen", "Terminal"]
 
 REAL = ["-m", "accel_cli"]
 WITHOUT_DEVICES = [
@@ -84,3 +90,76 @@ class Terminal:
         self._read()
         self.process.close()
         return self.process.exitstatus
+
+
+class CommandScreen:
+    """A screen on which `accel` runs, with all lines that have left it at the top.
+
+    Args:
+        args: What follows `accel`.
+        columns: The width of the screen.
+        lines: Its height.
+    """
+
+    def __init__(self, *args, columns=80, lines=24):
+        self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
+        self._stream = pyte.ByteStream(self._screen)
+        self._ours, theirs = os.openpty()
+        self.resize(columns, lines)
+        environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+        self.process = Accel(
+            *args, stdin=theirs, stdout=theirs, stderr=theirs, env={**environ, "TERM": "xterm-256color"}
+        )
+        os.close(theirs)
+
+    def resize(self, columns, lines):
+        """Change the size, as a terminal does without reflow."""
+        self._screen.resize(lines, columns)
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("4H", lines, columns, 0, 0))
+
+    def type(self, keys):
+        os.write(self._ours, keys.encode())
+
+    def text(self):
+        """The lines on the screen."""
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
+    def scrolled(self):
+        """The lines that have left the screen at the top."""
+        rows = self._screen.history.top
+        return ["".join(row[column].data for column in range(self._screen.columns)).rstrip() for row in rows]
+
+    def see(self, *texts, seconds=120):
+        """Wait until all texts are on the screen."""
+        deadline = time.monotonic() + seconds
+        while not all(text in self.text() for text in texts):
+            assert time.monotonic() < deadline, f"{texts} did not come; the screen is\n{self.text()}"
+            assert self.read(), f"{texts} did not come before the end; the screen is\n{self.text()}"
+
+    def read(self, seconds=0.05):
+        """Take what is written within some time; return False at the end of the command."""
+        ready, _, _ = select.select([self._ours], [], [], seconds)
+        if not ready:
+            return True
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # no process has the terminal open
+            return False
+        self._stream.feed(data)
+        return bool(data)
+
+    def end(self, seconds=120):
+        """Read to the end; the exit code."""
+        deadline = time.monotonic() + seconds
+        while self.read():
+            assert time.monotonic() < deadline, f"it has not ended; the screen is\n{self.text()}"
+        return self.process.wait(timeout=seconds)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.end()
+        os.close(self._ours)

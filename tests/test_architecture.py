@@ -31,6 +31,8 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/jobs/",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
     "accel_cli/sagemaker/entry.py",
+    # On the host of a launch, it reads the address at which ssh reached it.
+    "accel_cli/ssh/supervisor.py",
     # The terminal's own variables say whether colours are wanted.
     "accel_cli/console.py",
     "accel_runtime/accelerator/__init__.py",
@@ -54,9 +56,12 @@ READ_THE_ENVIRONMENT = (
 ANNEXES = {
     "sagemaker": ("accel_cli.sagemaker",),
     "slurm": ("accel_cli.launchers.slurm", "accel_cli.jobs.slurm"),
+    "kubernetes": ("accel_cli.kubernetes",),
+    "ssh": ("accel_cli.ssh",),
     "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
     "import": ("accel_cli.import_accelerate",),
     "estimate": ("accel_cli.commands.estimate", "accel_runtime.estimate"),
+    "migrate": ("accel_cli.commands.migrate", "accel_cli.migrate"),
 }
 """Parts of the command line that are loaded when they are chosen, with their modules."""
 TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}

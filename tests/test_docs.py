@@ -290,6 +290,8 @@ def written(picture: Path) -> str:
     for height, part in text.findall(picture.read_text(encoding="utf-8")):
         lines[float(height)] = lines.get(float(height), "") + html.unescape(part)
     words = "".join(line for line in lines.values() if not line.startswith("This\N{NO-BREAK SPACE}machine"))
+    # Durations have other units on a slow machine, and numbers other digits after the point.
+    words = re.sub(r"\d[\d.]*\s(ms|s|min|h)\b(\s\d+\s(s|min)\b)?|\d+\.\d+", "", words)
     # Numbers of other lengths break lines elsewhere.
     return re.sub(r"\s|\d|[─│]|(?<=on)\w+(?=\(pid)", "", re.sub(r"on\s\S+\s\(pid", "on (pid", words))
 

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import functools
 import http.server
-import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from debian import UnavailableError, install
+from browser import open_browser, prefer, resize
 from docs_reader import DOCS, blocks, commands
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
 
 pytestmark = pytest.mark.slow
 
-WIDTHS = {"desktop": 1280, "phone": 390}
 WORDS = [
     "multi-node", "multi-gpu", "docker", "jupyter", "lora", "tutorial", "faq", "troubleshooting", "performance",
 ]  # fmt: skip
@@ -68,30 +63,8 @@ return [links, [...document.querySelectorAll("[id]")].map(e => e.id), next && ne
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[WebDriver]:
-    """A headless Chromium that reaches loopback only; without one, tests are skipped, but fail in CI."""
-    try:
-        install(("chromium", "chromium-driver"), ("chromedriver",))
-        if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
-            raise UnavailableError("chromedriver is installed, but no browser")  # noqa: TRY301
-    except UnavailableError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"no Chromium: {error}")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",  # Chromium has none for root
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
+    with open_browser() as driver:
+        yield driver
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -109,16 +82,6 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def resize(browser: WebDriver, width: str) -> None:
-    screen = {"width": WIDTHS[width], "height": 900, "deviceScaleFactor": 1, "mobile": width == "phone"}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-
-
-def prefer(browser: WebDriver, scheme: str) -> None:
-    feature = {"name": "prefers-color-scheme", "value": "dark" if scheme == "slate" else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-
-
 def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
     site: Path, address: str, browser: WebDriver
 ) -> None:
@@ -133,7 +96,7 @@ def test_every_page_is_reached_and_shown_at_any_width_in_both_schemes(
             resize(browser, width)
             problems += [f"{url}: {width}: {code} is too wide" for code in browser.execute_async_script(FIT)]
             for scheme in schemes:
-                prefer(browser, scheme)
+                prefer(browser, "dark" if scheme == "slate" else "light")
                 shown = browser.execute_async_script(COLORS, scheme)
                 problems += [f"{url}: {width}: {scheme} is shown as {shown}"] * (shown != scheme)
         problems += [f"{url}: {entry['message']}" for entry in browser.get_log("browser")]

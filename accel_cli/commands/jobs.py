@@ -16,7 +16,7 @@ from accel_cli.commands.options import CommandApp, complete_profile_names, expan
 if TYPE_CHECKING:
     from accel_cli.jobs.base import Jobs
 
-__all__ = ["app"]
+__all__ = ["Service", "app", "has_service", "open_jobs"]
 
 app = CommandApp(
     name="jobs",
@@ -60,7 +60,7 @@ class Service:
 @expand_options
 def list_(service: Service) -> None:
     """List jobs, oldest first."""
-    with _open_jobs(service) as jobs:
+    with open_jobs(service) as jobs:
         rows = [(job.id, job.name, job.state, job.elapsed, job.nodes or job.reason) for job in jobs.list()]
     if not rows:
         console.note("no jobs found")
@@ -72,7 +72,7 @@ def list_(service: Service) -> None:
 @expand_options
 def status(job_id: _Id, service: Service) -> None:
     """Show the details of a job."""
-    with _open_jobs(service) as jobs:
+    with open_jobs(service) as jobs:
         job = jobs.status(job_id)
     fields = {
         name: value for name, value in asdict(job).items() if value or (name == "exit_code" and job.finished)
@@ -96,7 +96,7 @@ def logs(
     """Print the log of a job."""
     from accel_cli.jobs import base
 
-    with _open_jobs(service) as jobs:
+    with open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if follow:
             raise typer.Exit(base.follow(jobs, job))
@@ -111,7 +111,7 @@ def logs(
 @expand_options
 def stop(job_id: _Id, service: Service) -> None:
     """Stop a job. Its processes receive SIGTERM and have some time to save."""
-    with _open_jobs(service) as jobs:
+    with open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if job.finished:
             console.note(f"job {job.id} is {job.state} already")
@@ -137,33 +137,65 @@ def download(
     service: Service,
 ) -> None:
     """Download the model and the other output files of a job."""
-    with _open_jobs(service) as jobs:
+    with open_jobs(service) as jobs:
         folder = jobs.download(job_id, output)
     console.note(f"results of job {job_id} are in {console.abbreviate_home(str(folder.resolve()))}")
     console.plain(str(folder))
 
 
 @contextmanager
-def _open_jobs(service: Service) -> Iterator[Jobs]:
+def open_jobs(service: Service) -> Iterator[Jobs]:
     """Yield the jobs of a launcher, by default of the first service; then errors name the others."""
+    from accel_cli.errors import UsageError
+    from accel_cli.jobs.base import UnreachableError, format_options
+    from accel_cli.launchers import LAUNCHERS
+
+    values, default = _read_launcher_values(service), next(filter(_submits_jobs, LAUNCHERS))
+    if assumed := not _submits_jobs(values.get("launcher.kind")):
+        values = {"launcher.kind": default}
+    try:
+        jobs = LAUNCHERS[values["launcher.kind"]].open_jobs(values)
+        jobs.jobs_options = format_options(service.profile, _list_assignments(service))
+        yield jobs
+    except (UsageError, UnreachableError) as error:
+        if not assumed:
+            raise
+        others = " or ".join(kind for kind in LAUNCHERS if _submits_jobs(kind) and kind != default)
+        raise type(error)(
+            f"{str(error).rstrip('.')}. No profile selects a launcher that submits jobs, so {default} is assumed; "
+            f"use --launcher {others} for others."
+        ) from None
+
+
+def has_service(service: Service) -> bool:
+    """Return True if the options or the active profile select a launcher that submits jobs."""
+    return _submits_jobs(_read_launcher_values(service).get("launcher.kind"))
+
+
+def _submits_jobs(kind: Any) -> bool:
+    from accel_cli.launchers import LAUNCHERS
+
+    return isinstance(kind, str) and kind in LAUNCHERS and LAUNCHERS[kind].location == "job"
+
+
+def _list_assignments(service: Service) -> list[str]:
+    texts = list(service.assignments or ())
+    return texts if service.launcher is None else [f"launcher.kind={service.launcher}", *texts]
+
+
+def _read_launcher_values(service: Service) -> dict[str, Any]:
+    """Return the values of the launcher in the layers of the profile, by dotted key."""
     import os
 
     from accel_cli.errors import ProfileError, UsageError
-    from accel_cli.jobs.base import UnreachableError, format_options
     from accel_cli.launchers import LAUNCHERS
     from accel_cli.profile import layers
     from accel_cli.profile.store import Store
 
-    def submits_jobs(kind: Any) -> bool:
-        return isinstance(kind, str) and kind in LAUNCHERS and LAUNCHERS[kind].location == "job"
-
-    default = next(filter(submits_jobs, LAUNCHERS))
-    texts = list(service.assignments or ())
-    if service.launcher is not None:
-        texts.insert(0, f"launcher.kind={service.launcher}")
-    options = layers.parse_assignments(texts)
-    if not submits_jobs(requested := options.values.get("launcher.kind", default)):
-        kinds = " or ".join(filter(submits_jobs, LAUNCHERS))
+    options = layers.parse_assignments(_list_assignments(service))
+    requested = options.values.get("launcher.kind")
+    if requested is not None and not _submits_jobs(requested):
+        kinds = " or ".join(filter(_submits_jobs, LAUNCHERS))
         raise UsageError(f"Invalid launcher {requested!r}: expected {kinds}, which submit jobs.")
     values: dict[str, Any] = {}
     for layer in layers.read_layers(
@@ -174,17 +206,4 @@ def _open_jobs(service: Service) -> Iterator[Jobs]:
         if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):
             values = {}
         values |= {key: value for key, value in layer.values.items() if key.startswith("launcher.")}
-    if assumed := not submits_jobs(values.get("launcher.kind")):
-        values = {"launcher.kind": default}
-    try:
-        jobs = LAUNCHERS[values["launcher.kind"]].open_jobs(values)
-        jobs.jobs_options = format_options(service.profile, texts)
-        yield jobs
-    except (UsageError, UnreachableError) as error:
-        if not assumed:
-            raise
-        others = " or ".join(kind for kind in LAUNCHERS if submits_jobs(kind) and kind != default)
-        raise type(error)(
-            f"{str(error).rstrip('.')}. No profile selects a launcher that submits jobs, so {default} is assumed; "
-            f"use --launcher {others} for others."
-        ) from None
+    return values

@@ -114,7 +114,7 @@ def launch(
         return
     if "quiet" not in options:
         console.note(format_headline(plan, resolved))
-    raise typer.Exit(launcher.run(plan))
+    raise typer.Exit(launcher.run(_add_details(plan, request, resolved)))
 
 
 @app.command("test", cls=TestCommand, epilog="Example: accel test --nproc-per-node 2")
@@ -125,7 +125,29 @@ def test(context: typer.Context) -> None:
     request = Request("accel_runtime.selfcheck", kind="module", options=get_options(context), is_builtin=True)
     resolved, plan = planner.prepare(request, os.environ)
     console.note(format_headline(plan, resolved))
+    plan = _add_details(plan, request, resolved, is_quiet=True)
     raise typer.Exit(resolved.profile.launcher.run(plan))
+
+
+def _add_details(plan: Plan, request: Request, resolved: Resolved, *, is_quiet: bool = False) -> Plan:
+    """Return the plan with the facts that are recorded in the folder of its run."""
+    from dataclasses import replace
+
+    from accel_cli.planning.plan import LaunchDetails
+
+    profile = {
+        key: console.mask_secrets(key if key.startswith("env.") else "", value)
+        if isinstance(value, str)
+        else value
+        for key, value in resolved.values.items()
+    }
+    details = LaunchDetails(
+        arguments=request.args,
+        headline=format_headline(plan, resolved),
+        profile=profile,
+        is_quiet=is_quiet or "quiet" in request.options,
+    )
+    return replace(plan, details=details)
 
 
 def build_request(script: str, args: list[str] | None, options: dict[str, Any]) -> Request:

@@ -1,11 +1,12 @@
-"""`accel logs` and `accel stacks`: output and progress of the ranks of a run."""
+"""`accel logs`, `accel runs` and `accel stacks`: the runs of this user, and the output and progress of their ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,38 +17,17 @@ from accel_cli.errors import UsageError
 if TYPE_CHECKING:
     from accel_cli.runner.run_dir import RunFolder
 
-__all__ = ["app"]
+__all__ = ["LogDir", "app", "find_log_home"]
 
 app = CommandApp(rich_help_panel="Run")
 
+LogDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Read runs that accel launch --log-dir wrote here.")
+]
 
-@app.command("logs", epilog="Example: accel logs -f --rank 1")
-def logs(  # noqa: PLR0913, PLR0917 - one parameter an option
-    rank: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Print the log of this rank; by default the lowest of this machine."),
-    ] = None,
-    attempt: Annotated[
-        int | None, typer.Option(metavar="K", help="Print this attempt, counted from 0; by default the last.")
-    ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Print this run of --list; by default the last that started processes."
-        ),
-    ] = None,
-    list_runs: Annotated[bool, typer.Option("--list", help="List the runs that are kept.")] = False,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Follow the log until the run ends.")
-    ] = False,
-    log_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Read runs that accel launch --log-dir wrote here.")
-    ] = None,
-) -> None:
-    """Print the log of a rank; without options, of rank 0 of the last run.
 
-    The launchers torchrun and xla keep the output of all ranks of this machine.
-    """
+def find_log_home(log_dir: str | None) -> Path:
+    """Return the folder of all runs: `log_dir`, that of the active profile, or the default one."""
     from accel_cli.planning import planner
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import Request
@@ -56,75 +36,147 @@ def logs(  # noqa: PLR0913, PLR0917 - one parameter an option
     if not log_dir:
         launcher = planner.resolve(Request(""), os.environ, Machine(1)).profile.launcher
         log_dir = getattr(launcher, "log_dir", None)
-    home = run_dir.get_log_home(os.environ, log_dir)
-    if list_runs:
-        runs = run_dir.find_recent_runs(home)
-        if not runs:
-            console.note(f"no runs found in {home}")
-        _print_runs(runs)
-        return
-    selected = run_dir.find_run(home, run)
+    return run_dir.get_log_home(os.environ, log_dir)
+
+
+@app.command("logs", epilog="Example: accel logs -f --rank 1")
+def logs(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Print the log of this run of accel runs: its id, the beginning of it, or a script; by default the last "
+            "that kept output.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Print the log of this rank; by default the lowest of this machine."),
+    ] = None,
+    attempt: Annotated[
+        int | None, typer.Option(metavar="K", help="Print this attempt, counted from 0; by default the last.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the log until the run ends.")
+    ] = False,
+    log_dir: LogDir = None,
+) -> None:
+    """Print the log of a rank; without options, of rank 0 of the last run.
+
+    The launchers torchrun and xla keep the output of all ranks of this machine.
+    """
+    from accel_cli.runner import run_dir
+
+    home = find_log_home(log_dir)
+    selected = run_dir.find_run(home, run, has_logs=True)
     newest = run_dir.find_recent_runs(home)[0]
     if run is None and newest != selected:
+        reason = "kept no output" if newest.has_replaced_launcher else "started no process"
         console.note(
-            f"{newest.path.name} started no process ({newest.state}); these are the logs of {selected.path.name}"
+            f"{newest.path.name} {reason} ({newest.state}); these are the logs of {selected.path.name}"
         )
     for data in run_dir.read_log(selected, attempt, rank, follow=follow):
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
 
 
-def _print_runs(runs: list[RunFolder]) -> None:
-    rows = []
-    for run in runs:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.record["started"]))
-        rows.append((run.path.name, started, run.state, str(len(run.attempts))))
-    console.table(("RUN", "STARTED", "STATE", "ATTEMPTS"), rows)
+@app.command("runs", epilog="Example: accel runs -n 5")
+def runs(
+    count: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show the last N runs.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    log_dir: LogDir = None,
+) -> None:
+    """List the last runs of this user on this machine, newest first."""
+    from accel_cli.runner import run_dir
+
+    home = find_log_home(log_dir)
+    entries = [_describe_run(run) for run in run_dir.find_recent_runs(home)[:count]]
+    if as_json:
+        console.print_json(entries)
+        return
+    if not entries:
+        console.note(f"no runs found in {home}")
+        return
+    rows = [_format_row(entry) for entry in entries]
+    console.table(
+        ("RUN", "SCRIPT", "STARTED", "DURATION", "RANKS", "EXIT"),
+        rows,
+        fixed=("RUN", "STARTED", "DURATION", "RANKS"),
+        cropped=("SCRIPT",),
+    )
+
+
+def _describe_run(run: RunFolder) -> dict[str, Any]:
+    """Return the facts of a run that `accel runs` shows."""
+    record, is_running = run.record, run.is_running
+    started, ended = record.get("started"), time.time() if is_running else run.ended
+    attempts = run.attempts
+    ranks = len(run.list_ranks(attempts[-1])) if attempts else 0
+    return {
+        "run": run.path.name,
+        "path": str(run.path),
+        "script": record.get("target") or run.stem,
+        "arguments": record.get("arguments", []),
+        "launcher": record.get("launcher"),
+        "host": record.get("host"),
+        "started": started,
+        "duration": None if ended is None or started is None else max(0.0, ended - started),
+        "ranks": record.get("world_size", ranks),
+        "attempts": len(attempts),
+        "state": run.state,
+        "is_running": is_running,
+        "exit_code": record.get("exit_code"),
+    }
+
+
+def _format_row(entry: dict[str, Any]) -> tuple[str, ...]:
+    duration = "-" if entry["duration"] is None else console.format_duration(entry["duration"])
+    code = entry["exit_code"]
+    return (
+        entry["run"],
+        Path(entry["script"]).name,
+        _format_time(entry["started"]),
+        duration,
+        str(entry["ranks"] or "-"),
+        entry["state"] if code is None else str(code),
+    )
+
+
+def _format_time(started: float) -> str:
+    """Return a local time: of today the hour, of this year without the year."""
+    local, now = time.localtime(started), time.localtime()
+    if local[:3] == now[:3]:
+        return time.strftime("%H:%M:%S", local)
+    return time.strftime("%b %d %H:%M" if local.tm_year == now.tm_year else "%Y-%m-%d", local)
 
 
 @app.command("stacks", epilog="Example: accel stacks --rank 0")
 def stacks(
-    name: Annotated[
+    run: Annotated[
         str | None,
-        typer.Option(
-            "--run", metavar="NAME", help="Show this run of accel logs --list; by default the newest."
+        typer.Argument(
+            metavar="RUN",
+            help="Show this run of accel runs: its id, the beginning of it, or a script; by default the newest that is "
+            "in progress.",
         ),
     ] = None,
     rank: Annotated[int | None, typer.Option(metavar="N", help="Show only this rank.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Show all threads, and frames of libraries.")] = False,
+    log_dir: LogDir = None,
 ) -> None:
     """Show the progress and Python stack of every process in a running job.
 
     The job is not interrupted. Only processes on this machine are shown.
     """
-    from accel_cli.runner import stalls
+    from accel_cli.runner import run_dir, stalls
 
-    run = _find_running(name)
-    folders = run.list_ranks(run.attempts[-1]) if run.attempts else {}
+    selected = run_dir.find_running_run(find_log_home(log_dir), run)
+    folders = selected.list_ranks(selected.attempts[-1]) if selected.attempts else {}
     if rank is not None:
         if rank not in folders:
             ranks = ", ".join(map(str, folders)) or "none"
             raise UsageError(
-                f"Rank {rank} of {run.path.name} does not run on this machine. Local ranks: {ranks}."
+                f"Rank {rank} of {selected.path.name} does not run on this machine. Local ranks: {ranks}."
             )
         folders = {rank: folders[rank]}
-    console.plain(f"{run.path.name}\n{stalls.format_stall(folders, full=full)}")
-
-
-def _find_running(name: str | None) -> RunFolder:
-    """Return the newest running run, or the one of this name."""
-    from accel_cli.runner import run_dir
-
-    home = run_dir.get_log_home(os.environ)
-    runs = run_dir.find_recent_runs(home)
-    running = {run.path.name: run for run in runs if run.is_running}
-    if name is None:
-        if not running:
-            raise UsageError(f"No run of accel launch is in progress on this machine (searched {home}).")
-        return next(iter(running.values()))
-    if name not in running:
-        ended = any(run.path.name == name for run in runs)
-        raise UsageError(
-            f"Run {name!r} {'has ended' if ended else 'not found'}. Running: {', '.join(running) or 'none'}."
-        )
-    return running[name]
+    console.plain(f"{selected.path.name}\n{stalls.format_stall(folders, full=full)}")

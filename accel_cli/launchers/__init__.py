@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import LaunchOption
 
-__all__ = ["LAUNCHERS", "Registry", "check_options", "list_options", "suggest_launcher"]
+__all__ = ["LAUNCHERS", "Registry", "check_options", "find_selected", "list_options", "suggest_launcher"]
 
 Entry = TypeVar("Entry")
 
@@ -90,8 +90,10 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
         "single": "accel_cli.launchers.single:Single",
         "torchrun": "accel_cli.launchers.torchrun:Torchrun",
         "slurm": "accel_cli.launchers.slurm:Slurm",
+        "ssh": "accel_cli.ssh.config:Ssh",
         "xla": "accel_cli.launchers.xla:Xla",
         "sagemaker": "accel_cli.sagemaker.config:SageMaker",
+        "kubernetes": "accel_cli.kubernetes.config:Kubernetes",
     },
     group="accel.launchers",
 )
@@ -114,11 +116,20 @@ def list_options() -> dict[LaunchOption, list[str]]:
     return dict(options.values())
 
 
+def find_selected(options: Mapping[str, Any]) -> tuple[str, LaunchOption] | None:
+    """Return the kind that a typed option selects, with the option; None if no option selects a launcher."""
+    for option, kinds in list_options().items():
+        if option.selects_launcher and option.name in options:
+            return kinds[0], option
+    return None
+
+
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
     """Raise if a typed option is declared by other launchers than the chosen one."""
     for option, kinds in list_options().items():
         if option.name in options and kind not in kinds:
-            launchers = f"launcher{'s' if len(kinds) > 1 else ''} {' and '.join(kinds)}"
+            *others, last = kinds
+            launchers = f"launchers {', '.join(others)} and {last}" if others else f"launcher {last}"
             raise UsageError(
                 f"Cannot use {option.flag} with launcher.kind: {kind}: it is an option of the {launchers}. Leave it out, "
                 f"or choose the launcher with --set launcher.kind={kinds[0]}."

@@ -28,6 +28,8 @@ __all__ = [
     "GPU_VARIABLES",
     "JOB_NAME",
     "GpuIds",
+    "KeepDays",
+    "KeepRuns",
     "LaunchSpec",
     "Launcher",
     "Plan",
@@ -36,6 +38,17 @@ __all__ = [
     "resolve_device",
 ]
 
+KeepRuns = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="Number of run folders to keep; a new run removes the oldest ones whose runs have ended.",
+    ),
+]
+KeepDays = Annotated[
+    int,
+    Field(ge=1, description="Days to keep the folder of a run after its end; a new run removes older ones."),
+]
 DETACH = LaunchOption("--detach", "Submit the job and print its id without following it.")
 JOB_NAME = LaunchOption("--job-name", "Set the name of the job.", "NAME", "launcher.job_name")
 
@@ -76,8 +89,9 @@ class Launcher(Section):
 
     title: ClassVar[str]
     """Its name in the wizard."""
-    location: ClassVar[Literal["local", "pod", "job"]] = "local"
-    """The place of its processes: this machine, the hosts of a TPU of which this is one, or a job of a service."""
+    location: ClassVar[Literal["local", "pod", "hosts", "job"]] = "local"
+    """The place of its processes: this machine, the hosts of a TPU of which this is one, hosts on which it starts them itself,
+    or a job of a service."""
     replaces_process: ClassVar[bool] = False
     """True if the script replaces the launcher's process."""
     job_keys: ClassVar[tuple[str, ...]] = ()

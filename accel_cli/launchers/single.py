@@ -7,14 +7,17 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import override
 
+from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import (
     GpuIds,
+    KeepDays,
+    KeepRuns,
     Launcher,
     LaunchSpec,
     Plan,
@@ -22,6 +25,11 @@ from accel_cli.launchers.base import (
     choose_gpus,
     resolve_device,
 )
+from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_runtime import env
+
+if TYPE_CHECKING:
+    from accel_cli.runner.recorder import RunRecorder
 
 __all__ = ["Single"]
 
@@ -34,6 +42,8 @@ class Single(Launcher):
 
     kind: Literal["single"] = Field("single", description="One process on this machine.")
     gpu_ids: GpuIds = None
+    keep_runs: KeepRuns = KEEP_RUNS
+    keep_days: KeepDays = KEEP_DAYS
 
     @override
     def plan(self, spec: LaunchSpec) -> Plan:
@@ -64,6 +74,10 @@ class Single(Launcher):
         It returns in process 1 of a container only, where the script is a child instead: the kernel makes process 1 the
         parent of all orphans, and ignores signals for which it has no handler.
         """
+        environ = {**os.environ, **plan.env}
+        recorder = self._record(plan) if plan.details and "RANK" not in environ else None
+        if recorder:
+            environ[env.RANK_FOLDER] = str(recorder.folder.get_rank(0, 0).path)
         sys.stdout.flush()
         sys.stderr.flush()
         if os.getpid() == 1:
@@ -71,11 +85,22 @@ class Single(Launcher):
             from accel_cli.runner.guard import HANDLED_SIGNALS  # noqa: PLC0415 - rarely needed
 
             if child := os.fork():
-                return _wait_as_process_1(child, (*HANDLED_SIGNALS, signal.SIGCONT, signal.SIGWINCH))
+                code = _wait_as_process_1(child, (*HANDLED_SIGNALS, signal.SIGCONT, signal.SIGWINCH))
+                if recorder:
+                    _close_run(recorder, plan, code)
+                return code
+            if recorder:
+                recorder.record_pid(0, 0)
         try:
-            os.execvpe(plan.argv[0], plan.argv, {**os.environ, **plan.env})
+            os.execvpe(plan.argv[0], plan.argv, environ)
         except OSError as error:
             raise UsageError(f"Cannot execute {plan.argv[0]}: {error.strerror}.") from error
+
+    def _record(self, plan: Plan) -> RunRecorder | None:
+        """Create the folder of the run; ranks that another launcher has started have none."""
+        from accel_cli.runner.recorder import record_script  # noqa: PLC0415 - not for a dry run
+
+        return record_script(plan, os.environ, keep_runs=self.keep_runs, keep_days=self.keep_days)
 
     @override
     def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
@@ -89,6 +114,14 @@ def _threads(spec: LaunchSpec) -> dict[str, str]:
     if spec.nodes.inherited or local_size == 1 or bound:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, spec.machine.cpus // local_size))}
+
+
+def _close_run(recorder: RunRecorder, plan: Plan, code: int) -> None:
+    """Record the end of the run of a child, and print the line that closes the launch."""
+    with suppress(OSError):
+        recorder.end(code)
+    if plan.details and not plan.details.is_quiet:
+        console.note(recorder.format_end("1 process", code))
 
 
 def _wait_as_process_1(child: int, signals: Iterable[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -15,6 +16,8 @@ import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import (
     GpuIds,
+    KeepDays,
+    KeepRuns,
     Launcher,
     LaunchSpec,
     Plan,
@@ -25,7 +28,8 @@ from accel_cli.launchers.base import (
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
-from accel_cli.planning.plan import AgentSettings, check_ranks, get_highest_rank
+from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, AgentSettings, check_ranks, get_highest_rank
 from accel_cli.profile.sections import Answers, CountOrAuto, Question
 from accel_runtime import env
 
@@ -109,8 +113,13 @@ StallTimeout = Annotated[
 ]
 
 
+LIVE = LaunchOption("--live", "Show a table of the ranks at the bottom of the terminal, as accel top does.")
+
+
 class ElasticLauncher(Launcher):
     """A launcher whose processes the elastic agent starts."""
+
+    launch_options = (LIVE,)
 
     nnodes: Nnodes = 1
     rdzv_endpoint: Endpoint = None
@@ -139,6 +148,8 @@ class ElasticLauncher(Launcher):
         min_length=1,
         description="Folder for the logs of runs; if unset, the system's folder for program state.",
     )
+    keep_runs: KeepRuns = KEEP_RUNS
+    keep_days: KeepDays = KEEP_DAYS
     shutdown_timeout: ShutdownTimeout = 30
     stall_timeout: StallTimeout = None
 
@@ -185,6 +196,11 @@ class ElasticLauncher(Launcher):
     def run(self, plan: Plan) -> int:
         from accel_cli.runner.forkserver import run_agent  # noqa: PLC0415 - not for a dry run
 
+        if plan.agent and plan.agent.live and not sys.stderr.isatty():
+            raise UsageError(
+                "Cannot use --live: stderr is not a terminal. Leave it out, and watch the run with accel top."
+            )
+
         return run_agent(plan)
 
     def get_interfaces(self) -> dict[str, str]:
@@ -215,6 +231,9 @@ class ElasticLauncher(Launcher):
             log_dir=self.log_dir,
             shutdown_timeout=self.shutdown_timeout,
             stall_timeout=self.stall_timeout,
+            keep_runs=self.keep_runs,
+            keep_days=self.keep_days,
+            live=LIVE.name in spec.option_values,
             host=spec.environ.get(env.NODE_NAME),
             failure_file=spec.environ.get(env.FAILURE_FILE),
             start_method=method,
@@ -301,8 +320,9 @@ class Torchrun(ElasticLauncher):
         spec, visible = choose_gpus(spec, self.gpu_ids)
         count = self._count_processes(spec)
         device = resolve_device(spec, count)
-        if get_highest_rank(self.ranks) >= self.range[1] * count:
-            raise UsageError(f"Invalid ranks {self.ranks!r}: the last rank is {self.range[1] * count - 1}.")
+        maximum = self._read_num_processes(spec, self.range[1] * count)
+        if maximum and get_highest_rank(self.ranks) >= maximum:
+            raise UsageError(f"Invalid ranks {self.ranks!r}: the last rank is {maximum - 1}.")
         threads = str(self.omp_num_threads or max(1, spec.machine.cpus // count))
         return Plan(
             launcher=self.kind,
@@ -315,6 +335,17 @@ class Torchrun(ElasticLauncher):
             node_summary=spec.nodes.summary,
             agent=self.build_agent_settings(spec, self._choose_start_method(spec)),
         )
+
+    @override
+    def get_world_sizes(self, spec: LaunchSpec, plan: Plan) -> Sequence[int]:
+        sizes = super().get_world_sizes(spec, plan)
+        num_processes = self._read_num_processes(spec, sizes[-1])
+        return sizes if num_processes == sizes[-1] else [num_processes] if num_processes else []
+
+    def _read_num_processes(self, spec: LaunchSpec, default: int) -> int:
+        """Return the number of processes on all nodes; 0 if other nodes run another number, which is not known."""
+        text = spec.environ.get(env.NUM_PROCESSES, "")
+        return int(text) if self.range[1] > 1 and text.isdecimal() else default
 
     def _choose_start_method(self, spec: LaunchSpec) -> tuple[str, str]:
         """Return the start method and the reason for it."""

@@ -33,6 +33,8 @@ class LaunchOption:
     repeated: bool = False
     only_prints: bool = False
     """The launcher prints `Launcher.preview`, and runs nothing."""
+    selects_launcher: bool = False
+    """The option selects the launcher that declares it, whatever launcher the profile has."""
     minimum: int | None = None
 
     @property
@@ -71,7 +73,7 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
     "": (
         LaunchOption("--dry-run", "Print the plan and run nothing."),
         LaunchOption("--explain", "Print the plan with the source of each value, and run nothing."),
-        LaunchOption("--quiet", "Leave out the line that describes the launch.", short="-q"),
+        LaunchOption("--quiet", "Leave out the lines that describe the launch and its end.", short="-q"),
     ),
     "Target": (
         LaunchOption("--module", "Run SCRIPT as a module, as in python -m.", short="-m"),

@@ -7,10 +7,14 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 __all__ = [
+    "KEEP_DAYS",
+    "KEEP_RUNS",
     "AgentSettings",
     "JobPlan",
+    "LaunchDetails",
     "Plan",
     "check_ranks",
     "get_highest_rank",
@@ -19,6 +23,8 @@ __all__ = [
 ]
 
 
+KEEP_RUNS, KEEP_DAYS = 50, 30
+"""The number of run folders that are kept, and the days after the end of a run, unless the profile sets others."""
 _LOOPBACK = "127.0.0.1"
 _MIN_LOST_AFTER_S, _MAX_LOST_AFTER_S = 6, 30
 _RANK_LIST = re.compile(r"\d+(,\d+)*", re.ASCII)
@@ -70,6 +76,12 @@ class AgentSettings:
     """Seconds that the processes have to exit after a signal."""
     stall_timeout: int | None
     """Seconds without progress until stacks are shown."""
+    keep_runs: int = KEEP_RUNS
+    """The number of run folders to keep."""
+    keep_days: int = KEEP_DAYS
+    """Days to keep the folder of a run after its end."""
+    live: bool = False
+    """True if a table of the ranks is shown at the bottom of the terminal."""
     static: bool = False
     """True if `node_rank` was given by an option."""
     starts_replicas: bool = False
@@ -115,6 +127,20 @@ class JobPlan:
 
 
 @dataclass(frozen=True)
+class LaunchDetails:
+    """Facts about a launch that are recorded in the folder of its run, in addition to the plan."""
+
+    arguments: tuple[str, ...]
+    """The arguments of the target."""
+    headline: str
+    """The line that describes the launch."""
+    profile: Mapping[str, Any]
+    """The values of the profile by dotted key, with secrets masked."""
+    is_quiet: bool = False
+    """True if notes about the end of the run are left out."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of a launch, as plain data."""
 
@@ -139,6 +165,8 @@ class Plan:
     """Settings of torch's elastic agent, if it starts the processes."""
     job: JobPlan | None = None
     """The job, if a scheduler or a service starts the processes."""
+    details: LaunchDetails | None = None
+    """The facts for the record of the run; None if the command is not a launch."""
 
     def to_json(self) -> str:
         """Return the plan as JSON, for the process that replaces this one; jobs are submitted by this process itself."""
@@ -150,7 +178,8 @@ class Plan:
         """Return the plan that `to_json` wrote."""
         data = json.loads(text)
         agent = AgentSettings(**data["agent"]) if data["agent"] else None
-        return cls(**{**data, "argv": tuple(data["argv"]), "agent": agent})
+        details = LaunchDetails(**data["details"]) if data["details"] else None
+        return cls(**{**data, "argv": tuple(data["argv"]), "agent": agent, "details": details})
 
 
 def quote_for_bash(word: str) -> str:

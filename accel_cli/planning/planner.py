@@ -46,6 +46,9 @@ def prepare(
     machine = machine or detect_machine(environ, cpu="cpu" in request.options)
     resolved, node_layout = _resolve(request, environ, machine)
     profile, launcher = resolved.profile, resolved.profile.launcher
+    option_values = _get_launcher_options(request)
+    if option_values:
+        launchers.check_options(launcher.kind, option_values)
     path = Path(request.target)
     if request.kind == "script" and not launcher.replaces_process and path.exists() and not path.is_file():
         raise UsageError(
@@ -65,7 +68,7 @@ def prepare(
         python=sys.executable,
         is_builtin=request.is_builtin,
         nodes=node_layout,
-        option_values={name: value for name, value in request.options.items() if name not in OPTIONS},
+        option_values=option_values,
         jobs_options=_format_jobs_options(request, launcher),
     )
     return resolved, build_plan(launcher, spec)
@@ -107,6 +110,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
             "them."
         )
     base = _read_layers(request, environ)
+    base += _select_launcher(request, base)
     profile_kind = layers.find_value(base, "launcher.kind")
     assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
     if profile_kind is None:
@@ -131,7 +135,7 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
         derived = {key: value for key, value in derived.items() if key not in option_keys}
         base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
     elif launcher.replaces_process:
-        base += _choose_torchrun(options)
+        base += _choose_torchrun(options, _get_launcher_options(request))
     return layers.resolve([*base, assignments, *options]), layout
 
 
@@ -149,10 +153,27 @@ def _build_layer(source: str, values: Mapping[str, Any]) -> Layer:
     return Layer(source, values, {"": source})
 
 
+def _select_launcher(request: Request, base: Sequence[Layer]) -> list[Layer]:
+    """Return a layer with the launcher that an option selects, unless the profile already has it."""
+    if request.options.keys() <= OPTIONS.keys():  # the options of launchers are loaded for one of them only
+        return []
+    selected = launchers.find_selected(request.options)
+    if selected is None or layers.find_value(base, "launcher.kind") == selected[0]:
+        return []
+    kind, option = selected
+    return [_build_layer(option.flag, {"launcher.kind": kind})]
+
+
+def _get_launcher_options(request: Request) -> dict[str, Any]:
+    """Return the typed options that launchers declare, by name."""
+    return {name: value for name, value in request.options.items() if name not in OPTIONS}
+
+
 def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
     """Return a layer for each option that sets a key of the profile."""
-    launcher_options = {name: value for name, value in request.options.items() if name not in OPTIONS}
-    if launcher_options and kind in LAUNCHERS:
+    launcher_options = _get_launcher_options(request)
+    # An option of torchrun may replace `single`; `prepare` checks the launcher that results.
+    if launcher_options and kind in LAUNCHERS and not launcher.replaces_process:
         launchers.check_options(kind, launcher_options)
     option_layers = []
     for option in (*OPTIONS.values(), *launcher.launch_options):
@@ -167,16 +188,18 @@ def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) 
     return option_layers
 
 
-def _choose_torchrun(options: Sequence[Layer]) -> list[Layer]:
+def _choose_torchrun(options: Sequence[Layer], launcher_options: Mapping[str, Any]) -> list[Layer]:
     """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent."""
     for layer in options:
         if not _SEVERAL_PROCESSES.isdisjoint(layer.values) or "," in str(
             layer.values.get("launcher.gpu_ids")
         ):
             return [_build_layer(layer.name, {"launcher.kind": "torchrun"})]
-    for layer in options:
-        if not _AGENT.isdisjoint(layer.values):
-            return [_build_layer(layer.name, {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1})]
+    declared = LAUNCHERS["torchrun"].launch_options if launcher_options else ()
+    sources = [layer.name for layer in options if not _AGENT.isdisjoint(layer.values)]
+    sources += [option.flag for option in declared if option.name in launcher_options]
+    if sources:
+        return [_build_layer(sources[0], {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1})]
     for layer in options:
         if not _CAPTURED_OUTPUT.isdisjoint(layer.values):
             raise UsageError(
@@ -190,7 +213,7 @@ def _find_nodes(
     request: Request, environ: Mapping[str, str], kind: Any, launcher: type[Launcher], machine: Machine
 ) -> NodeLayout:
     """Return the nodes of a launch, from options, variables of schedulers and the TPU."""
-    if request.for_pod or launcher.location == "job":
+    if request.for_pod or launcher.location in {"hosts", "job"}:
         if "node_rank" in request.options:
             raise UsageError(
                 f"Cannot use --node-rank with launcher.kind: {kind}: it is the rank of this machine, and the script runs on "

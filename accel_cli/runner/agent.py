@@ -15,11 +15,12 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
@@ -43,14 +44,10 @@ from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.output import LogWarning, RankOutputs
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
+from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.run_dir import (
-    RankFolder,
-    RunFolder,
-    format_ranks,
-    get_log_home,
-    write_reason,
-)
+from accel_cli.runner.run_dir import RankFolder, RunFolder, format_ranks, get_log_home, write_reason
+from accel_cli.runner.screen_footer import ScreenFooter, create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runner.stalls import StallWatch
 from accel_runtime import env
@@ -71,6 +68,7 @@ class RunContext:
 
     settings: AgentSettings
     folder: RunFolder
+    recorder: RunRecorder
     log_warning: LogWarning
     signals: SignalHandlers
     guard: GuardProcess
@@ -78,6 +76,10 @@ class RunContext:
     """Processes that ranks have started in sessions of their own."""
     server: ForkServer | None
     """The server that forks the processes; None starts them by exec."""
+    silence_hint: SilenceHint | None
+    """The note about a run without output; None if notes are left out, or a footer shows the progress."""
+    footer: ScreenFooter | None = None
+    """The table of the ranks at the bottom of the terminal; None without `--live`."""
 
 
 def run(plan: Plan, server: ForkServer | None = None) -> int:
@@ -121,26 +123,46 @@ def _run_and_record(
 ) -> int:
     """Run torch's agent, and record the exit code in a new run folder."""
     base = get_log_home(os.environ, settings.log_dir)
+    record = build_record(plan, torch.__version__)
     try:
-        folder = RunFolder.create(base, plan.target, {"argv": plan.argv})
+        folder = RunFolder.create(
+            base, plan.target, record, keep_runs=settings.keep_runs, keep_days=settings.keep_days
+        )
     except OSError as error:
         raise UsageError(
             f"logs cannot be written to {base}: {error.strerror}. Choose another folder with --log-dir."
         ) from None
-    warning = LogWarning(folder)
+    warning, recorder = LogWarning(folder), RunRecorder(folder)
+    is_quiet = plan.details is None or plan.details.is_quiet
+    # A footer shows the progress itself.
+    has_hint = not (is_quiet or settings.live)
+    hint = SilenceHint(detects_stalls=settings.stall_timeout is not None) if has_hint else None
+    agent: ElasticAgent | None = None
     code = 1
     try:
-        with GuardProcess(folder.path) as guard:
+        footer_context = create_footer(folder) if settings.live else nullcontext()
+        with GuardProcess(folder.path) as guard, footer_context as footer:
             orphans = signals.orphans = Orphans()
-            context = RunContext(settings, folder, warning, signals, guard, orphans, server)
-            code = _create_agent(plan, context).run_to_end()
+            context = RunContext(
+                settings, folder, recorder, warning, signals, guard, orphans, server, hint, footer
+            )
+            agent = _create_agent(plan, context)
+            code = agent.run_to_end()
     except SignalException as error:
         code = 128 + int(error.sigval)
     finally:
         signals.stop_raising()
         with warning.catch_errors():
-            folder.update({"exit_code": code})
+            recorder.end(code)
+        if agent and not is_quiet:
+            agent.print_end(code)
     return code
+
+
+def _is_hidden(ranks: set[int], shown: frozenset[int], *, starts_replicas: bool) -> bool:
+    """Return True if no output of these ranks is shown, since no rank or only ranks of other nodes were selected."""
+    # The ranks of processes that start replicas are not those of the replicas.
+    return not shown or (not (shown & ranks) and not starts_replicas)
 
 
 def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
@@ -188,6 +210,8 @@ class ElasticAgent(LocalElasticAgent):
         self._nodes = handler if isinstance(handler, NodeRendezvous) else None
         self._bootstrap = handler.bootstrap
         self._budget = RestartBudget(self._bootstrap, spec.max_restarts)
+        self._is_silent = False
+        """True if no rank of this node is shown: none at all by choice, or those of other nodes."""
         self._restart_reason: RestartReason | None = None
         self._round: int | None = None
         self._oom_kills = OomKillCounter()
@@ -234,6 +258,20 @@ class ElasticAgent(LocalElasticAgent):
                 self._exchange.wait_until_read()
             self._handler.shutdown()
         return code
+
+    def print_end(self, code: int) -> None:
+        """Print the line that closes the launch, unless no process was started."""
+        if self._attempt < 0:
+            return
+        count = self._worker_group.spec.local_world_size
+        noun = "process" if count == 1 else "processes"
+        if self._replica_watch and len(self._replica_watch.folders) > 1:
+            count, noun = len(self._replica_watch.folders), "replicas"
+        processes = f"{count} {noun}{' on this machine' if self._nodes else ''}"
+        self._end_line()
+        context = self._run_context
+        logs = console.abbreviate_home(str(context.folder.path))
+        console.note(f"{context.recorder.format_end(processes, code)}; logs: {logs}")
 
     # Rendezvous
 
@@ -295,6 +333,9 @@ class ElasticAgent(LocalElasticAgent):
             is_first = self._round is None
             change = "" if is_first else "restarting all processes, since machines joined or left: "
             console.note(f"{change}{len(nodes)} machines joined at {self._bootstrap.endpoint}: {names}")
+        if self._round is not None:
+            text = reason.text if reason else "machines joined or left"
+            self._run_context.recorder.record("restart", attempt=self._attempt + 1, reason=text)
 
     # Start
 
@@ -304,7 +345,10 @@ class ElasticAgent(LocalElasticAgent):
         self._attempt += 1
         shown = select_ranks(context.settings.ranks, workers[0].world_size)
         self._outputs = RankOutputs(
-            context.log_warning, prefixed=len(shown) > 1, coloured=console.use_color()
+            context.log_warning,
+            prefixed=len(shown) > 1,
+            coloured=console.use_color(),
+            write=context.footer.write if context.footer else None,
         )
         if context.settings.starts_replicas:
             attempt = context.folder.get_attempt(self._attempt)
@@ -326,15 +370,26 @@ class ElasticAgent(LocalElasticAgent):
         for worker in workers:
             with self._run_context.log_warning.catch_errors():
                 self._get_folder(worker).pid.write_text(str(processes.pids()[worker.local_rank]))
-        if timeout := context.settings.stall_timeout:
-            self._stall_watch = StallWatch(context.folder.list_ranks(self._attempt), timeout)
         ranks = {worker.global_rank for worker in workers}
-        if self._attempt == 0 and shown and shown.isdisjoint(ranks) and not context.settings.starts_replicas:
+        if not context.settings.starts_replicas:
+            self._record_start(workers[0].world_size, ranks)
+        if timeout := context.settings.stall_timeout:
+            folders = context.folder.list_ranks(self._attempt)
+            self._stall_watch = StallWatch(folders, timeout, context.recorder.record)
+        self._is_silent = _is_hidden(ranks, shown, starts_replicas=context.settings.starts_replicas)
+        if self._attempt == 0 and self._is_silent and shown:
             folder = console.abbreviate_home(str(context.folder.path))
             console.note(
                 f"the output of {format_ranks(ranks)} on {self._bootstrap.node.host} is in {folder}; show it with --ranks all"
             )
         return processes.pids()
+
+    def _record_start(self, world_size: int, ranks: Iterable[int]) -> None:
+        """Record the start of ranks on this node; replicas may start one after the other."""
+        context = self._run_context
+        context.recorder.record("start", attempt=self._attempt, world_size=world_size, ranks=sorted(ranks))
+        with context.log_warning.catch_errors():
+            context.folder.update({"world_size": world_size})
 
     def _prepare_rank(self, worker: Worker, shown: frozenset[int]) -> dict[str, str]:
         """Create the folder of a rank, and return its environment: torchrun's variables and accel's."""
@@ -387,8 +442,12 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._run_context
         timeout = context.settings.stall_timeout
-        if self._replica_watch and self._replica_watch.check() and timeout:
-            self._stall_watch = StallWatch(self._replica_watch.folders, timeout)
+        if self._replica_watch and self._replica_watch.check():
+            self._record_start(self._replica_watch.world_size, self._replica_watch.folders)
+            if timeout:
+                self._stall_watch = StallWatch(self._replica_watch.folders, timeout, context.recorder.record)
+        if context.footer:
+            context.footer.refresh()
         context.guard.check()
         context.guard.watch(context.orphans.update(context.signals.workers))
         result: RunResult = super()._monitor_workers(worker_group)
@@ -397,12 +456,17 @@ class ElasticAgent(LocalElasticAgent):
         elif result.state is WorkerState.HEALTHY:
             if self._stall_watch:
                 self._stall_watch.check()
+            context.recorder.sample_memory(self._attempt)
+            if context.silence_hint and self._outputs and not self._is_silent:
+                context.silence_hint.check((context.recorder.last_event, self._outputs.last_output))
             if self._nodes:
                 return self._check_nodes(self._nodes, result)
         return result
 
     def _build_restart_reason(self, result: RunResult) -> RestartReason:
         first = failures.find_first(self._read_failures(result.failures))
+        if self._remaining_restarts:  # the last failure is recorded with its report
+            self._record_failure(first)
         is_consequence = first.cause is not Cause.PRIMARY
         departed = self._describe_departed({}) if is_consequence else ""
         text = departed or failures.format_one_line(first)
@@ -439,6 +503,9 @@ class ElasticAgent(LocalElasticAgent):
             name = signals.received.name
             self._bootstrap.publish_departure(f"its launcher received {name} and ended its processes")
         signals.announce()
+        if self._run_context.footer:
+            # A failure report may follow, and no refresh shows what the processes do meanwhile.
+            self._run_context.footer.hide()
         if self._pcontext:
             # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
             self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
@@ -471,6 +538,7 @@ class ElasticAgent(LocalElasticAgent):
         first = self._exchange.find_first()
         if first is local_first:
             write_reason(context.settings.failure_file, failures.format_reason(first))
+        self._record_failure(first)
         self._end_line()
         world_size = group.workers[0].world_size if first.world_size is None else first.world_size
         shown = first.rank in select_ranks(context.settings.ranks, world_size)
@@ -480,6 +548,16 @@ class ElasticAgent(LocalElasticAgent):
         if has_lost_node and (departed := self._describe_departed(heartbeats)):
             console.error(departed)
         return first.code
+
+    def _record_failure(self, failure: Failure) -> None:
+        self._run_context.recorder.record(
+            "failure",
+            attempt=self._attempt,
+            rank=failure.rank,
+            host=failure.host,
+            cause=failures.describe_end(failure),
+            frames=failures.format_stack(failure),
+        )
 
     def _read_failures(self, failed: Mapping[int, ProcessFailure]) -> list[Failure]:
         """Read the records of the failed processes of this node."""

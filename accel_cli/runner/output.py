@@ -16,7 +16,15 @@ from pathlib import Path
 from accel_cli import console
 from accel_cli.runner.run_dir import RankFolder, RunFolder
 
-__all__ = ["LinePrefixer", "LogWarning", "OutputChannel", "RankOutputs", "get_file_identity"]
+__all__ = [
+    "LinePrefixer",
+    "LogWarning",
+    "OutputChannel",
+    "RankOutputs",
+    "get_file_identity",
+    "get_terminal_size",
+    "write_all",
+]
 
 
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -58,10 +66,25 @@ class RankOutputs:
     A single rank is shown byte for byte, through a pseudo-terminal if the screen is one. Several ranks are shown line by
     line, each line with the rank as prefix, and moving progress bars of the first rank only. A rank that is not shown
     writes to its log directly.
+
+    Args:
+        warning: The warning about incomplete logs.
+        prefixed: If true, several ranks are shown.
+        coloured: If true, prefixes on a terminal are coloured.
+        write: Writes complete lines to the screen, instead of `write_all`, if a footer is on it; a single rank is shown line
+            by line then, too.
     """
 
-    def __init__(self, warning: LogWarning, *, prefixed: bool, coloured: bool) -> None:
+    def __init__(
+        self,
+        warning: LogWarning,
+        *,
+        prefixed: bool,
+        coloured: bool,
+        write: Callable[[int, bytes], None] | None = None,
+    ) -> None:
         self.prefixed = prefixed
+        self._write = write
         self._warning = warning
         self._coloured = coloured
         self._lowest_rank = sys.maxsize
@@ -69,6 +92,7 @@ class RankOutputs:
         self._channels: list[OutputChannel] = []
         self._folders: list[RankFolder] = []
         self._reader: threading.Thread | None = None
+        self._created = time.monotonic()
         self._control = -1
         """Write end of the reader's control pipe: a byte announces new channels, closing it ends the reader."""
 
@@ -91,18 +115,24 @@ class RankOutputs:
                 path.symlink_to(first_stream)
             else:
                 prefixer = None
-                if self.prefixed:
+                if self.prefixed or self._write:
                     self._lowest_rank = min(rank, self._lowest_rank)
                     prefixer = LinePrefixer(
                         rank,
                         coloured=self._coloured and os.isatty(screen),
                         progress_bars=rank == self._lowest_rank,
+                        prefixed=self.prefixed,
                     )
-                self._channels.append(
-                    OutputChannel(path, folder.output, screen, prefixer, self._warning.show)
-                )
+                channel = OutputChannel(path, folder.output, screen, prefixer, self._warning.show)
+                channel.write = self._write or write_all
+                self._channels.append(channel)
         if self._reader:
             os.write(self._control, b"+")
+
+    @property
+    def last_output(self) -> float:
+        """The time of the newest output on the screen, or of the start of the attempt, on the monotonic clock."""
+        return max([self._created, *(channel.last_output for channel in self._channels)])
 
     def start(self) -> None:
         """Start the thread that copies output to the screen and the logs."""
@@ -138,6 +168,7 @@ class RankOutputs:
             if screen and channel.is_line_partial and get_file_identity(screen) == get_file_identity(2):
                 with suppress(OSError):
                     os.write(2, b"\n")
+                channel.is_line_partial = False
                 return
 
     def _read(self, control: int) -> None:
@@ -192,6 +223,16 @@ def get_file_identity(fd: int) -> object:
     return (status.st_dev, status.st_ino)
 
 
+def get_terminal_size(fd: int) -> os.terminal_size:
+    """Return the columns and lines of a terminal; 80 and 24 if it does not know them, as over some serial lines.
+
+    Raises:
+        OSError: The descriptor is closed, or is not a terminal.
+    """
+    columns, lines = os.get_terminal_size(fd)
+    return os.terminal_size((columns or 80, lines or 24))
+
+
 class OutputChannel:
     """Pseudo-terminal or pipe to which a rank writes, copied to the screen and to its log.
 
@@ -220,6 +261,10 @@ class OutputChannel:
             warn(f"{log} cannot be opened: {error.strerror}")
         self.screen = screen if get_file_identity(screen) else None
         """The descriptor of the screen; None once it is closed."""
+        self.write: Callable[[int, bytes], None] = write_all
+        """Writes to the screen."""
+        self.last_output = 0.0
+        """The time of the newest output on the screen, on the monotonic clock."""
         self.is_line_partial = False
         """True if the last output on the screen does not end with a newline."""
 
@@ -233,7 +278,7 @@ class OutputChannel:
             return False
         try:
             if self._log >= 0:
-                _write_all(self._log, data)
+                write_all(self._log, data)
         except OSError as error:
             # Continue without a log: ranks would block on a channel that is not read.
             os.close(self._log)
@@ -269,17 +314,19 @@ class OutputChannel:
         if self.screen is None or not data:
             return True
         try:
-            _write_all(self.screen, data)
+            self.write(self.screen, data)
         except BrokenPipeError:
             return False  # as in `python train.py | head`, the script gets a closed output
         except OSError as error:
             self.screen = None  # the terminal is closed; the log continues
             console.note(f"output is no longer shown: {error.strerror}. The logs of the run have all of it.")
         self.is_line_partial = not data.endswith(b"\n")
+        self.last_output = time.monotonic()
         return True
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Write all data to a descriptor."""
     while data:
         try:
             data = data[os.write(fd, data) :]
@@ -316,9 +363,12 @@ _MAX_LINE = 65536
 class LinePrefixer:
     """Converts the output of a rank to lines that begin with the rank; of a progress bar, maybe the last state only."""
 
-    def __init__(self, rank: int, *, coloured: bool, progress_bars: bool = True) -> None:
+    def __init__(
+        self, rank: int, *, coloured: bool, progress_bars: bool = True, prefixed: bool = True
+    ) -> None:
         colour = _COLOURS[rank % len(_COLOURS)]
-        self._prefix = (f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] ").encode()
+        prefix = f"\x1b[{colour}m[{rank}]\x1b[0m " if coloured else f"[{rank}] "
+        self._prefix = prefix.encode() if prefixed else b""
         self._partial = b""
         self._partial_since = 0.0
         self._progress_bars = progress_bars

@@ -119,6 +119,8 @@ class ReplicaWatch:
     def __init__(self, attempt: Path, outputs: RankOutputs, shown: int | str) -> None:
         self._attempt, self._outputs, self._shown = attempt, outputs, shown
         self.folders: dict[int, RankFolder] = {}
+        self.world_size = 0
+        """The number of replicas on all nodes; 0 before the first has started."""
 
     def check(self) -> bool:
         """Route the output of new replicas; return True if there are any."""
@@ -128,8 +130,8 @@ class ReplicaWatch:
         }
         new = {rank: RankFolder(path) for rank, path in sorted(paths.items()) if rank not in self.folders}
         for rank, folder in new.items():
-            count = int((folder.path / REPLICA_COUNT_FILE).read_text())
-            shown = select_ranks(self._shown, count)
+            self.world_size = int((folder.path / REPLICA_COUNT_FILE).read_text())
+            shown = select_ranks(self._shown, self.world_size)
             self._outputs.prefixed = len(shown) > 1
             self._outputs.route(folder, rank, shown=rank in shown)
         self.folders = dict(sorted((self.folders | new).items()))

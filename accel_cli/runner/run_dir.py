@@ -10,42 +10,62 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError
+from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
 from accel_cli.runner.worker import STACKS_FILE, THREAD_FILE
 from accel_runtime import env
 from accel_runtime.checkpoint.filesystem import is_process_running
 
+if TYPE_CHECKING:
+    from accel_cli.runner.beats import Beat
+
 __all__ = [
-    "KEPT_RUNS",
     "REASON_SIZE",
     "RankFolder",
     "RunFolder",
     "find_recent_runs",
     "find_run",
+    "find_running_run",
     "fit_reason",
     "format_ranks",
     "get_log_home",
     "read_log",
+    "read_process_start",
     "read_text",
     "write_reason",
 ]
 
 
-KEPT_RUNS = 10
-"""The number of runs that are kept; a new run removes the oldest ones."""
 _RECORD = "run.json"
 _MAX_STEM = 100
 """Characters of the script's name in the name of its run."""
 _CLOCK_TOLERANCE_S = 3600
 """A run that started further in the future has the time of a wrong clock."""
+_DAY_S = 24 * 3600
+_MAX_CANDIDATES = 5
+"""The most runs that an error about an ambiguous name shows."""
+_MAX_PID = 2**31 - 1
+_FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
+    "pid": int,
+    "pid_start": int,
+    "host": str,
+    "pid_namespace": str,
+    "started": (int, float),
+    "ended": (int, float),
+    "exit_code": int,
+    "target": str,
+    "arguments": list,
+    "launcher": str,
+    "world_size": int,
+}
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
-_RUN_NAME = re.compile(r"\d{8}-\d{6}-[A-Za-z0-9_.-]+-\d+(-[0-9a-f]{8})?")
+_RUN_NAME = re.compile(r"\d{8}-\d{6}-([A-Za-z0-9_.-]+?)-\d+(-[0-9a-f]{8})?")
 
 
 class RankFolder:
@@ -62,6 +82,12 @@ class RankFolder:
         self.pid = path / "pid"
         self.beat = path / env.BEAT
         """The heartbeat, as `accel_runtime` writes it."""
+        self.metrics = path / env.METRICS
+        """The logged values, as the main process writes them."""
+        self.description = path / env.DESCRIPTION
+        """The description of the run, as the main process writes it."""
+        self.checkpoints = path / env.CHECKPOINTS
+        """The checkpoints that were saved and loaded, as the main process writes them."""
         self.thread = path / THREAD_FILE
         """The thread id, as faulthandler prints it; missing if the rank is a process."""
         self.stacks = path / STACKS_FILE
@@ -75,8 +101,16 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, base: Path, target: str, record: Mapping[str, Any]) -> RunFolder:
-        """Create the folder of a new run, and remove the oldest ones."""
+    def create(
+        cls,
+        base: Path,
+        target: str,
+        record: Mapping[str, Any],
+        *,
+        keep_runs: int = KEEP_RUNS,
+        keep_days: int = KEEP_DAYS,
+    ) -> RunFolder:
+        """Create the folder of a new run, and remove those of old runs."""
         # File names have at most 255 bytes.
         stem = _UNSAFE_CHARACTERS.sub("_", Path(target).stem)[:_MAX_STEM] or "run"
         path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
@@ -86,21 +120,33 @@ class RunFolder:
             path = path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}")
             path.mkdir(mode=0o700)
         run = cls(path)
-        run.update({**record, "pid": os.getpid(), "host": socket.gethostname(), "started": time.time()})
-        for old in find_recent_runs(base)[KEPT_RUNS:]:
-            if old.is_removable:
-                shutil.rmtree(old.path, ignore_errors=True)
+        pid = os.getpid()
+        process = {
+            "pid": pid,
+            "pid_start": read_process_start(pid),
+            "pid_namespace": _read_pid_namespace(),
+            "host": socket.gethostname(),
+        }
+        try:
+            run.update({**record, **process, "started": time.time()})
+        except OSError:  # a full disk
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        _remove_old_runs(base, keep_runs, keep_days)
         return run
 
     @property
     def record(self) -> dict[str, Any]:
-        """The facts recorded about the run; empty if it was removed, or if no launch wrote the file."""
+        """The facts recorded about the run; empty if it was removed, or if no launch wrote the file.
+
+        Fields that other programs have changed to another type are left out.
+        """
         file = self.path / _RECORD
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             # Opening a named pipe would block.
             if stat.S_ISREG(file.stat().st_mode):
                 record = json.loads(file.read_text(encoding="utf-8"))
-                return record if isinstance(record, dict) else {}
+                return _drop_invalid_fields(record) if isinstance(record, dict) else {}
         return {}
 
     def update(self, fields: Mapping[str, Any]) -> None:
@@ -111,27 +157,71 @@ class RunFolder:
         new.replace(file)
 
     @property
-    def is_removable(self) -> bool:
-        """Return True if a launch of this user created the folder, and its run has ended."""
-        if self.is_running or self.is_elsewhere or not _RUN_NAME.fullmatch(self.path.name):
+    def stem(self) -> str:
+        """The name of the script without its folder and suffix, as far as the name of the run contains it."""
+        match = _RUN_NAME.fullmatch(self.path.name)
+        return match[1] if match else self.path.name
+
+    def is_removable(self, oldest: float) -> bool:
+        """Return True if a launch of this user created the folder, and its run has ended.
+
+        A run that recorded no end is considered to have ended if no file of it was written for a day. If its launcher was
+        started where its processes cannot be seen, none may be newer than `oldest`, in seconds since 1970.
+        """
+        record = self.record
+        if not record or not _RUN_NAME.fullmatch(self.path.name) or self.is_running:
             return False
         with suppress(OSError):
             status = self.path.lstat()
-            return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                return False
+            if "exit_code" in record:
+                return True
+            limit = time.time() - _DAY_S
+            return self._find_newest_write() < (min(limit, oldest) if self.is_elsewhere else limit)
         return False
+
+    def _find_newest_write(self) -> float:
+        """Return when a file of the folder was last written, in seconds since 1970."""
+        return max(path.lstat().st_mtime for path in [self.path, *self.path.rglob("*")])
 
     @property
     def is_running(self) -> bool:
-        """Return True if the launcher of the run is a process of this node."""
+        """Return True if the launcher of the run, or the script that replaced it, is a process of this node."""
         record = self.record
-        is_here = not self.is_elsewhere and "exit_code" not in record
-        return is_here and "pid" in record and is_process_running(record["pid"])
+        if "exit_code" in record or self.is_elsewhere or not 0 < record.get("pid", 0) <= _MAX_PID:
+            return False
+        # After a long time, another process may have the id.
+        has_same_start = record.get("pid_start") in {None, read_process_start(record["pid"])}
+        return is_process_running(record["pid"]) and has_same_start
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return True for a run in progress whose launcher is on another node that shares this folder."""
+        """Return True for a run that may be in progress on another node, or in another container, that shares this folder."""
         record = self.record
-        return "exit_code" not in record and record.get("host") not in {None, socket.gethostname()}
+        # Containers may have the name of their host, but process ids of their own.
+        is_here = record.get("host") in {None, socket.gethostname()} and record.get("pid_namespace") in {
+            None,
+            _read_pid_namespace(),
+        }
+        if "exit_code" in record or is_here:
+            return False
+        return not (
+            self.has_replaced_launcher and (beat := self.read_first_beat()) and beat.ended is not None
+        )
+
+    @property
+    def has_replaced_launcher(self) -> bool:
+        """True if the script replaced the process of `accel launch`, which then records no output and no exit code."""
+        return bool(self.record.get("replaces_process"))
+
+    @property
+    def ended(self) -> float | None:
+        """The end of the run in seconds since 1970; None if it is not known."""
+        ended = self.record.get("ended")
+        if ended is None and self.has_replaced_launcher and (beat := self.read_first_beat()):
+            ended = None if beat.ended is None else beat.to_epoch(beat.ended)
+        return float(ended) if isinstance(ended, (int, float)) else None
 
     @property
     def state(self) -> str:
@@ -139,14 +229,34 @@ class RunFolder:
         if self.is_running:
             return "running"
         if self.is_elsewhere:
-            return f"not ended, on {self.record['host']}"
+            host = self.record.get("host")
+            return (
+                "not ended, in another container" if host == socket.gethostname() else f"not ended, on {host}"
+            )
         code = self.record.get("exit_code")
-        return "launcher was killed" if code is None else f"exit code {code}"
+        if code is not None:
+            return f"exit code {code}"
+        return self._find_outcome() if self.has_replaced_launcher else "launcher was killed"
+
+    def _find_outcome(self) -> str:
+        """Return how a script ended that replaced its launcher, as far as its heartbeat shows."""
+        beat = self.read_first_beat()
+        if beat is None:
+            return "unknown"
+        if beat.ended is None:
+            return "killed or crashed"
+        return "failed" if beat.has_failed else "ended"
+
+    def read_first_beat(self) -> Beat | None:
+        """Read the heartbeat of the first rank in the first attempt; None if it wrote none."""
+        from accel_cli.runner.beats import Beat  # noqa: PLC0415 - beats.py imports this module
+
+        return Beat.read(self.get_rank(0, 0))
 
     @property
     def attempts(self) -> list[int]:
         """The numbers of the attempts, in order."""
-        return sorted(int(path.name.partition("_")[2]) for path in self.path.glob("attempt_*"))
+        return sorted(_list_numbers(self.path, "attempt"))
 
     def get_attempt(self, attempt: int) -> Path:
         """Return the folder of an attempt, existing or not."""
@@ -162,8 +272,25 @@ class RunFolder:
 
     def list_ranks(self, attempt: int) -> dict[int, RankFolder]:
         """Return the folders of the ranks of an attempt on this node, by rank."""
-        folders = self.get_attempt(attempt).glob("rank_*")
-        return dict(sorted((int(path.name.partition("_")[2]), RankFolder(path)) for path in folders))
+        return {
+            rank: self.get_rank(attempt, rank)
+            for rank in sorted(_list_numbers(self.get_attempt(attempt), "rank"))
+        }
+
+
+def _drop_invalid_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without the fields that have another type than a launch writes."""
+    return {
+        name: value for name, value in record.items() if isinstance(value, _FIELD_TYPES.get(name, object))
+    }
+
+
+def _list_numbers(folder: Path, prefix: str) -> Iterator[int]:
+    """Yield the numbers of the subfolders `<prefix>_<number>`; others, such as copies, are left out."""
+    for path in folder.glob(f"{prefix}_*"):
+        number = path.name.partition("_")[2]
+        if number.isdecimal():
+            yield int(number)
 
 
 def read_text(file: Path) -> str:
@@ -186,6 +313,30 @@ def get_log_home(environ: Mapping[str, str], log_dir: str | None = None) -> Path
     return platformdirs.user_state_path("accel") / "runs"
 
 
+def read_process_start(pid: int) -> int | None:
+    """Return the time at which a process started, in clock ticks since the boot; None without /proc."""
+    # The fields before it include the name of the program, which may contain anything.
+    fields = read_text(Path("/proc", str(pid), "stat")).rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else None  # noqa: PLR2004 - field 22 of proc(5)
+
+
+def _read_pid_namespace() -> str | None:
+    """Return the name of the namespace of this process's ids, which a container has of its own; None without /proc."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it names no path
+    except OSError:
+        return None
+
+
+def _remove_old_runs(base: Path, keep_runs: int, keep_days: int) -> None:
+    """Remove the folders of runs that have ended, beyond a number of newer runs or of days."""
+    oldest = time.time() - keep_days * _DAY_S
+    for index, run in enumerate(find_recent_runs(base)):
+        is_old = index >= keep_runs or (run.ended or run.record.get("started", oldest)) < oldest
+        if is_old and run.is_removable(oldest):
+            shutil.rmtree(run.path, ignore_errors=True)
+
+
 def find_recent_runs(base: Path) -> list[RunFolder]:
     """Find the runs in a folder, the newest first; runs dated by a wrong clock come last."""
     runs = [RunFolder(path.parent) for path in base.glob(f"*/{_RECORD}")]
@@ -195,20 +346,64 @@ def find_recent_runs(base: Path) -> list[RunFolder]:
     return [run for _, run in sorted(dated, key=lambda entry: (entry[0] <= latest, entry[0]), reverse=True)]
 
 
-def find_run(base: Path, name: str | None = None) -> RunFolder:
-    """Find a run by its name; without a name, the newest that started processes or may still do so."""
+def find_run(base: Path, name: str | None = None, *, has_logs: bool = False) -> RunFolder:
+    """Find a run by its id, a unique beginning of it, or the name of its script: the newest of several.
+
+    Without a name, find the newest that started processes or may still do so; with `has_logs`, one that keeps their output,
+    if there is one.
+
+    Raises:
+        UsageError: No run, or more than one, has this name.
+    """
     runs = find_recent_runs(base)
     if not runs:
         raise UsageError(
-            f"no runs found in {base}: the launchers torchrun and xla keep their runs. Use --log-dir if they were written to "
-            "another folder."
+            f"No runs found in {base}. Launch a script with accel launch, or use --log-dir if runs were written to another "
+            "folder."
         )
     if name is None:
-        return next((run for run in runs if run.attempts or run.is_running or run.is_elsewhere), runs[0])
-    match = next((run for run in runs if run.path.name == name), None)
-    if match is None:
-        raise UsageError(f"run {name!r} not found in {base}. List the runs with accel logs --list.")
-    return match
+        started = [run for run in runs if run.attempts or run.is_running or run.is_elsewhere]
+        logged = [run for run in started if has_logs and not run.has_replaced_launcher]
+        return next(iter(logged or started or runs))
+    return _get_only(_match_runs(runs, name), name, base)
+
+
+def find_running_run(base: Path, name: str | None = None) -> RunFolder:
+    """Find a run in progress on this node by its name, as `find_run` does; without a name, the newest.
+
+    Raises:
+        UsageError: No run in progress, or more than one, has this name.
+    """
+    runs = find_recent_runs(base)
+    running = [run for run in runs if run.is_running]
+    if name is None:
+        if not running:
+            raise UsageError(f"No run of accel launch is in progress on this machine (searched {base}).")
+        return running[0]
+    exact = [run for run in runs if run.path.name == name]
+    run = _get_only(exact or _match_runs(running, name) or _match_runs(runs, name), name, base)
+    if run not in running:
+        names = ", ".join(other.path.name for other in running[:_MAX_CANDIDATES]) or "none"
+        raise UsageError(f"Run {run.path.name!r} is not in progress here: {run.state}. Running: {names}.")
+    return run
+
+
+def _match_runs(runs: Sequence[RunFolder], name: str) -> list[RunFolder]:
+    """Return the run with this id, or those whose ids begin with it, or the newest of a script with this name."""
+    stem = name.removesuffix(".py")
+    matches = [run for run in runs if run.path.name == name]
+    matches = matches or [run for run in runs if run.path.name.startswith(name)]
+    return matches or [run for run in runs if run.stem == stem][:1]
+
+
+def _get_only(matches: Sequence[RunFolder], name: str, base: Path) -> RunFolder:
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
+        raise UsageError(f"Run {name!r} not found in {base}. List the runs with accel runs.")
+    names = ", ".join(run.path.name for run in matches[:_MAX_CANDIDATES])
+    more = f" and {len(matches) - _MAX_CANDIDATES} more" if len(matches) > _MAX_CANDIDATES else ""
+    raise UsageError(f"Run {name!r} is ambiguous: it matches {names}{more}. Give the id of one run.")
 
 
 _POLL_S = 0.1
@@ -250,8 +445,13 @@ def read_log(
 
 def _find_log(run: RunFolder, attempt: int | None, rank: int | None) -> Path:
     name, attempts = run.path.name, run.attempts
+    if run.has_replaced_launcher:
+        raise UsageError(
+            f"Run {name} has no log: with the launcher {run.record['launcher']}, its output went to the terminal. Launch with "
+            "--set launcher.kind=torchrun to keep it, or choose another run of accel runs."
+        )
     if not attempts:
-        raise UsageError(f"run {name} has no logs: it started no processes.")
+        raise UsageError(f"Run {name} has no logs: it started no processes ({run.state}).")
     attempt = attempts[-1] if attempt is None else attempt
     if attempt not in attempts:
         raise UsageError(f"run {name} has no attempt {attempt}; the last is {attempts[-1]}")
@@ -279,10 +479,11 @@ REASON_SIZE = 1024
 
 
 def write_reason(file: str | None, text: str) -> None:
-    """Write the reason of a failure to a file, unless it exists: the first reason stays; None writes nothing."""
+    """Write the reason of a failure to a file, unless it has one: the first reason stays; None writes nothing."""
     # A full disk must not hide the failure itself.
     with suppress(OSError):
-        if file and not Path(file).exists():
+        # Kubernetes creates the file for the message of a container, and leaves it empty.
+        if file and not (Path(file).exists() and Path(file).stat().st_size):
             data = _encode(text)[:REASON_SIZE]
             # Drop a character that was cut in two.
             Path(file).write_bytes(data.decode(errors="ignore").encode())

@@ -1,71 +1,39 @@
-"""Stall detection: heartbeats of the ranks, the table of their progress, and their stacks."""
+"""Stall detection: the progress of ranks over time, the table of their progress, and their stacks."""
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_cli import console
 from accel_cli.runner import worker
+from accel_cli.runner.beats import Beat
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.run_dir import RankFolder, format_ranks, read_text
 from accel_runtime import env
 
-__all__ = ["Beat", "Stacks", "StallWatch", "format_stall", "request_stacks"]
+__all__ = ["Stacks", "StallWatch", "format_stall", "request_stacks"]
 
-
-_NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
 _SHOWN_FRAMES = 8
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parent}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
 
-@dataclass(frozen=True)
-class Beat:
-    """Heartbeat of a rank: its progress, as it writes it to its folder."""
-
-    steps: int
-    batches: int
-    is_inside: bool
-    """True if the rank is in a collective now."""
-    time: float
-    """The time of the last progress, on the monotonic clock."""
-    collective: str
-    """The newest collective with the line of its call; empty before the first."""
-
-    @classmethod
-    def read(cls, folder: RankFolder) -> Beat | None:
-        """Read the heartbeat of a rank; return None before it creates an Accelerator."""
-        try:
-            data = folder.beat.read_bytes()
-            numbers = dict(zip(env.BEAT_NUMBERS, _NUMBERS.unpack_from(data), strict=True))
-        except (OSError, struct.error):
-            return None
-        return cls(
-            steps=numbers["steps"],
-            batches=numbers["batches"],
-            is_inside=bool(numbers["inside"]),
-            time=numbers["news_ns"] / 1e9,
-            collective=data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace"),
-        )
-
-    @property
-    def location(self) -> str:
-        """The location of the rank, relative to its newest collective."""
-        if not self.collective:
-            return "no collective yet"
-        return f"in {self.collective}" if self.is_inside else f"after {self.collective}"
-
-
 class StallWatch:
     """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds."""
 
-    def __init__(self, folders: Mapping[int, RankFolder], timeout: float) -> None:
+    def __init__(
+        self,
+        folders: Mapping[int, RankFolder],
+        timeout: float,
+        record: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
         self._folders, self._timeout = folders, timeout
+        self._record = record
+        """Records an event of the run."""
         self._started = self._next_check = time.monotonic()
         self._stalled_since: float | None = None
 
@@ -78,11 +46,15 @@ class StallWatch:
         beats = {rank: Beat.read(folder) for rank, folder in self._folders.items()}
         newest = max([self._started, *(beat.time for beat in beats.values() if beat)])
         if self._stalled_since is not None and newest > self._stalled_since:
-            console.note(f"progress resumed after {newest - self._stalled_since:.0f} s")
+            seconds = newest - self._stalled_since
+            console.note(f"progress resumed after {seconds:.0f} s")
+            self._record("progress", seconds=seconds)
             self._stalled_since = None
         elif self._stalled_since is None and now - newest >= self._timeout:
             self._stalled_since = newest
-            console.note(_format_report(self._folders, beats, now - newest))
+            report = _format_report(self._folders, beats, now - newest)
+            console.note(report)
+            self._record("stall", seconds=now - newest, text=report)
 
 
 def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_cli import console
+from accel_cli import console, source_files
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.jobs.base import Jobs, follow, format_commands
 from accel_cli.planning.plan import Plan
@@ -176,17 +176,17 @@ def _download(jobs: Jobs, name: str, folder: Path) -> None:
         raise
 
 
-def _select_source(job: SageMakerJobPlan) -> bundle.Selection:
+def _select_source(job: SageMakerJobPlan) -> source_files.Selection:
     """Select the files to send, and raise UsageError if one that the job needs is missing."""
     section, run = job.section, job.run
     if job.source is None:
-        return bundle.Selection(Path.cwd(), ())
-    selection = bundle.select_files(Path(job.source), section.include, section.exclude)
+        return source_files.Selection(Path.cwd(), ())
+    selection = source_files.select_files(Path(job.source), section.include, section.exclude)
     for note in selection.notes:
         console.note(note)
-    bundle.check_selected(selection, Path(run["cwd"], run["target"] if run["kind"] == "script" else ""))
+    source_files.check_selected(selection, Path(run["cwd"], run["target"] if run["kind"] == "script" else ""))
     if run["requirements"]:
-        bundle.check_selected(selection, run["requirements"])
+        source_files.check_selected(selection, run["requirements"])
     bundle.check_size(selection, section.max_upload_size)
     return selection
 
@@ -220,7 +220,9 @@ def _raise_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _describe(job: SageMakerJobPlan, submission: Submission, selection: bundle.Selection) -> Iterator[str]:
+def _describe(
+    job: SageMakerJobPlan, submission: Submission, selection: source_files.Selection
+) -> Iterator[str]:
     """Yield lines about a job that would be submitted."""
     section = job.section
     created = "" if submission.bucket_exists else "  (the bucket does not exist, and would be created)"
@@ -242,7 +244,7 @@ def _describe(job: SageMakerJobPlan, submission: Submission, selection: bundle.S
     yield from _list_values("secrets, read by the job from Secrets Manager", section.secrets)
     yield f"bundle: {submission.uri}/bundle/{created}"
     if job.source is not None:
-        yield from (f"  {line}" for line in bundle.describe_selection(selection))
+        yield from (f"  {line}" for line in source_files.describe_selection(selection))
     yield f"checkpoints: {section.checkpoint_uri or f'{submission.uri}/checkpoints'}"
     folder = console.abbreviate_home(str(Path(job.output_dir, submission.name)))
     yield f"output: {submission.uri}/output{f', downloaded to {folder}' if section.download else ''}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from accel_runtime.options import (
     find_handlers,
 )
 from accel_runtime.profiling import ProfileKwargs, profiled
+from accel_runtime.recording import rank_recorder
 from accel_runtime.rng import parse_rng_types
 from accel_runtime.state import AcceleratorState
 from accel_runtime.topology import Topology
@@ -126,6 +128,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         group_options = options.get(InitProcessGroupKwargs, {})
         self._use_backend(connect(self.settings, Topology.from_env(os.environ), group_options))
         self._progress = heartbeat()
+        self._recorder = rank_recorder(self._backend.topology.rank)
         check_model_parallel_ranks(self._backend)
         self._backend.check_options(self._ddp_options, precision)
         self._preemption = Preemption(self._backend.handshake)
@@ -271,6 +274,8 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
     ) -> None:
         """Record values with every tracker; the first failure of a tracker causes a warning and no error.
 
+        `accel launch` also records numbers and text of the main process in its run folder, with and without trackers.
+
         Args:
             values: Numbers or text by name; also tensors of one element, and other objects that a tracker supports.
             step: The step of the values.
@@ -281,6 +286,8 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
             ValueError: If there are arguments for a tracker that `log_with` does not contain.
         """
         self._trackers.log(values, step, log_kwargs)
+        if self._recorder is not None:
+            self._recorder.record_metrics(values, step if step is None else operator.index(step))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by name; on processes that do not record, its methods do nothing.

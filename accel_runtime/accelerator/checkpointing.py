@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -125,6 +126,7 @@ class CheckpointMethods(AcceleratorProperties):
         alone: bool = False,
     ) -> str:
         """Write a checkpoint with all other processes or without them, and return its directory."""
+        began = time.monotonic()
         self._backend.synchronize()
         topology = self._backend.topology
         rank, world_size = (0, 1) if alone else (topology.rank, topology.world_size)
@@ -155,6 +157,7 @@ class CheckpointMethods(AcceleratorProperties):
         def finish() -> None:
             if saving.finish(all_gather) is not None:
                 retention.prune(self._file_system)
+            self._record_checkpoint("save", place.target, began)
 
         if not in_background:
             finish()
@@ -208,6 +211,18 @@ class CheckpointMethods(AcceleratorProperties):
     ) -> Checkpoint:
         self._load_attempted = True
         self._background_writer.wait()
+        began = time.monotonic()
+        checkpoint = self._restore_checkpoint(input_dir, position, strict=strict)
+        self._record_checkpoint("load", checkpoint.path, began)
+        return checkpoint
+
+    def _record_checkpoint(self, kind: Literal["save", "load"], path: Path, began: float) -> None:
+        if self._recorder is not None:
+            self._recorder.record_checkpoint(kind, os.fspath(path), time.monotonic() - began)
+
+    def _restore_checkpoint(
+        self, input_dir: _Path | None, position: NextBatch, *, strict: bool
+    ) -> Checkpoint:
         self._backend.synchronize()
         all_gather = self._build_all_gather("load_state")
         if (

@@ -257,6 +257,8 @@ class PrepareMethods(CheckpointMethods):
     """Methods of `Accelerator` that prepare models, optimizers, loaders and schedulers."""
 
     _checked: WeakSet[Any]
+    _described_models = 0
+    """Number of models in the description that the launcher has."""
     _parameter_map: ParameterMap
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -299,7 +301,22 @@ class PrepareMethods(CheckpointMethods):
         prepare_kind(torch.optim.Optimizer, self.prepare_optimizer)
         prepare_kind(DataLoader, self.prepare_data_loader)
         prepare_kind(LRScheduler, self.prepare_scheduler, is_placed=False)
+        self._record_description()
         return prepared[0] if len(objects) == 1 else tuple(prepared)
+
+    def _record_description(self) -> None:
+        """Write the description for the launcher, on the main process.
+
+        It takes as long as a few iterations over all parameters, so a loader that is prepared for each evaluation does not
+        cause it.
+        """
+        if self._recorder is None or self._progress is None:
+            return
+        if not self._progress.steps or len(self._models) != self._described_models:
+            self._described_models = len(self._models)
+            # A dataset whose length raises an error must not end the script here.
+            with suppress(Exception):
+                self._recorder.write_description(self.describe())
 
     def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
         """Compare objects over the ranks, except for those that are prepared or compared already."""

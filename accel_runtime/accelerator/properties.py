@@ -24,7 +24,7 @@ from accel_runtime.description import (
     model_facts,
 )
 from accel_runtime.env import MixedPrecision, Settings, check_layout, flatten_settings
-from accel_runtime.heartbeat import call_site
+from accel_runtime.heartbeat import Progress, call_site
 from accel_runtime.logging import MultiProcessAdapter
 from accel_runtime.optimizer import PreparedOptimizer
 from accel_runtime.options import (
@@ -39,6 +39,7 @@ from accel_runtime.options import (
     changed_fields,
 )
 from accel_runtime.profiling import ProfileKwargs
+from accel_runtime.recording import RankRecorder
 from accel_runtime.scheduler import PreparedScheduler
 from accel_runtime.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.tracking import Trackers
@@ -93,6 +94,8 @@ class AcceleratorProperties(ProcessMethods):
     _number: int
     _optimizers: list[PreparedOptimizer]
     _precision: Precision
+    _progress: Progress | None
+    _recorder: RankRecorder | None
     _rng_types: tuple[str, ...]
     _schedulers: list[PreparedScheduler]
     _state: AcceleratorState

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.properties import AcceleratorProperties
 from accel_runtime.collectives.handshake import Handshake, call_at_site
-from accel_runtime.heartbeat import Progress, call_site, heartbeat
+from accel_runtime.heartbeat import call_site, heartbeat
 from accel_runtime.options import AutocastKwargs
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 from accel_runtime.training.accumulation import MicroBatch
@@ -112,7 +112,6 @@ class TrainingMethods(AcceleratorProperties):
     """Methods of `Accelerator` for losses, gradients, uneven inputs, the trigger and preemption."""
 
     _preemption: Preemption
-    _progress: Progress | None
     _triggered = False
 
     def backward(
@@ -137,8 +136,10 @@ class TrainingMethods(AcceleratorProperties):
         step = self._loops.model_step
         factor = 1.0 if step is None else step.loss_scale
         self._averaging_check.begin_backward()
-        if self._progress is not None:
-            self._progress.backward()
+        progress, averages = self._progress, False
+        if progress is not None:
+            averages = self._accumulation.averages_gradients
+            progress.backward(averages)
         try:
             if weight is None and self._gradients.begin_plain_backward(factor):
                 loss.backward(**options)  # type: ignore[no-untyped-call]
@@ -148,6 +149,8 @@ class TrainingMethods(AcceleratorProperties):
             if (explained := self._backend.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
+        if progress is not None and averages:
+            progress.restart_own_time()
         self._averaging_check.end_backward()
 
     def accumulate(self, *models: nn.Module) -> MicroBatch:

@@ -184,6 +184,7 @@ class DistributedBackend(StoreBackend):
         self._count_collective()
         gathered = tensor.new_empty((self.topology.world_size, *tensor.shape))
         dist.all_gather(list(gathered.unbind()), tensor.contiguous(), group=self._group(tensor))
+        self._end_collective()
         return gathered
 
     @override
@@ -191,6 +192,7 @@ class DistributedBackend(StoreBackend):
         self._count_collective()
         total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=REDUCE_OPS[reduction], group=self._group(tensor))
+        self._end_collective()
         return total / self.topology.world_size if reduction == "mean" else total
 
     @override
@@ -208,6 +210,7 @@ class DistributedBackend(StoreBackend):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         self._count_collective()
         dist.broadcast(tensor, src=source, group=self._group(tensor))
+        self._end_collective()
         return tensor
 
     @override
@@ -216,7 +219,7 @@ class DistributedBackend(StoreBackend):
         _, transport = connect_group(
             dist.group.WORLD, "side", timedelta(days=1), one_machine=self._one_machine
         )
-        handshake = Handshake(transport, self.topology.rank, self.topology.world_size)
+        handshake = Handshake(transport, self.topology.rank, self.topology.world_size, is_counted=False)
         return lambda item: all_gather_objects("background exchange", item, handshake)
 
     @override
@@ -229,6 +232,10 @@ class DistributedBackend(StoreBackend):
         """Count a collective, for ranks that wait for this one elsewhere."""
         if self._progress is not None:
             self._progress.collective()
+
+    def _end_collective(self) -> None:
+        if self._progress is not None:
+            self._progress.restart_own_time()
 
     def _group(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._control if tensor.device.type == "cpu" else None

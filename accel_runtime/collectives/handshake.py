@@ -125,16 +125,17 @@ class Handshake:
         transport: Moves the bytes.
         rank: The rank of this process.
         size: The number of ranks.
+        is_counted: If true, they count as progress of this process; those of another thread must not.
     """
 
-    def __init__(self, transport: Transport, rank: int, size: int) -> None:
+    def __init__(self, transport: Transport, rank: int, size: int, *, is_counted: bool = True) -> None:
         self._transport, self.rank, self.size = transport, rank, size
         self._slot = memoryview(bytearray(SLOT))
         self._head = self._slot[:_HEAD].cast("q")
         self._last: CollectiveCall | None = None
         self._warned: set[tuple[int, ...]] = set()
         """Lines of all ranks that were called as one collective, and of which a warning was given."""
-        self._heartbeat = heartbeat()
+        self._heartbeat = heartbeat() if is_counted else None
 
     def exchange(
         self,

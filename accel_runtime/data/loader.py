@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from accel_runtime.data.source import (
     sampler_attribute,
     sampler_of_loader,
 )
-from accel_runtime.heartbeat import heartbeat
+from accel_runtime.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.rng import (
     IsolatedRNG,
     capture_rng_state,
@@ -133,6 +133,7 @@ class PreparedLoader(DataLoader[Any]):
         is_on_device = nested.build_device_check(device)
         record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
+        counts = LoaderEpoch(loop.epoch, progress.num_batches, self._epoch_length) if beat else None
         finished = False
         try:
             for batch in self._iterate_batches(loop, start, replayed):
@@ -141,7 +142,7 @@ class PreparedLoader(DataLoader[Any]):
                 if record_batch:
                     record_batch(record, batch)
                 if beat is not None:
-                    beat.batch()
+                    beat.batch(counts)
                 progress.num_batches += 1
                 yield batch
             finished = True
@@ -195,6 +196,13 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of steps; the same on every rank."""
         return max(self._source.num_steps() - self._skip, 0)
+
+    @property
+    def _epoch_length(self) -> int:
+        """Return the number of steps of a whole epoch; 0 if it is unknown."""
+        with suppress(Exception):  # a length that only the heartbeat reads must not end the script
+            return self._source.num_steps()
+        return 0
 
     @property
     def epoch(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ __all__ = [
     "BuiltInTracker",
     "GeneralTracker",
     "RunTracker",
+    "finite_or_text",
     "flatten_values",
     "mask_login",
     "mask_secrets",
@@ -147,6 +149,14 @@ def to_number(value: Any) -> Any:
         return float(value) if isinstance(value, float) else value
     size = getattr(value, "numel", lambda: getattr(value, "size", None))()
     return value.item() if size == 1 else value
+
+
+_NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+def finite_or_text(number: float) -> float | str:
+    """Return a number, or the text `NaN`, `Infinity` or `-Infinity`, since JSON supports finite numbers only."""
+    return number if math.isfinite(number) else _NON_FINITE[str(number)]
 
 
 def to_numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:

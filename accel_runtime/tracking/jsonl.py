@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
-from accel_runtime.tracking.base import BuiltInTracker, on_main_process, to_number
+from accel_runtime.logging import find_topology
+from accel_runtime.recording import rank_recorder
+from accel_runtime.tracking.base import BuiltInTracker, finite_or_text, on_main_process, to_number
 
 __all__ = ["JSONLTracker"]
-
-_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class JSONLTracker(BuiltInTracker):
@@ -44,6 +43,8 @@ class JSONLTracker(BuiltInTracker):
         incomplete = _is_last_line_incomplete(self.path)
         self._file = self.path.open("a", encoding="utf-8")
         self._file.write("\n" if incomplete else "")
+        if recorder := rank_recorder(find_topology().rank):
+            recorder.record_tracker_file(self.path)
 
     @property
     def tracker(self) -> TextIO | None:
@@ -88,7 +89,7 @@ def _to_json_value(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else _NAMES[str(value)]
+        return finite_or_text(value)
     if isinstance(value, dict):
         return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

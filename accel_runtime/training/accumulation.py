@@ -78,6 +78,11 @@ class Accumulation:
         """Return whether the current backward pass completes the gradients of a cycle."""
         return self.synced and not self.no_sync_depth
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Return whether the current backward pass averages gradients over the ranks, whether or not a cycle is complete."""
+        return (self.synced or self.plugin.sync_each_batch) and not self.no_sync_depth
+
     def describe(self, processes: int, *, split_batches: bool) -> str:
         """Return what the gradients of an optimizer step average, over `processes` processes.
 

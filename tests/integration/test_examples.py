@@ -140,7 +140,10 @@ def test_a_cookbook_script_prints_the_same_replicated_and_sharded(accel, monkeyp
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     assert "epoch 2" in printed[0]
-    assert printed == printed[:1] * 3
+    # Sums in another order round differently, which may move a sample that lies between two classes.
+    numbers = [[float(number) for number in re.findall(r"\d+\.\d+|\d+", text)] for text in printed]
+    assert [re.sub(r"[\d.]+", "N", text) for text in printed] == [re.sub(r"[\d.]+", "N", printed[0])] * 3
+    assert numbers[1:] == [pytest.approx(numbers[0], rel=0.005)] * 2
 
 
 def test_a_text_classifier_that_is_taken_away_is_trained_to_the_end_elsewhere(accel):

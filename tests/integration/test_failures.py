@@ -19,13 +19,16 @@ OTHERS_WAIT = "time.sleep(60)\n"
 
 @pytest.fixture
 def fails(script, cwd, home):
-    """Launches four ranks that fail; the lines on the screen, stdout before stderr, and the exit code."""
+    """Launches four ranks that fail; the lines on the screen up to the report, stdout before stderr, and the exit code."""
 
     def launch(text, *options):
         script(text)
         done = run("launch", "--nproc-per-node", 4, *options, "train.py")
-        lines = (done.stdout + done.stderr).splitlines()
+        *lines, end = (done.stdout + done.stderr).splitlines()
         assert len(lines) <= BAR, "\n".join(lines)
+        (folder,) = home.glob("runs/*")
+        ended = rf"accel: 4 processes ended after .* s with exit code {done.returncode}; logs: {folder}"
+        assert re.fullmatch(ended, end)
         assert done.stderr.count("Traceback") <= 1
         return lines, done.returncode
 
@@ -261,7 +264,8 @@ def test_two_nodes_report_the_same_first_failure(script, cwd, tmp_path, port):
     assert [machine.returncode for machine in machines] == [4, 4]
     assert sum(map(len, said)) <= BAR, said
     for lines in said:
-        assert re.match(r"accel: error: rank 2 of 4 on .*: exited with code 4$", lines[-1]), lines
+        assert re.match(r"accel: error: rank 2 of 4 on .*: exited with code 4$", lines[-2]), lines
+        assert lines[-1].startswith("accel: 2 processes on this machine ended after "), lines
     assert [
         line
         for lines in said
@@ -309,6 +313,6 @@ def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
         ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 137, done.stderr
-    assert done.stderr.splitlines()[-1].endswith(
+    assert done.stderr.splitlines()[-2].endswith(
         ": terminated by SIGKILL: killed by the kernel because memory ran out"
     )

@@ -159,13 +159,14 @@ def test_arguments_that_are_not_utf_8_are_unchanged(script, cwd):
         ("os.abort()", 134, "terminated by SIGABRT"),
     ],
 )
-def test_the_exit_code_is_that_of_the_failed_rank_and_the_last_line_names_it(accel, script, ends, code, said):
+def test_the_exit_code_is_that_of_the_failed_rank_which_the_error_names(accel, script, ends, code, said):
     script(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ends}\ntime.sleep(60)")
     done = accel("launch", "--nproc-per-node", 2, "train.py")
     assert done.returncode == code
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("accel: error: rank 1 of 2 on ")
-    assert said in last
+    error, end = done.stderr.splitlines()[-2:]
+    assert error.startswith("accel: error: rank 1 of 2 on ")
+    assert said in error
+    assert f" with exit code {code}; logs: " in end
 
 
 def test_a_traceback_begins_in_the_script(accel, script):

@@ -198,12 +198,12 @@ def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
         accel("launch", "-q", "--nproc-per-node", 2, "train.py", word)
     assert accel("logs").stdout == "second 0\n"
     assert accel("logs", "--rank", 1).stdout == "second 1\n"
-    second, first = [line.split("\t")[0] for line in accel("logs", "--list").stdout.splitlines()]
-    assert accel("logs", "--run", first, "--attempt", 0).stdout == "first 0\n"
+    second, first = [line.split("\t")[0] for line in accel("runs").stdout.splitlines()]
+    assert accel("logs", first, "--attempt", 0).stdout == "first 0\n"
     for asked, said in [
         (("--rank", 5), "has no log of rank 5; ranks 0 and 1 ran on this machine"),
         (("--attempt", 3), f"run {second} has no attempt 3; the last is 0"),
-        (("--run", "x"), "run 'x' not found in "),
+        (("x",), "Run 'x' not found in "),
     ]:
         done = accel("logs", *asked)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
@@ -212,7 +212,7 @@ def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
 def test_accel_logs_without_a_run_is_an_error(accel):
     done = accel("logs")
     assert done.returncode == 2
-    assert "accel: error: no runs found in " in done.stderr
+    assert "accel: error: No runs found in " in done.stderr
 
 
 def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cwd):

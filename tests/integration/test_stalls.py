@@ -109,7 +109,7 @@ def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping)
     assert 'train.py", line 9 in <module>' in lines[6]
     assert "worker.py" not in done.stdout
 
-    one = accel("stacks", "--run", lines[0], "--rank", 1, "--full").stdout
+    one = accel("stacks", lines[0], "--rank", 1, "--full").stdout
     assert "  rank 1, innermost call first:" in one
     assert "  another thread:" in one
     assert "rank 0" not in one
@@ -135,11 +135,9 @@ def test_processes_without_the_stack_signal_are_not_ended_by_it(accel, script, c
 def test_accel_stacks_without_a_running_run_is_an_error(accel, script):
     script("")
     assert "No run of accel launch is in progress on this machine" in accel("stacks").stderr
-    done = accel("stacks", "--run", "gone")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "accel: error: Run 'gone' not found. Running: none.\n",
-    )
+    done = accel("stacks", "gone")
+    assert done.returncode == 2
+    assert "accel: error: Run 'gone' not found in " in done.stderr
     assert accel("launch", "-q", "--nproc-per-node", 2, "train.py").returncode == 0
     assert accel("stacks").returncode == 2
 

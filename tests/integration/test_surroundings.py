@@ -192,3 +192,5 @@ def test_process_1_of_a_container_forwards_signals_and_the_exit_code(script, cwd
         os.kill(int(children), signal.SIGTERM)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, "saved\n"), err
+    (pid,) = cwd.parent.rglob("rank_0/pid")
+    assert pid.read_text() != "1"  # that of the launcher

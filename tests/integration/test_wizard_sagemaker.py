@@ -18,7 +18,7 @@ RUN, KEEP, PACKAGES, MORE = (
 )
 PRECISION, WRITE = "Mixed precision?", "default.yaml?"
 FITS = "fit on one device?"
-SAGEMAKER = DOWN * 3 + ENTER
+SAGEMAKER = DOWN * 4 + ENTER
 REST = (TYPE, COUNT, SPOT, RUN, KEEP, PACKAGES, MORE, PRECISION, WRITE)
 
 

@@ -3,16 +3,19 @@
 import copy
 import os
 import pickle
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accel_cli.runner.beats import Beat
 from accel_cli.runner.run_dir import RankFolder
-from accel_cli.runner.stalls import Beat
 from accel_runtime import Accelerator
+from accel_runtime import heartbeat as heartbeat_module
 from accel_runtime.env import RANK_FOLDER
 from accel_runtime.heartbeat import Heartbeat, _create_progress, heartbeat
+from accel_runtime.utils import GradientAccumulationPlugin
 
 
 @pytest.fixture
@@ -88,3 +91,179 @@ def test_a_prepared_optimizer_is_copied_without_the_heartbeat(folder):
 def test_the_file_has_its_space_before_it_is_mapped(folder):
     Heartbeat(folder.beat)
     assert folder.beat.stat().st_blocks  # on a full disk a store to a hole would end the process
+
+
+class Clock:
+    """A clock that only the script advances, in nanoseconds."""
+
+    now = 0
+
+    def __call__(self):
+        return self.now
+
+
+class Timed(torch.nn.Linear):
+    """A model whose forward pass takes 10 ns, and its backward pass 100."""
+
+    def __init__(self, clock):
+        super().__init__(2, 1)
+        self._clock = clock
+
+    def forward(self, batch):
+        self._clock.now += 10
+        output = super().forward(batch)
+        output.register_hook(self._pass_backward)
+        return output
+
+    def _pass_backward(self, _):
+        self._clock.now += 100
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat_module, "monotonic_ns", clock)
+    return clock
+
+
+def own_times(folder, accelerator, clock, *, backward, batches=4):
+    """The own time in ns after each step of a training whose rest of a step takes 1000 ns, and loading a batch 1."""
+    model = Timed(clock)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in torch.ones(batches, 3, 2):
+        clock.now += 1
+        with accelerator.accumulate(model):
+            backward(model(batch).sum())
+            clock.now += 1000
+            optimizer.step()
+    return [round(busy * 1e9) for _, busy in Beat.read(folder).history]
+
+
+def test_own_time_leaves_out_the_start_and_the_rest_of_a_step_from_its_averaging_backward_pass_on(
+    folder, clock
+):
+    accelerator = Accelerator()
+    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, 11, 22, 33]
+
+
+def test_own_time_includes_backward_passes_that_only_accumulate(folder, clock):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    step = 11 + 100 + 1000 + 11
+    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, step]
+
+
+def test_every_backward_pass_averages_with_sync_each_batch(folder, clock):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        accelerator.backward(loss)
+
+    plugin = GradientAccumulationPlugin(2, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    step = 11 + 1000 + 11
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, step]
+
+
+def test_a_script_that_calls_backward_itself_has_no_own_time(folder, clock):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        loss.backward()
+
+    accelerator = Accelerator()
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, 0, 0, 0]
+
+
+def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
+    def backward(loss):
+        accelerator.wait_for_everyone()
+        accelerator.backward(loss)
+
+    def all_gather_slots(*args):
+        clock.now += 10**6
+        return gather(*args)
+
+    accelerator = Accelerator()
+    transport = accelerator._backend.handshake._transport
+    gather = transport.all_gather_slots
+    monkeypatch.setattr(transport, "all_gather_slots", all_gather_slots)
+    assert own_times(folder, accelerator, clock, backward=backward) == [0, 11, 22, 33]
+
+
+def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
+    def read():
+        beat = Beat.read(folder)
+        return beat.epoch, beat.epoch_batches, beat.epoch_length
+
+    loader, evaluation = Accelerator().prepare(DataLoader(torch.ones(3, 2)), DataLoader(torch.ones(2, 2)))
+    seen = []
+    for _ in range(2):
+        for _ in loader:
+            before = read()
+            for _ in evaluation:
+                pass
+            seen.append((before, read()))
+    assert [training for training, _ in seen] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
+    assert [other for _, other in seen] == [(e, 2, 2) for e in range(6)]
+    assert Beat.read(folder).batches == 6 + 6 * 2
+
+
+def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.ones(5, 2)))
+    iterator = iter(accelerator.skip_first_batches(loader, 3))
+    next(iterator)
+    beat = Beat.read(folder)
+    assert (beat.epoch_batches, beat.epoch_first, beat.epoch_length) == (4, 3, 5)
+
+
+def test_a_stream_has_no_length(folder):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(4, 2))
+
+    next(iter(Accelerator().prepare(DataLoader(Stream()))))
+    beat = Beat.read(folder)
+    assert (beat.epoch_batches, beat.epoch_length, beat.eta) == (1, None, None)
+
+
+def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(pair, tmp_path):
+    def train(path):
+        rank = int(os.environ["RANK"])
+        folder = path / f"rank_{rank}"
+        folder.mkdir()
+        os.environ[RANK_FOLDER] = str(folder)
+        _create_progress.cache_clear()
+        try:
+            accelerator = Accelerator()
+            model = torch.nn.Linear(2, 1)
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            for _ in range(10):
+                loss = model(torch.ones(1, 2)).sum()
+                time.sleep(0.03 * rank)
+                accelerator.backward(loss)
+                optimizer.step()
+        finally:
+            del os.environ[RANK_FOLDER]
+            _create_progress.cache_clear()
+
+    pair.run(train, tmp_path)
+    fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}")) for rank in range(2))
+    assert (fast.steps, slow.steps) == (10, 10)
+    assert slow.busy > fast.busy
+    assert slow.busy >= 0.03 * 9
+    assert fast.recent[-1] - fast.recent[0] > 0.03 * 8, "the fast rank waits for the slow one"
+
+
+def test_the_exchanges_of_a_background_save_are_no_progress_of_the_script(pair, tmp_path):
+    def save(path):
+        accelerator = Accelerator()
+        accelerator.prepare(torch.nn.Linear(2, 1))
+        accelerator.save_state(str(path / "first"))
+        before = heartbeat().counts.collectives
+        accelerator.save_state(str(path / "saved"), async_save=False)
+        during = heartbeat().counts.collectives
+        accelerator.save_state(str(path / "other"), async_save=True)
+        accelerator.wait_for_checkpoint()
+        return during - before, heartbeat().counts.collectives - during
+
+    for at_once, in_background in pair.run(save, tmp_path):
+        assert in_background < at_once

@@ -23,6 +23,8 @@ from accel_runtime import (
     launchers,
     notebook_launcher,
 )
+from accel_runtime.env import RANK_FOLDER
+from accel_runtime.heartbeat import heartbeat
 
 
 def written(folder, *words):
@@ -62,6 +64,18 @@ def test_the_number_format_reaches_the_accelerator_inside(tmp_path, processes, p
     everyone = list(range(processes))
     assert read(tmp_path) == [f"[{everyone}, 'bf16', 'cpu', {rank}]" for rank in everyone]
     assert "ACCEL_MIXED_PRECISION" not in os.environ
+
+
+def test_a_launcher_that_watches_the_session_gets_the_heartbeat_of_the_first_process(tmp_path, monkeypatch):
+    def record(folder):
+        accelerator = Accelerator()
+        (folder / str(accelerator.process_index)).write_text(type(heartbeat()).__name__)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    heartbeat()  # that of the session, which nothing watches yet
+    monkeypatch.setenv(RANK_FOLDER, str(tmp_path))
+    debug_launcher(record, (tmp_path,), num_processes=2)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["Heartbeat", "Progress"]
 
 
 def test_the_environment_says_the_number_format_where_the_call_does_not(tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ class HostGroup:
         self._num_channels += 1
         name = f"channel {self._num_channels}"
         transport = self._connect(self._new_group(name, _DAY), f"transport of {name}", _DAY)
-        handshake = Handshake(transport, self._topology.rank, self._topology.world_size)
+        handshake = Handshake(transport, self._topology.rank, self._topology.world_size, is_counted=False)
         return lambda item: all_gather_objects(name, item, handshake)
 
     def _connect(self, group: Any, name: str, timeout: timedelta) -> Transport:

@@ -1,8 +1,43 @@
-"""`accel logs` prints the last run that has logs."""
+"""`accel logs` prints the last run that has logs, and `accel runs` lists the runs."""
 
+import fcntl
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
 from in_process import run
 
 from accel_cli.runner.run_dir import RunFolder
+from accel_runtime import env
+
+
+def record_end(folder, *, failed):
+    """Write the heartbeat of a script that has exited."""
+    import struct as layout
+
+    numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
+        "started_ns": 1,
+        "started_epoch_ns": time.time_ns(),
+        "stride": 1,
+    }
+    numbers |= {"ended_ns": 5_000_000_001, "failed": int(failed)}
+    folder.beat.write_bytes(layout.pack(f"={len(numbers)}q", *numbers.values()).ljust(env.BEAT_SIZE, b"\0"))
+
+
+def replace_launcher(base, name, pid, **fields):
+    """Create the run of a script that has replaced its launcher."""
+    created = RunFolder.create(
+        base, name, {"target": name, "launcher": "single", "replaces_process": True, "world_size": 1}
+    )
+    created.update({"pid": pid, "pid_start": 0, **fields})
+    created.get_rank(0, 0).path.mkdir(parents=True)
+    return created
 
 
 def test_a_launch_that_never_met_does_not_hide_the_run_before_it(tmp_path, capfd, cwd):
@@ -16,10 +51,112 @@ def test_a_launch_that_never_met_does_not_hide_the_run_before_it(tmp_path, capfd
     assert done.stderr == (
         f"accel: {alone.path.name} started no process (exit code 1); these are the logs of {trained.path.name}\n"
     )
-    named = run(capfd, "logs", "--log-dir", tmp_path, "--run", alone.path.name)
+    named = run(capfd, "logs", "--log-dir", tmp_path, "alone")
     assert (named.returncode, named.stdout) == (2, "")
 
 
 def test_a_list_of_no_runs_names_the_folder_that_was_searched(tmp_path, capfd, cwd):
-    done = run(capfd, "logs", "--list", "--log-dir", tmp_path)
+    done = run(capfd, "runs", "--log-dir", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", f"accel: no runs found in {tmp_path}\n")
+
+
+def test_the_log_of_a_script_that_replaced_its_launcher_went_to_the_terminal(tmp_path, capfd, cwd):
+    alone = replace_launcher(tmp_path, "train.py", os.getpid())
+    done = run(capfd, "logs", "--log-dir", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"accel: error: Run {alone.path.name} has no log: with the launcher single, its output went to the terminal. "
+        "Launch with --set launcher.kind=torchrun to keep it, or choose another run of accel runs.\n"
+    )
+
+
+def test_the_default_log_is_that_of_the_last_run_that_kept_output(tmp_path, capfd, cwd):
+    trained = RunFolder.create(tmp_path, "train.py", {"exit_code": 0})
+    rank = trained.get_rank(0, 0)
+    rank.path.mkdir(parents=True)
+    rank.output.write_text("step 1\n")
+    alone = replace_launcher(tmp_path, "alone.py", 0)
+    done = run(capfd, "logs", "--log-dir", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "step 1\n")
+    assert done.stderr == (
+        f"accel: {alone.path.name} kept no output (unknown); these are the logs of {trained.path.name}\n"
+    )
+
+
+def test_characters_that_the_encoding_of_the_output_lacks_are_escaped(tmp_path, capfd, cwd, monkeypatch):
+    RunFolder.create(tmp_path, "train.py", {"target": "entraînement.py", "exit_code": 0})
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert run(capfd, "runs", "--log-dir", tmp_path).returncode == 0
+    output.seek(0)
+    assert "\tentra\\xeenement.py\t" in output.read()
+
+
+def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path, capfd, cwd):
+    started = time.time() - 100
+    failed = RunFolder.create(tmp_path, "a/fails.py", {"target": "a/fails.py", "world_size": 4})
+    failed.update({"started": started, "ended": started + 42, "exit_code": 3})
+    running = RunFolder.create(tmp_path, "train.py", {"target": "train.py", "world_size": 2})
+    rows = [line.split("\t") for line in run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    assert [row[:2] for row in rows] == [[running.path.name, "train.py"], [failed.path.name, "fails.py"]]
+    assert [row[4:] for row in rows] == [["2", "running"], ["4", "3"]]
+    assert rows[1][3] == "42 s"
+    (entry,) = json.loads(run(capfd, "runs", "--log-dir", tmp_path, "--json", "-n", 1).stdout)
+    assert (entry["run"], entry["is_running"], entry["exit_code"]) == (running.path.name, True, None)
+    wrong = run(capfd, "runs", "-n", 0)
+    assert wrong.returncode == 2
+
+
+def test_the_end_of_a_script_that_replaced_its_launcher_is_that_of_its_heartbeat(tmp_path, capfd, cwd):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name, failed in (("fails.py", True), ("ends.py", False), ("crashes.py", None), ("plain.py", None)):
+        folder = replace_launcher(tmp_path, name, ended.pid)
+        if failed is not None:
+            record_end(folder.get_rank(0, 0), failed=failed)
+        elif name == "crashes.py":
+            record_end(folder.get_rank(0, 0), failed=False)
+            beat = folder.get_rank(0, 0).beat
+            offset = 8 * env.BEAT_NUMBERS.index("ended_ns")
+            beat.write_bytes(beat.read_bytes()[:offset] + bytes(8) + beat.read_bytes()[offset + 8 :])
+    replace_launcher(tmp_path, "lives.py", os.getpid(), pid_start=None)
+    rows = [line.split("\t") for line in run(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    assert [(row[1], row[5]) for row in rows] == [
+        ("lives.py", "running"),
+        ("plain.py", "unknown"),
+        ("crashes.py", "killed or crashed"),
+        ("ends.py", "ended"),
+        ("fails.py", "failed"),
+    ]
+    assert [row[3] for row in rows[1:]] == ["-", "-", "5 s", "5 s"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_row_of_a_terminal_is_not_folded(tmp_path, cwd, columns):
+    """At 80 columns the name of a long script is shortened, and every id is complete."""
+    name = "train_a_model_of_a_long_name.py"
+    base = tmp_path / "runs"
+    done = RunFolder.create(base, "train.py", {"target": name, "world_size": 16})
+    done.update({"started": time.time() - 3 * 24 * 3600, "ended": time.time() - 24 * 3600, "exit_code": 143})
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, columns, 0, 0))
+    command = [sys.executable, "-m", "accel_cli", "runs", "--log-dir", str(base)]
+    environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environ | {"TERM": "xterm"}):
+        os.close(theirs)
+        text = b""
+        while part := read(ours):
+            text += part
+    os.close(ours)
+    lines = [line.rstrip() for line in text.decode().splitlines()]
+    assert len(lines) == 2
+    assert done.path.name in lines[1]
+    assert lines[1].endswith("143")
+    assert (name in lines[1]) == (columns == 120)
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other side is closed
+        return b""

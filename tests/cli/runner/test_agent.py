@@ -1,4 +1,4 @@
-"""Errors of the system before a run starts."""
+"""Errors of the system before a run starts, and the ranks whose output is hidden."""
 
 import resource
 
@@ -26,3 +26,12 @@ def test_too_low_a_limit_on_open_files_is_an_error_before_the_start(few_files):
         UsageError, match=r"the limit on open files is 24, .* needs 48. Raise it: ulimit -n 1024"
     ):
         agent.run(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("shown", "starts_replicas", "hidden"),
+    [({0}, False, True), ({2}, False, False), (set(), False, True), (set(), True, True), ({0}, True, False)],
+)
+def test_ranks_are_hidden_if_none_or_only_those_of_other_nodes_are_shown(shown, starts_replicas, hidden):
+    """No hint about missing output is given for them."""
+    assert agent._is_hidden({2, 3}, frozenset(shown), starts_replicas=starts_replicas) == hidden

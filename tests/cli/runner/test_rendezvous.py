@@ -41,6 +41,7 @@ def agent_settings(**fields):
     job = SimpleNamespace(
         nodes=SimpleNamespace(node_rank=None, static=False),
         environ={},
+        option_values={},
         settings=SimpleNamespace(process_group_timeout=1800),
     )
     return launcher.build_agent_settings(job, ("exec", ""))

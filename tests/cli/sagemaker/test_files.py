@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from accel_cli import source_files
 from accel_cli.errors import UsageError
 from accel_cli.sagemaker import bundle
-from accel_cli.sagemaker.bundle import select_files
+from accel_cli.source_files import select_files
 
 NOBODY = 65534
 
@@ -40,11 +41,11 @@ NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1,
 
 def is_ordinary(name):
     unwanted = any(
-        bundle.is_clutter(Path(part))
+        source_files.is_clutter(Path(part))
         or part.lower() == ".gitignore"
         or fnmatch.filter([part.lower()], secret)
         for part in name.split("/")
-        for secret in bundle.SECRETS
+        for secret in source_files.SECRETS
     )
     return not unwanted
 
@@ -281,7 +282,7 @@ def test_names_that_are_no_text_are_kept_and_shown_readably(tree, git):
         if repository:
             git("init")
         assert names(select_files(tree)) == [name]
-        assert "'caf\\udce9\\n.py'" in list(bundle.describe_selection(select_files(tree)))[1]
+        assert "'caf\\udce9\\n.py'" in list(source_files.describe_selection(select_files(tree)))[1]
 
 
 @pytest.fixture
@@ -331,7 +332,7 @@ def test_a_summary_says_what_is_sent_and_what_is_not(tree, write, git):
     write("lib/large.py", text="x" * 1234)
     write(".gitignore", text="*.bin\n")
     git("init")
-    assert list(bundle.describe_selection(select_files(tree, [], ["a.py"]))) == [
+    assert list(source_files.describe_selection(select_files(tree, [], ["a.py"]))) == [
         f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored",
         "     1.2 kB  lib/large.py",
         "        6 B  .gitignore",
@@ -374,10 +375,10 @@ def test_a_file_that_the_job_needs_must_be_sent(tree, write, git, target, reason
     git("init")
     selection = select_files(tree, [], ["excluded.py"])
     if reason is None:
-        bundle.check_selected(selection, target)
+        source_files.check_selected(selection, target)
         return
     with pytest.raises(UsageError) as error:
-        bundle.check_selected(selection, target)
+        source_files.check_selected(selection, target)
     assert reason in str(error.value)
 
 

@@ -231,7 +231,15 @@ def test_a_tpu_is_three_questions_and_suggests_what_suits_it():
 )
 def test_a_tpu_is_offered_where_there_is_one_or_what_computes_on_it(machine, there):
     kinds = [choice.value for choice in next_step({}).choices(machine, {})]
-    assert kinds == ["single", "torchrun", "slurm", *(["xla"] if there else []), "sagemaker"]
+    assert kinds == [
+        "single",
+        "torchrun",
+        "slurm",
+        "ssh",
+        *(["xla"] if there else []),
+        "sagemaker",
+        "kubernetes",
+    ]
 
 
 def test_a_format_that_a_launcher_does_not_know_is_neither_offered_nor_kept():
@@ -323,10 +331,14 @@ def test_answers_that_do_not_fit_what_stays_are_said():
 
 
 def test_a_launcher_that_lacks_something_is_offered_with_what_to_install(monkeypatch):
-    title = next_step({}).choices(MACHINES[0], {})[-1].title
+    title = next(
+        choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
+    )
     assert title == "A training job on Amazon SageMaker"
     monkeypatch.setattr("accel_cli.sagemaker.config.find_spec", lambda _: None)
-    title = next_step({}).choices(MACHINES[0], {})[-1].title
+    title = next(
+        choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
+    )
     assert title == "A training job on Amazon SageMaker (needs accel-runtime[sagemaker])"
 
 

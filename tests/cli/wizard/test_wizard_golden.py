@@ -18,6 +18,8 @@ CONVERSATIONS = {
     "torchrun": {},
     "torchrun-sharded": {"launcher.nnodes": 2, "parallel.dp_shard": "auto"},
     "slurm": {"more": True, "parallel.dp_shard": "auto"},
+    "kubernetes": {},
+    "ssh": {"launcher.hosts": ["node1", "node2"]},
     "xla": {},
     "sagemaker": {"more": True, "launcher.role": "arn:aws:iam::1:role/x", "launcher.bucket": "b"},
 }

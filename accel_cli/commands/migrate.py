@@ -1,0 +1,93 @@
+"""`accel migrate`: convert training scripts to accel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from accel_cli import console
+from accel_cli.commands.options import CommandApp
+from accel_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from accel_cli.migrate.files import MigratedFile
+
+__all__ = ["app"]
+
+app = CommandApp(rich_help_panel="Set up")
+_COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
+
+
+@app.command("migrate", epilog="Example: accel migrate train.py")
+def migrate(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="PATH...", help="Convert these scripts, or the scripts in these folders."),
+    ],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the changes; the files before are kept as *.orig.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with code 1 if something is left to do.")
+    ] = False,
+) -> None:
+    """Convert training scripts, and shell scripts that launch them, to accel.
+
+    Prints the changes as a diff, and the places that are not converted with the code to write. Scripts are only read, and
+    not run.
+    """
+    files, problems = _read_files(paths)
+    for file in files:
+        problems += [f"{file.path}:{place.line}: {place.text}" for place in file.findings]
+        problems += [f"{file.path}:{place.line}: note: {place.text}" for place in file.notes]
+    changed = [file for file in files if file.is_changed]
+    for file in changed:
+        if write:
+            console.note(f"wrote {file.path}; the file before is {file.write().name}")
+        else:
+            _print_diff(file.format_diff())
+    sys.stdout.flush()
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    if not changed and not problems:
+        console.note("nothing to convert")
+    elif changed and not write:
+        console.note(f"{_count(len(changed))} would change; accel migrate --write applies it")
+    if check and ((changed and not write) or any(file.findings for file in files)):
+        raise typer.Exit(1)
+
+
+def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
+    """Return the files after their conversion, and the errors of files in folders that cannot be converted."""
+    from accel_cli.migrate.files import find_files, migrate_file
+
+    files: list[MigratedFile] = []
+    problems: list[str] = []
+    done: set[Path] = set()
+    for path in find_files(paths):
+        if path.resolve() in done:
+            continue
+        done.add(path.resolve())
+        try:
+            files.append(migrate_file(path))
+        except UsageError as error:
+            if path in paths or "libcst" in str(error):
+                raise
+            problems.append(str(error))
+    return files, problems
+
+
+def _count(number: int) -> str:
+    return "1 file" if number == 1 else f"{number} files"
+
+
+def _print_diff(diff: str) -> None:
+    if not (sys.stdout.isatty() and console.use_color()):
+        console.plain(diff)
+        return
+    for line in diff.splitlines():
+        color = "" if line.startswith(("+++", "---")) else _COLORS.get(line[:1], "")
+        console.plain(f"{color}{line}\x1b[0m" if color else line)

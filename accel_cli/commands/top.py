@@ -1,0 +1,129 @@
+"""`accel top`: watch a run of this machine, or a submitted job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from accel_cli import console
+from accel_cli.commands.jobs import Service, has_service, open_jobs
+from accel_cli.commands.options import CommandApp, expand_options
+from accel_cli.commands.runs import LogDir, find_log_home
+from accel_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from accel_cli.monitoring.live_view import View
+    from accel_cli.runner.run_dir import RunFolder
+
+__all__ = ["app"]
+
+app = CommandApp(rich_help_panel="Run")
+_COLUMNS = 120
+"""Columns of the output for other programs, unless COLUMNS is set."""
+
+
+@app.command("top", epilog="Example: accel top")
+@expand_options
+def top(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
+            "default the newest run in progress.",
+        ),
+    ] = None,
+    *,
+    shows_all: Annotated[bool, typer.Option("--all", help="Show every rank, also of more than 8.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a snapshot as JSON, and exit.")] = False,
+    log_dir: LogDir = None,
+    service: Service,
+) -> None:
+    """Watch the ranks of a run: steps, speed, memory, location and logged metrics.
+
+    The run is not disturbed. Press q or Ctrl-C to leave. Without a terminal, one snapshot is printed.
+    """
+    run = _find_run(name, log_dir, service)
+    if run is None:
+        assert name is not None
+        _show_job(name, service, as_json=json)
+        return
+    from accel_cli.monitoring import live_view
+    from accel_cli.monitoring.snapshot import read_snapshot
+
+    if json:
+        console.print_json(read_snapshot(run).to_json())
+        return
+
+    def draw(width: int, height: int | None) -> View:
+        snapshot = read_snapshot(run)
+        body = live_view.build_view(
+            snapshot,
+            width,
+            height,
+            shows_all=shows_all,
+            is_ascii=not live_view.supports_blocks(sys.stdout.encoding),
+        )
+        return live_view.View(body, is_final=not snapshot.is_running)
+
+    last = live_view.watch(draw) if run.is_running and _is_interactive() else draw(*_get_size())
+    if last:
+        _print_view(last)
+
+
+def _find_run(name: str | None, log_dir: str | None, service: Service) -> RunFolder | None:
+    """Return the run with a name, or without a name the newest in progress; None if the name is that of a job."""
+    from accel_cli.runner import run_dir
+
+    if service.launcher or service.profile or service.assignments:
+        if name is None:
+            raise UsageError("The id of the job is missing. List the jobs with accel jobs list.")
+        return None
+    base = find_log_home(log_dir)
+    if name is None:
+        return run_dir.find_running_run(base)
+    try:
+        return run_dir.find_run(base, name)
+    except UsageError:
+        if not has_service(service):
+            raise
+        return None
+
+
+def _show_job(job_id: str, service: Service, *, as_json: bool) -> None:
+    from accel_cli.monitoring import live_view
+    from accel_cli.monitoring.job_view import JobView
+
+    with open_jobs(service) as jobs:
+        view = JobView(jobs, job_id)
+        if as_json:
+            console.print_json(view.to_json())
+            return
+        is_final = view.job.finished or not _is_interactive()
+        last = view.draw(*_get_size()) if is_final else live_view.watch(view.draw)
+        if last:
+            _print_view(last)
+
+
+def _is_interactive() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _get_size() -> tuple[int, int | None]:
+    """Return the columns for one print, and any number of lines."""
+    from accel_cli.runner.output import get_terminal_size
+
+    if sys.stdout.isatty():
+        return get_terminal_size(sys.stdout.fileno()).columns, None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else _COLUMNS, None
+
+
+def _print_view(view: View) -> None:
+    from accel_cli.monitoring import live_view
+
+    is_coloured = sys.stdout.isatty() and console.use_color()
+    console.plain("\n".join(live_view.render_lines(view.body, _get_size()[0], is_coloured=is_coloured)))

@@ -1,0 +1,1 @@
+"""A job of a Kubernetes cluster: its manifests, and how it is submitted and followed."""

@@ -1,0 +1,360 @@
+"""The `launcher:` section of a profile for jobs of a Kubernetes cluster, and its plan."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from typing_extensions import override
+
+from accel_cli.console import is_secret
+from accel_cli.errors import UsageError
+from accel_cli.kubernetes.manifests import SHARED_VOLUMES, KubernetesJobPlan
+from accel_cli.launchers import torchrun
+from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher, LaunchSpec, Plan
+from accel_cli.planning.options import LaunchOption
+from accel_cli.profile.sections import Answers, CountOrAuto, Question
+
+if TYPE_CHECKING:
+    from accel_cli.kubernetes.cluster import KubernetesJobs
+
+__all__ = ["Kubernetes"]
+
+_EXTRA = "accel-runtime[kubernetes]"
+_WEEK_S = 7 * 86400
+_MANIFEST = LaunchOption(
+    "--manifest", "Print only the manifests, for kubectl apply -f -, and run nothing.", only_prints=True
+)
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAME = rf"{_LABEL}(\.{_LABEL})*"
+"""A name of Kubernetes: DNS-1123."""
+_QUANTITY = r"\d+(\.\d+)?(m|k|[KMGTPE]i?)?"
+
+
+def _match(pattern: str, expected: str) -> AfterValidator:
+    """Return a validator of text, of a number, or of the texts in a list."""
+
+    def check(value: Any) -> Any:
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and not re.fullmatch(pattern, str(item)):
+                raise ValueError(f"expected {expected}, got {item!r}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _match_items(key: str, value: str, expected: str) -> AfterValidator:
+    """Return a validator of the keys and values of a mapping."""
+
+    def check(mapping: dict[str, Any]) -> dict[str, Any]:
+        for name, item in mapping.items():
+            if not (re.fullmatch(key, name) and re.fullmatch(value, str(item))):
+                raise ValueError(f"expected {expected}, got {name}: {item}")
+        return mapping
+
+    return AfterValidator(check)
+
+
+def _ask(text: str, hint: str, **options: Any) -> Question:
+    """Return a question; Enter leaves its key unset."""
+    return Question(text, suggest=lambda *_: None, hint=hint, **options)
+
+
+_Name = Annotated[str, _match(_NAME, "a name of lower-case letters, digits, hyphens and dots")]
+_Text = Annotated[str, _match(r"\S+", "text without spaces")]
+
+
+class Kubernetes(Launcher):
+    """A Job of a Kubernetes cluster, with an elastic agent in each pod."""
+
+    title: ClassVar[str] = "A job on a Kubernetes cluster"
+    location = "job"
+    job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace")
+    launch_options = (DETACH, JOB_NAME, _MANIFEST)
+
+    kind: Literal["kubernetes"] = Field(
+        "kubernetes",
+        description="A Job of Kubernetes: `accel launch` submits it with the credentials of your kubeconfig.",
+    )
+    image: Annotated[
+        _Text | None,
+        Field(description="Container image with torch, accel and what the script needs; always needed."),
+        Question(
+            "Which image?",
+            suggest=lambda *_: "accel:cuda",
+            hint="with torch, accel and the script's packages",
+        ),
+    ] = None
+    nnodes: Annotated[int, Question("How many nodes?", suggest=lambda *_: 1)] = Field(
+        1, ge=1, description="Number of pods; each is a node of the run."
+    )
+    gpus_per_node: Annotated[int, Question("How many GPUs on each node?", suggest=lambda *_: 0)] = Field(
+        0, ge=0, description="GPUs of each pod; 0 requests none."
+    )
+    nproc_per_node: Annotated[
+        CountOrAuto,
+        Field(
+            description="Number of processes in each pod; `auto` is one for each of `gpus_per_node`, or 1."
+        ),
+        Question(
+            "How many processes on each node?",
+            suggest=lambda *_: 1,
+            when=lambda answers: not answers.get("gpus_per_node"),
+            hint="a number",
+        ),
+    ] = "auto"
+    context: Annotated[
+        _Text | None, _ask("Which context of the kubeconfig?", "Enter for the current one")
+    ] = Field(None, description="Context of the kubeconfig; unset is the current one.")
+    namespace: Annotated[_Name | None, _ask("Which namespace?", "Enter for that of the context")] = Field(
+        None, description="Namespace of the job; unset is that of the context."
+    )
+    gpu_resource: Annotated[
+        str, _match(rf"{_NAME}/[\w.-]+", "a resource such as nvidia.com/gpu or amd.com/gpu")
+    ] = Field("nvidia.com/gpu", description="Name of the GPUs in the cluster, such as `amd.com/gpu`.")
+    resources: Annotated[
+        dict[str, int | str],
+        _match_items(r"[\w./-]+", _QUANTITY, "resources such as cpu: 8 and memory: 64Gi"),
+    ] = Field(
+        default_factory=dict,
+        description="Other resources of each pod, requested and limited to: `{cpu: 8, memory: 64Gi}`.",
+    )
+    shared_memory: Annotated[str | None, _match(_QUANTITY, "a size such as 16Gi")] = Field(
+        None,
+        description="Maximum size of `/dev/shm`, which counts as memory of the pod; unset is the limit of its memory.",
+    )
+    volumes: Annotated[
+        dict[str, str],
+        _match_items(
+            r"/[^:]+",
+            rf"((pvc|configmap|secret)/{_NAME}|host:/[^:]*)(:ro)?|emptydir",
+            "a mount path with pvc/NAME, configmap/NAME, secret/NAME, host:/PATH or emptydir, such as /data: pvc/data:ro",
+        ),
+    ] = Field(
+        default_factory=dict,
+        description="Volumes by mount path: `/data: pvc/NAME`, `configmap/NAME`, `secret/NAME`, `host:/PATH` or "
+        "`emptydir`; `:ro` at the end mounts it read-only.",
+    )
+    service_account: _Name | None = Field(
+        None, description="Service account of the pods; unset gives them no credentials of the cluster."
+    )
+    node_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels of the cluster's nodes on which the pods may run."
+    )
+    tolerations: Annotated[
+        list[str],
+        _match(
+            r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+            "KEY, KEY:EFFECT or KEY=VALUE:EFFECT such as nvidia.com/gpu:NoSchedule",
+        ),
+    ] = Field(
+        default_factory=list,
+        description="Taints of nodes that the pods tolerate: `nvidia.com/gpu:NoSchedule` or `pool=training:NoExecute`.",
+    )
+    image_pull_secrets: list[_Name] = Field(
+        default_factory=list, description="Secrets with the credentials of the image's registry."
+    )
+    priority_class: _Name | None = Field(None, description="Priority class of the pods.")
+    labels: Annotated[
+        dict[str, str],
+        _match_items(r"[\w./-]{1,317}", r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", "labels of Kubernetes"),
+    ] = Field(
+        default_factory=dict,
+        description="More labels of the job and its pods: `kueue.x-k8s.io/queue-name: training`.",
+    )
+    secrets: Annotated[
+        dict[str, str],
+        _match_items(
+            r"[A-Za-z_]\w*", rf"{_NAME}/[\w.-]+", "variables with NAME/KEY of a Secret of the namespace"
+        ),
+    ] = Field(
+        default_factory=dict,
+        description="Environment variables whose values are in Secrets of the namespace: `WANDB_API_KEY: NAME/KEY`.",
+    )
+    source: Literal["folder", "image"] = Field(
+        "folder",
+        description="`folder` sends the files of `source_dir` with the job, at most 1 MiB compressed; `image` sends none, "
+        "since the image or a volume has them.",
+    )
+    source_dir: Annotated[str, Field(min_length=1)] = Field(
+        ".", description="Folder that is sent, with the script and the modules it imports."
+    )
+    include: list[str] = Field(
+        default_factory=list, description="Patterns of files to send although git ignores them."
+    )
+    exclude: list[str] = Field(default_factory=list, description="Patterns of files not to send.")
+    working_dir: Annotated[str | None, _match(r"/.*", "an absolute path")] = Field(
+        None,
+        description="Working directory of the script with `source: image`; unset is that of the image.",
+    )
+    job_name: Annotated[str | None, Field(min_length=1)] = Field(
+        None, description="Start of the job's name, before random characters; unset is the script's name."
+    )
+    time: int | None = Field(
+        None, ge=1, description="Seconds after which the job is stopped; unset is no limit."
+    )
+    ttl: int = Field(
+        _WEEK_S,
+        ge=0,
+        description="Seconds after which Kubernetes deletes the finished job, with its pods and their logs.",
+    )
+    max_restarts: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Maximum number of restarts of all processes after a failure, inside the pods. Kubernetes then also "
+            "replaces a pod, other than the first, whose node was drained or lost.",
+        ),
+    ] = 0
+    rdzv_timeout: int = Field(
+        1800,
+        ge=1,
+        description="Seconds that a pod waits for the others, which may need new nodes and an image.",
+    )
+    ranks: torchrun.Ranks = 0
+    shutdown_timeout: torchrun.ShutdownTimeout = 30
+    stall_timeout: torchrun.StallTimeout = None
+
+    @classmethod
+    @override
+    def get_missing_requirement(cls) -> str:
+        return "" if find_spec("kubernetes") and find_spec("pathspec") else _EXTRA
+
+    @classmethod
+    @override
+    def may_start_several(cls, answers: Answers) -> bool:
+        each = answers.get("nproc_per_node", max(1, answers.get("gpus_per_node") or 0))
+        return (answers.get("nnodes", 1), each) != (1, 1)
+
+    @override
+    def plan(self, spec: LaunchSpec) -> Plan:
+        if self.image is None:
+            raise UsageError(
+                "No image is set. Set launcher.image to one that has torch, accel and what the script needs, for example "
+                "--set launcher.image=registry.example.com/accel:cuda"
+            )
+        self._check_env(spec)
+        count = self._count_processes(spec)
+        sends_files = self.source == "folder" and not spec.is_builtin
+        target, cwd = self._locate_source(spec) if sends_files else (spec.target, None)
+        needed = cwd or "."
+        if cwd is not None and spec.kind == "script":
+            needed = os.path.normpath(Path(cwd, target))
+        has_shared_files = self.nnodes == 1 or any(
+            volume.startswith(SHARED_VOLUMES) for volume in self.volumes.values()
+        )
+        # Without a common volume the first node writes all of a checkpoint.
+        settings = replace(spec.settings, shared_files=spec.settings.shared_files and has_shared_files)
+        job = KubernetesJobPlan(
+            section=self,
+            name=self.job_name or Path(spec.target).stem,
+            args=(*self._list_options(spec, count), "--", target, *spec.args),
+            env={**spec.env, **settings.to_env()},
+            cwd=cwd,
+            needed=needed,
+            detach="detach" in spec.option_values,
+            jobs_options=spec.jobs_options,
+        )
+        _check_text(job)
+        gpus = "GPU" if self.gpus_per_node else "cpu"
+        return Plan(
+            launcher=self.kind,
+            argv=("accel", "launch", *job.args),
+            env=job.env,
+            device=gpus if spec.settings.device == "auto" else spec.settings.device,
+            target=spec.target,
+            nnodes=self.nnodes,
+            nproc_per_node=count,
+            job=job,
+        )
+
+    @override
+    def run(self, plan: Plan) -> int:
+        from accel_cli.kubernetes.cluster import submit  # noqa: PLC0415 - not for a dry run
+
+        return submit(plan)
+
+    @override
+    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
+        from accel_cli.kubernetes.manifests import preview  # noqa: PLC0415 - only here
+
+        assert isinstance(plan.job, KubernetesJobPlan)
+        return preview(plan.job)
+
+    @classmethod
+    @override
+    def open_jobs(cls, values: Mapping[str, Any]) -> KubernetesJobs:
+        from accel_cli.kubernetes.cluster import Cluster, KubernetesJobs  # noqa: PLC0415 - imports the client
+
+        return KubernetesJobs(Cluster(values.get("launcher.context"), values.get("launcher.namespace")))
+
+    def _check_env(self, spec: LaunchSpec) -> None:
+        """Raise if a variable of the profile must be in a Secret."""
+        for name in spec.env:
+            if name in self.secrets:
+                raise UsageError(f"{name} is in both env and launcher.secrets. Remove one of them.")
+            if is_secret(name):
+                raise UsageError(
+                    f"env.{name} looks like a secret, and everyone who may read the job would see it. Store the value in a "
+                    f"Secret of the namespace, and its name and key in the profile: --set 'launcher.secrets={{{name}: NAME/KEY}}'"
+                )
+
+    def _count_processes(self, spec: LaunchSpec) -> int:
+        """Return the number of processes in each pod."""
+        on_cpu = spec.settings.device == "cpu"
+        if self.nproc_per_node == "auto":
+            return 1 if on_cpu else max(1, self.gpus_per_node)
+        if 0 < self.gpus_per_node < self.nproc_per_node and not on_cpu:
+            raise UsageError(
+                f"Invalid launcher.nproc_per_node {self.nproc_per_node}: launcher.gpus_per_node requests {self.gpus_per_node} "
+                "GPU(s) per node. Request one GPU for each process, or use --cpu."
+            )
+        return self.nproc_per_node
+
+    def _list_options(self, spec: LaunchSpec, nproc_per_node: int) -> list[str]:
+        """Return the options of `accel launch` in a pod, whose variables have the number of nodes and its rank."""
+        kind = {"script": (), "module": ("--module",), "program": ("--no-python",)}[spec.kind]
+        values = {
+            "kind": "torchrun",
+            "nproc_per_node": nproc_per_node,
+            "rdzv_timeout": self.rdzv_timeout,
+            "max_restarts": self.max_restarts,
+            "ranks": self.ranks,
+            "shutdown_timeout": self.shutdown_timeout,
+            "stall_timeout": self.stall_timeout,
+        }
+        sets = (f"launcher.{key}={value}" for key, value in values.items() if value is not None)
+        return ["--quiet", "--no-profile", *kind, *(word for text in sets for word in ("--set", text))]
+
+    def _locate_source(self, spec: LaunchSpec) -> tuple[str, str]:
+        """Return the target and the working directory, by their paths in the folder that is sent."""
+        source, here = Path(self.source_dir).resolve(), Path.cwd().resolve()
+        paths = {"The current directory": here}
+        if spec.kind == "script":
+            paths[f"The script {spec.target}"] = Path(spec.target).resolve()
+        for what, path in paths.items():
+            if not path.is_relative_to(source):
+                raise UsageError(
+                    f"{what} is not in {source}, the folder that is sent. Launch from that folder, set launcher.source_dir, or "
+                    "use launcher.source: image if the image has the script."
+                )
+        is_path = spec.kind == "script" and Path(spec.target).is_absolute()
+        target = os.path.relpath(Path(spec.target).resolve(), here) if is_path else spec.target
+        return target, str(here.relative_to(source))
+
+
+def _check_text(job: KubernetesJobPlan) -> None:
+    """Raise if an argument or a variable cannot be in a manifest, which is UTF-8."""
+    for text in (*job.args, *job.env.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"Cannot pass {text!a} to a pod: it is not valid UTF-8. Pass it in a file."
+            ) from None

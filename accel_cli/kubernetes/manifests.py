@@ -1,0 +1,316 @@
+"""The manifests of a job: a Job with one pod for each node, its headless Service, and a ConfigMap with the source."""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from accel_cli import console
+from accel_cli.errors import UsageError
+from accel_cli.planning.nodes import PORT
+from accel_cli.planning.plan import JobPlan
+from accel_cli.source_files import check_selected, select_files, write_archive
+from accel_runtime.env import FAILURE_FILE
+
+if TYPE_CHECKING:
+    from accel_cli.kubernetes.config import Kubernetes
+
+__all__ = [
+    "CONTAINER",
+    "OWNER",
+    "SHARED_VOLUMES",
+    "KubernetesJobPlan",
+    "format_user",
+    "name_job",
+    "preview",
+    "read_source",
+    "render",
+]
+
+CONTAINER = "accel"
+"""The name of the container of every pod."""
+OWNER = "accel-user"
+"""The label with the user who submitted a job."""
+SHARED_VOLUMES = ("pvc/", "host:")
+"""The volumes that all pods share."""
+_FAILURE = "/dev/termination-log"
+_SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
+_MAX_NAME = 57
+"""Characters of a job's name: the host name of a pod adds a hyphen and its index, up to 63."""
+_NUM_RANDOM = 5
+_MAX_SOURCE = (1 << 20) - 1024
+"""Bytes that a ConfigMap can hold, less its keys."""
+_GRACE_S = 10
+"""Seconds after the shutdown timeout until Kubernetes kills what still runs."""
+_REFERENCE = re.compile(r"\$(?=[($])")
+"""The start of a reference `$(NAME)`, which Kubernetes replaces in arguments and variables, or of its escape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJobPlan(JobPlan):
+    """A job of Kubernetes."""
+
+    section: Kubernetes
+    """The launcher's section of the profile."""
+    name: str
+    """The start of its name."""
+    args: tuple[str, ...]
+    """The arguments of `accel launch` in every pod."""
+    env: Mapping[str, str]
+    """The variables of every pod."""
+    cwd: str | None
+    """The working directory in the folder that is sent; None if no folder is sent."""
+    needed: str = "."
+    """The file or folder without which the job cannot run, in the folder that is sent."""
+
+
+def preview(job: KubernetesJobPlan) -> str:
+    """Return the manifests of a job as YAML."""
+    manifests = render(job, name_job(job.name), format_user(), read_source(job))
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=10**9).rstrip("\n")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block."""
+
+    def represent_str(self, data: str) -> Any:
+        style = "|" if "\n" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - labels are written in full each time
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def name_job(base: str) -> str:
+    """Return a new name of a job, which begins with a base and ends with random characters."""
+    stem = re.sub(r"[^a-z0-9]+", "-", base.lower()).strip("-")
+    # The name of a Service begins with a letter.
+    stem = stem if stem[:1].isalpha() else f"job-{stem}".rstrip("-")
+    random = "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(_NUM_RANDOM))
+    return f"{stem[: _MAX_NAME - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
+
+
+def format_user() -> str:
+    """Return the name of the user, as the value of a label."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user id without an account
+        name = ""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-_.")[:63] or "unknown"
+
+
+def read_source(job: KubernetesJobPlan) -> bytes | None:
+    """Return the archive of the folder that is sent; None if none is.
+
+    Raises:
+        UsageError: A file that the job needs is not among them, or the archive does not fit a ConfigMap.
+    """
+    if job.cwd is None:
+        return None
+    section = job.section
+    if not find_spec("pathspec"):
+        raise UsageError(
+            "launcher.source: folder needs pathspec, which is not installed. Run pip install 'accel-runtime[kubernetes]', or "
+            "use launcher.source: image."
+        )
+    selection = select_files(Path(section.source_dir), section.include, section.exclude)
+    for note in selection.notes:
+        console.note(note)
+    check_selected(selection, job.needed)
+    with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
+        archive = Path(scratch, _ARCHIVE)
+        write_archive(selection, archive)
+        data = archive.read_bytes()
+    if len(data) > _MAX_SOURCE:
+        largest = ", ".join(
+            f"{file.name} ({console.format_size(file.size)})" for file in selection.largest if file.size
+        )
+        raise UsageError(
+            f"The {len(selection.files)} files in {selection.source} have {console.format_size(len(data))} compressed: a job "
+            f"carries at most 1 MiB. The largest are {largest}. Add files to launcher.exclude or .gitignore, or put them into "
+            "the image or on a volume and set launcher.source: image."
+        )
+    return data
+
+
+def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) -> list[dict[str, Any]]:
+    """Return the manifests of a job, as kubectl takes them.
+
+    Args:
+        job: The job.
+        name: Its name.
+        user: The user who submits it.
+        archive: The archive of the source; None if none is sent.
+    """
+    section = job.section
+    labels = {
+        **section.labels,
+        "app.kubernetes.io/managed-by": "accel",
+        "app.kubernetes.io/instance": name,
+        OWNER: user,
+    }
+    metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if section.namespace:
+        metadata["namespace"] = section.namespace
+    manifests = []
+    if section.nnodes > 1:
+        manifests.append(_build_service(metadata))
+    if archive is not None:
+        data = {_ARCHIVE: base64.b64encode(archive).decode("ascii")}
+        manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
+    return [*manifests, _build_job(job, metadata, has_source=archive is not None)]
+
+
+def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Service that gives every pod a host name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            # The pods find each other before they are ready.
+            "publishNotReadyAddresses": True,
+            "selector": {"app.kubernetes.io/instance": metadata["name"]},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool) -> dict[str, Any]:
+    section = job.section
+    spec: dict[str, Any] = {
+        "completions": section.nnodes,
+        "parallelism": section.nnodes,
+        "completionMode": "Indexed",
+        # Restarts are those of the agents in the pods: a pod that fails ends the job.
+        "backoffLimit": 0,
+    }
+    if section.max_restarts:
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        spec["podFailurePolicy"] = {"rules": [{"action": "Ignore", "onPodConditions": [disrupted]}]}
+    if section.time:
+        spec["activeDeadlineSeconds"] = section.time
+    spec |= {
+        "ttlSecondsAfterFinished": section.ttl,
+        "template": {
+            "metadata": {"labels": metadata["labels"]},
+            "spec": _build_pod(job, metadata["name"], has_source=has_source),
+        },
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[str, Any]:
+    section = job.section
+    volumes = list(_list_volumes(section, name if has_source else ""))
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": section.shutdown_timeout + _GRACE_S,
+    }
+    if section.nnodes > 1:
+        pod["subdomain"] = name
+    if section.service_account:
+        pod["serviceAccountName"] = section.service_account
+    else:
+        pod["automountServiceAccountToken"] = False
+    values = {
+        "nodeSelector": section.node_selector,
+        "tolerations": [_parse_toleration(text) for text in section.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in section.image_pull_secrets],
+        "priorityClassName": section.priority_class,
+    }
+    pod |= {key: value for key, value in values.items() if value}
+    pod["containers"] = [_build_container(job, name, [mount for _, mount in volumes], has_source=has_source)]
+    pod["volumes"] = [volume for volume, _ in volumes]
+    return pod
+
+
+def _build_container(
+    job: KubernetesJobPlan, name: str, mounts: list[dict[str, Any]], *, has_source: bool
+) -> dict[str, Any]:
+    section = job.section
+    variables, lines = {**job.env, FAILURE_FILE: _FAILURE}, ["set -e"]
+    if has_source:
+        lines += [f"cd {_WORKSPACE}", f"tar -xzf {_SOURCE}/{_ARCHIVE}"]
+        lines += [f"cd {shlex.quote(job.cwd)}"] if job.cwd not in {None, "."} else []
+    if section.nnodes > 1:
+        # Not as options: with these variables an agent waits until the name of the first pod resolves.
+        variables |= {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{name}-0.{name}"}
+        variables["PET_MASTER_PORT"] = str(PORT)
+        lines.append('export PET_NODE_RANK="$JOB_COMPLETION_INDEX"')
+    lines.append('exec accel launch "$@"')
+    env: list[dict[str, Any]] = [
+        {"name": key, "value": _escape(value)} for key, value in sorted(variables.items())
+    ]
+    for key, reference in sorted(section.secrets.items()):
+        secret, _, item = reference.partition("/")
+        env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": section.image,
+        "command": ["/bin/sh", "-c", _escape("\n".join(lines) + "\n"), "accel"],
+        "args": [_escape(word) for word in job.args],
+        "env": env,
+    }
+    if section.working_dir and not has_source:
+        container["workingDir"] = section.working_dir
+    resources = {key: str(value) for key, value in section.resources.items()}
+    if section.gpus_per_node:
+        resources[section.gpu_resource] = str(section.gpus_per_node)
+    if resources:
+        container["resources"] = {"requests": resources, "limits": resources}
+    container |= {"terminationMessagePath": _FAILURE, "volumeMounts": mounts}
+    return container
+
+
+def _list_volumes(section: Kubernetes, source: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield every volume of a pod with its mount; `source` is the ConfigMap with the archive, empty if none is sent."""
+    memory = {"medium": "Memory", **({"sizeLimit": section.shared_memory} if section.shared_memory else {})}
+    # The default of a container is 64 MB, too little for the workers of a DataLoader.
+    yield {"name": "shm", "emptyDir": memory}, {"name": "shm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file
+    if source:
+        yield (
+            {"name": "source", "configMap": {"name": source}},
+            {"name": "source", "mountPath": _SOURCE, "readOnly": True},
+        )
+        yield {"name": "workspace", "emptyDir": {}}, {"name": "workspace", "mountPath": _WORKSPACE}
+    for number, (path, text) in enumerate(section.volumes.items()):
+        volume, name = text.removesuffix(":ro"), f"volume-{number}"
+        kind, _, value = volume.partition(":" if volume.startswith("host:") else "/")
+        contents: dict[str, dict[str, Any]] = {
+            "pvc": {"persistentVolumeClaim": {"claimName": value}},
+            "configmap": {"configMap": {"name": value}},
+            "secret": {"secret": {"secretName": value}},
+            "host": {"hostPath": {"path": value}},
+            "emptydir": {"emptyDir": {}},
+        }
+        mount: dict[str, Any] = {"name": name, "mountPath": path}
+        yield {"name": name, **contents[kind]}, {**mount, "readOnly": True} if volume != text else mount
+
+
+def _parse_toleration(text: str) -> dict[str, str]:
+    """Return a toleration from `KEY`, `KEY:EFFECT` or `KEY=VALUE:EFFECT`."""
+    words, _, effect = text.partition(":")
+    key, equals, value = words.partition("=")
+    operator = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **operator, **({"effect": effect} if effect else {})}
+
+
+def _escape(text: str) -> str:
+    """Return text of an argument or a variable that Kubernetes leaves as it is."""
+    return _REFERENCE.sub("$$", text)

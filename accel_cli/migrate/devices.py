@@ -1,0 +1,303 @@
+"""Devices: moves of models and batches, parameters for the device, and the option `--device`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.script import Role, Script, Variable, descendants, to_code
+
+__all__ = ["convert_devices"]
+
+_UNMOVED = {
+    "parameters",
+    "named_parameters",
+    "train",
+    "eval",
+    "to",
+    "cuda",
+    "load_state_dict",
+    "state_dict",
+    "apply",
+}
+"""Methods of a model that do not depend on its device."""
+
+
+def convert_devices(conversion: Conversion) -> None:
+    """Remove moves of prepared models and batches, and replace the device by that of the Accelerator."""
+    script = conversion.script
+    dropped = _drop_parameters(conversion)
+    for call in script.calls:
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in {"to", "cuda"}:
+            _convert_move(conversion, call, dropped)
+    for node in script.nodes:
+        if _is_device_use(conversion, node, dropped):
+            conversion.edits.replace(node, _format_device(conversion, node))
+    for node in script.nodes:
+        if isinstance(node, cst.Assign) and node not in conversion.edits.removed:
+            _remove_self_assignment(conversion, node)
+    _remove_device_option(conversion)
+
+
+def _drop_parameters(conversion: Conversion) -> set[Variable]:
+    """Remove parameters for the device from functions that get the Accelerator; return those that stay."""
+    script = conversion.script
+    kept: set[Variable] = set()
+    for function in script.functions:
+        cls = script.class_of(function)
+        for param in function.params.params:
+            variable = script.parameter(function, param.name.value)
+            role = script.roles.get(variable)
+            if role is None or role.kind != "device":
+                continue
+            calls = script.calls_of(function)
+            bound = [
+                arg
+                for call in calls
+                if (arg := script.bind(call, function).get(param.name.value))
+                and script.kind_of(arg.value) == "device"
+            ]
+            definition = cls if cls is not None and function.name.value == "__init__" else function
+            is_only_called = len(script.references.get(definition, [])) == len(calls)
+            is_module = cls is not None and script.is_torch_class(cls)
+            if (
+                not calls
+                or len(bound) != len(calls)
+                or not is_only_called
+                or is_module
+                or script.find_ancestor(function, cst.FunctionDef)
+            ):
+                kept.add(variable)
+                continue
+            conversion.edits.change(function, partial(_without_parameter, name=param.name.value))
+            for call, arg in zip(calls, bound, strict=True):
+                conversion.edits.change(call, partial(_without_argument, index=list(call.args).index(arg)))
+                conversion.dropped |= set(descendants(arg))
+    return kept
+
+
+def _without_parameter(function: cst.FunctionDef, name: str) -> cst.FunctionDef:
+    params = [param for param in function.params.params if param.name.value != name]
+    if (
+        params
+        and function.params.star_arg is cst.MaybeSentinel.DEFAULT
+        and not function.params.kwonly_params
+        and function.params.star_kwarg is None
+    ):
+        params[-1] = params[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return function.with_changes(params=function.params.with_changes(params=params))
+
+
+def _without_argument(call: cst.Call, index: int) -> cst.Call:
+    # Arguments that were inserted before stand in front of those of the script.
+    args = list(call.args)
+    del args[index]
+    if args:
+        args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return call.with_changes(args=args)
+
+
+def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable]) -> bool:
+    script = conversion.script
+    if not isinstance(node, (cst.Name, cst.Attribute)) or node in conversion.dropped:
+        return False
+    parent = script.parents.get(node)
+    if isinstance(parent, (cst.AssignTarget, cst.Param, cst.AnnAssign, cst.NameItem)) or any(
+        one in conversion.edits.removed for one in script.ancestors(node)
+    ):
+        return False
+    if isinstance(parent, cst.Attribute) and parent.attr is node:
+        return False
+    if isinstance(parent, cst.Arg) and parent.keyword is node:
+        return False
+    if script.is_settings_device(node):
+        return True
+    variable = script.variable(node)
+    role = script.roles.get(variable) if variable else None
+    return role is not None and role.kind == "device" and variable not in kept and not (role.origins & kept)
+
+
+def _format_device(conversion: Conversion, node: cst.CSTNode) -> str:
+    """Return the expression for a device; for a string that is compared or joined, that of its type."""
+    script = conversion.script
+    device = f"{conversion.accelerator(node)}.device"
+    parent: Any = script.parents.get(node)
+    if isinstance(parent, cst.ComparisonTarget):
+        parent = script.parents[parent]
+    call = script.parents.get(parent) if isinstance(parent, cst.Arg) else None
+    is_joined = isinstance(parent, cst.BinaryOperation)
+    is_method = isinstance(parent, cst.Attribute) and parent.attr.value in dir(str)
+    is_format = isinstance(call, cst.Call) and script.qualified_name(call.func).endswith("autocast")
+    if not (isinstance(parent, cst.Comparison) or is_joined or is_method or is_format) or not _is_text(
+        script, node
+    ):
+        return device
+    texts = [to_code(one) for one in descendants(parent) if isinstance(one, cst.SimpleString)]
+    return f"str({device})" if any(":" in text for text in texts) and not is_joined else f"{device}.type"
+
+
+def _is_text(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a device is a string in the script."""
+    variable = script.variable(node)
+    role = script.roles.get(variable) if variable else None
+    variables = {variable, *(role.origins if role else ())}
+    values = [value for one in variables if one is not None for _, value in script.assigned.get(one, [])]
+    if not values:
+        return script.is_settings_device(node)
+    return not any(
+        script.qualified_name(one.func) == "torch.device"
+        for value in values
+        for one in descendants(value)
+        if isinstance(one, cst.Call)
+    )
+
+
+def _convert_move(conversion: Conversion, call: cst.Call, kept: set[Variable]) -> None:
+    script, func = conversion.script, call.func
+    assert isinstance(func, cst.Attribute)
+    is_cuda = func.attr.value == "cuda"
+    target = call.args[0].value if call.args else None
+    role = script.role_of(target) if target is not None else None
+    is_device = getattr(role, "kind", "") in {"device", "rank", "local_rank"} or (
+        isinstance(target, cst.SimpleString)
+        and to_code(target)[1:-1].partition(":")[0] in {"cpu", "cuda", "mps"}
+    )
+    if not is_cuda and not is_device:
+        return
+    variable = script.variable(target) if target is not None else None
+    if variable in kept or (role is not None and getattr(role, "origins", frozenset()) & kept):
+        return
+    if isinstance(target, cst.SimpleString) and to_code(target)[1:-1] == "cpu":
+        return
+    owner = script.role_of(func.value)
+    is_prepared = (
+        isinstance(owner, Role) and owner.kind in {"model", "batch"} and conversion.is_prepared(owner.origins)
+    )
+    others = [arg for arg in call.args[1:] if arg.keyword is None or arg.keyword.value != "non_blocking"]
+    is_model = _creates_trained_model(conversion, call) or (isinstance(owner, Role) and owner.kind == "model")
+    if (is_prepared or is_model) and not others and not (is_model and _is_read_before(conversion)):
+        _strip(conversion, call)
+        return
+    device = f"{conversion.accelerator(call)}.device"
+    if is_cuda:
+        conversion.edits.change(
+            call,
+            lambda node: node.with_changes(
+                func=node.func.with_changes(attr=cst.Name("to")),
+                args=[cst.Arg(cst.parse_expression(device)), *node.args[1:]],
+            ),
+        )
+    elif target is not None and getattr(role, "kind", "") != "device":
+        conversion.edits.replace(target, device)
+
+
+def _is_read_before(conversion: Conversion) -> bool:
+    """Return whether a model is copied, called or passed on before it is prepared, so that it must be moved already."""
+    script = conversion.script
+    creations = {node for nodes in conversion.creations.values() for node in nodes}
+    for variable, nodes in conversion.creations.items():
+        if script.roles[variable].kind != "model":
+            continue
+        home = script.function_of(nodes[0])
+        last = max(script.line(one) for one in creations if script.function_of(one) is home)
+        for node in script.nodes:
+            if script.function_of(node) is not home or not script.line(nodes[0]) < script.line(node) <= last:
+                continue
+            parent = script.parents.get(node)
+            is_attribute = isinstance(parent, cst.Attribute) and parent.attr.value in _UNMOVED
+            if (
+                isinstance(node, (cst.Name, cst.Attribute))
+                and script.variable(node) == variable
+                and not is_attribute
+                and not isinstance(parent, (cst.AssignTarget, cst.Attribute))
+                and not creations & set(script.ancestors(node))
+            ):
+                return True
+    return False
+
+
+def _creates_trained_model(conversion: Conversion, call: cst.Call) -> bool:
+    script = conversion.script
+    assign = script.find_ancestor(call, (cst.Assign, cst.AnnAssign, cst.Return, cst.Expr))
+    if isinstance(assign, cst.Return):
+        return script.kind_of(call) == "model"
+    return any(
+        assign in nodes
+        and script.roles[variable].kind == "model"
+        and variable not in conversion.unprepared
+        and script.parents[call] is assign
+        for variable, nodes in conversion.creations.items()
+    )
+
+
+def _strip(conversion: Conversion, call: cst.Call) -> None:
+    """Replace `x.to(device)` by `x`, and remove the statement if it is nothing else."""
+    statement = conversion.script.parents[call]
+    if isinstance(statement, cst.Expr):
+        conversion.edits.remove(statement)
+        return
+    conversion.stripped.add(call)
+    conversion.dropped |= {node for arg in call.args for node in descendants(arg)}
+    conversion.edits.change(call, lambda node: node.func.value)
+
+
+def _remove_self_assignment(conversion: Conversion, node: cst.Assign) -> None:
+    """Remove `x = x.to(device)` and `batch = {k: v.to(device) for k, v in batch.items()}` of prepared objects."""
+    stripped = [one for one in descendants(node.value) if one in conversion.stripped]
+    if not stripped or len(node.targets) != 1:
+        return
+    target = to_code(node.targets[0].target)
+    value = node.value
+    if isinstance(value, cst.DictComp):
+        source = to_code(value.for_in.iter)
+        same = to_code(value.for_in.target) == f"{to_code(value.key)}, {_strip_code(conversion, value.value)}"
+        if source == f"{target}.items()" and same and not value.for_in.ifs:
+            conversion.edits.remove(node)
+    elif isinstance(value, cst.Tuple):
+        each = ", ".join(_strip_code(conversion, element.value) for element in value.elements)
+        if each == target.strip("()"):
+            conversion.edits.remove(node)
+    elif _strip_code(conversion, value) == target:
+        conversion.edits.remove(node)
+
+
+def _strip_code(conversion: Conversion, node: cst.BaseExpression) -> str:
+    while node in conversion.stripped and isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        node = node.func.value
+    return to_code(node)
+
+
+def _remove_device_option(conversion: Conversion) -> None:
+    """Remove the option `--device` of argparse if nothing reads it any more."""
+    script = conversion.script
+    uses = [node for node in script.nodes if script.is_settings_device(node)]
+    left = [node for node in uses if not _is_gone(conversion, node)]
+    for call in script.calls:
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "add_argument" and call.args:
+            first = call.args[0].value
+            statement = script.parents[call]
+            if (
+                isinstance(first, cst.SimpleString)
+                and to_code(first)[1:-1] == "--device"
+                and isinstance(statement, cst.Expr)
+                and uses
+                and not left
+            ):
+                conversion.edits.remove(statement)
+                conversion.note(
+                    call, "The option --device was removed. Use accel launch --cpu to train on the CPU."
+                )
+
+
+def _is_gone(conversion: Conversion, node: cst.CSTNode) -> bool:
+    return (
+        node in conversion.edits.changes
+        or node in conversion.dropped
+        or any(
+            one in conversion.edits.removed or one in conversion.stripped
+            for one in conversion.script.ancestors(node)
+        )
+    )

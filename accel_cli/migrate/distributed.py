@@ -1,0 +1,248 @@
+"""Conversion of scripts with a process group of torch: ranks, `DistributedSampler` and `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.script import descendants, to_code
+
+__all__ = ["CONVERTED", "convert_process_group", "convert_ranks", "convert_samplers"]
+
+_DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_SAMPLERS = ("torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler")
+_REMOVED = (
+    "torch.distributed.init_process_group",
+    "torch.distributed.destroy_process_group",
+    "torch.cuda.set_device",
+)
+_METHODS = {
+    "no_sync": "Use accelerator.accumulate(model)",
+    "join": "Use accelerator.join_uneven_inputs([model])",
+    "register_comm_hook": "Use DistributedDataParallelKwargs(comm_hook=...)",
+}
+_ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
+_MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
+CONVERTED = {
+    *_DDP,
+    *_SAMPLERS,
+    *_REMOVED,
+    "torch.distributed.barrier",
+    "torch.distributed.get_rank",
+    "torch.distributed.get_world_size",
+}
+"""The functions and classes for process groups that are converted."""
+
+
+def convert_process_group(conversion: Conversion) -> None:
+    """Remove the process group and the choice of a GPU, and convert barriers and the arguments of DDP."""
+    script = conversion.script
+    for call in script.calls:
+        name = script.qualified_name(call.func)
+        if name in _REMOVED:
+            statement = script.parents[call]
+            if not isinstance(statement, cst.Expr):
+                raise conversion.unsafe(call, f"The result of {name} is used. Remove the call.")
+            conversion.edits.remove(statement)
+        elif name == "torch.distributed.barrier":
+            if call.args:
+                raise conversion.unsafe(
+                    call, "The barrier has arguments. Use accelerator.wait_for_everyone()."
+                )
+            conversion.edits.replace(call, f"{conversion.accelerator(call)}.wait_for_everyone()")
+        elif name in _DDP:
+            _read_options(conversion, call)
+        elif (
+            isinstance(call.func, cst.Attribute)
+            and call.func.attr.value in _METHODS
+            and script.kind_of(call.func.value) == "model"
+        ):
+            raise conversion.unsafe(
+                call, f"{call.func.attr.value} is a method of DDP. {_METHODS[call.func.attr.value]}."
+            )
+    _check_guards(conversion)
+
+
+def _read_options(conversion: Conversion, call: cst.Call) -> None:
+    for arg in call.args[1:]:
+        name = arg.keyword.value if arg.keyword is not None else ""
+        if name == "find_unused_parameters" and to_code(arg.value) == "True":
+            conversion.imports.add("DistributedDataParallelKwargs")
+            handler = "DistributedDataParallelKwargs(find_unused_parameters=True)"
+            conversion.arguments["kwargs_handlers"] = f"[{handler}]"
+        elif name not in {"device_ids", "output_device"} and to_code(arg.value) != "False":
+            raise conversion.unsafe(
+                call,
+                "The arguments of DistributedDataParallel are not understood. Use DistributedDataParallelKwargs.",
+            )
+
+
+def _check_guards(conversion: Conversion) -> None:
+    """Raise an error for an evaluation on some ranks only: a prepared loader is read by all processes."""
+    script = conversion.script
+    reading = {
+        script.function_of(node)
+        for node in script.nodes
+        if isinstance(node, (cst.For, cst.CompFor)) and script.loader_of(node.iter) is not None
+    }
+    while (
+        callers := {
+            function
+            for call, callee in script.callees.items()
+            if callee in reading and (function := script.function_of(call))
+        }
+        - reading
+    ):
+        reading |= callers
+    for node in script.nodes:
+        is_loop = isinstance(node, cst.For) and script.loader_of(node.iter) is not None
+        is_call = isinstance(node, cst.Call) and node in script.callees and script.callees[node] in reading
+        if (is_loop or is_call) and conversion.is_guarded(node):
+            raise conversion.unsafe(
+                node,
+                "A loader is read on some ranks only. Read it on all processes, and print on the main one.",
+            )
+
+
+# Ranks
+
+
+def convert_ranks(conversion: Conversion) -> None:
+    """Replace ranks and the world size by properties of the Accelerator."""
+    script = conversion.script
+    removed = set()
+    for variable, entries in script.assigned.items():
+        role = script.roles.get(variable)
+        for node, value in entries:
+            is_rank = role is not None and role.kind in _ATTRIBUTES and script.variable(value) is None
+            if is_rank and _assigns_ranks(conversion, node):
+                conversion.edits.remove(node)
+                removed.add(variable)
+    for node in script.nodes:
+        if isinstance(node, (cst.Name, cst.Attribute)):
+            known = script.variable(node)
+            if known in removed and not isinstance(script.parents.get(node), (cst.AssignTarget, cst.Param)):
+                _replace_rank(conversion, node, script.roles[known].kind)
+        elif isinstance(node, (cst.Call, cst.Subscript)) and node not in script.callees:
+            kind = script.kind_of(node)
+            if kind in _ATTRIBUTES and not _is_in_rank(conversion, node):
+                _replace_rank(conversion, node, kind)
+
+
+def _is_in_rank(conversion: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether an expression is the argument of `int` around a rank, which is replaced as a whole."""
+    outer = conversion.script.parents[node]
+    inner = conversion.script.parents.get(outer)
+    return (
+        isinstance(outer, cst.Arg)
+        and isinstance(inner, cst.Call)
+        and conversion.script.kind_of(inner) in _ATTRIBUTES
+    )
+
+
+def _assigns_ranks(conversion: Conversion, node: Any) -> bool:
+    """Return whether all values of an assignment are ranks or the world size."""
+    values = (
+        [element.value for element in node.value.elements]
+        if isinstance(node.value, cst.Tuple)
+        else [node.value]
+    )
+    return all(conversion.script.kind_of(value) in _ATTRIBUTES for value in values)
+
+
+def _is_removed(conversion: Conversion, node: cst.CSTNode) -> bool:
+    return any(one in conversion.edits.removed for one in conversion.script.ancestors(node))
+
+
+def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
+    script = conversion.script
+    if _is_removed(conversion, node):
+        return
+    if script.function_of(node) is conversion.home and script.line(node) < conversion.home_line:
+        raise conversion.unsafe(
+            node, "The rank is used before the Accelerator is created. Choose the device earlier."
+        )
+    accelerator = conversion.accelerator(node)
+    parent = script.parents.get(node)
+    if (
+        kind in _MAIN
+        and isinstance(parent, cst.Comparison)
+        and parent.left is node
+        and len(parent.comparisons) == 1
+    ):
+        target = parent.comparisons[0]
+        if to_code(target.comparator) == "0" and isinstance(target.operator, (cst.Equal, cst.NotEqual)):
+            negation = "not " if isinstance(target.operator, cst.NotEqual) else ""
+            conversion.edits.replace(parent, f"{negation}{accelerator}.{_MAIN[kind]}")
+            return
+    conversion.edits.replace(node, f"{accelerator}.{_ATTRIBUTES[kind]}")
+
+
+# Samplers
+
+
+def convert_samplers(conversion: Conversion) -> None:
+    """Replace `sampler=DistributedSampler(...)` of a loader by `shuffle=True`, and remove `set_epoch`."""
+    script = conversion.script
+    samplers = {}
+    for variable, entries in script.assigned.items():
+        role = script.roles.get(variable)
+        if role is not None and role.kind == "sampler":
+            for node, value in entries:
+                if not script.is_call_of(value, *_SAMPLERS):
+                    raise conversion.unsafe(
+                        node, "The DistributedSampler is created under a condition. Remove it."
+                    )
+                samplers[variable] = value
+                conversion.edits.remove(node)
+    for call in script.calls:
+        if (
+            isinstance(call.func, cst.Attribute)
+            and call.func.attr.value == "set_epoch"
+            and isinstance(script.parents[call], cst.Expr)
+        ):
+            conversion.edits.remove(script.parents[call])
+        elif script.kind_of(call) == "loader" and call not in script.callees:
+            _convert_loader(conversion, call, samplers)
+
+
+def _convert_loader(conversion: Conversion, call: cst.Call, samplers: dict[Any, Any]) -> None:
+    script = conversion.script
+    for index, arg in enumerate(call.args):
+        if arg.keyword is None or arg.keyword.value != "sampler":
+            continue
+        sampler: Any = samplers.get(script.variable(arg.value), arg.value)
+        if not script.is_call_of(sampler, *_SAMPLERS):
+            return
+        shuffle = next(
+            (one.value for one in sampler.args if one.keyword and one.keyword.value == "shuffle"), None
+        )
+        if any(one.keyword and one.keyword.value == "drop_last" for one in sampler.args):
+            raise conversion.unsafe(
+                sampler,
+                "The DistributedSampler drops the last samples. Pass drop_last=True to the DataLoader.",
+            )
+        code = "True" if shuffle is None else to_code(shuffle)
+        conversion.edits.change(call, partial(_replace_sampler, index=index, shuffle=code))
+        conversion.dropped |= set(descendants(arg))
+
+
+def _replace_sampler(call: cst.Call, index: int, shuffle: str) -> cst.Call:
+    args = list(call.args)
+    if shuffle == "False":
+        del args[index]
+    else:
+        args[index] = args[index].with_changes(
+            keyword=cst.Name("shuffle"), value=cst.parse_expression(shuffle)
+        )
+    kept = [
+        arg
+        for number, arg in enumerate(args)
+        if not (arg.keyword and arg.keyword.value == "shuffle") or (shuffle != "False" and number == index)
+    ]
+    if kept:
+        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return call.with_changes(args=kept)

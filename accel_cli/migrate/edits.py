@@ -1,0 +1,282 @@
+"""Changes of a script: expressions that are replaced, statements that are inserted and removed."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import libcst as cst
+from typing_extensions import override
+
+from accel_cli.migrate.script import descendants
+
+__all__ = [
+    "Edits",
+    "add_import",
+    "drop_unused_imports",
+    "find_early_use",
+    "list_unbound_names",
+    "set_function",
+]
+
+Change = Callable[[Any], Any]
+"""A function of a node, whose children are changed already, that returns the node to use instead."""
+Code = str | Callable[[], str]
+"""A statement to insert, or a function that returns it after the nodes in it are changed."""
+
+
+@dataclass
+class Edits:
+    """Changes of the nodes of a module, collected first and applied together."""
+
+    changes: dict[cst.CSTNode, list[Change]] = field(default_factory=dict)
+    removed: set[cst.CSTNode] = field(default_factory=set)
+    before: dict[cst.CSTNode, list[Code]] = field(default_factory=dict)
+    after: dict[cst.CSTNode, list[Code]] = field(default_factory=dict)
+
+    def change(self, node: cst.CSTNode, change: Change) -> None:
+        """Apply a function to a node, after those that were added before."""
+        self.changes.setdefault(node, []).append(change)
+
+    def replace(self, node: cst.CSTNode, code: str) -> None:
+        """Replace an expression by code."""
+        expression = cst.parse_expression(code)
+        self.changes[node] = [lambda _: expression]
+
+    def remove(self, statement: cst.CSTNode) -> None:
+        """Remove a statement of one line."""
+        self.removed.add(statement)
+
+    def insert_before(self, statement: cst.CSTNode, *code: Code) -> None:
+        """Insert statements before a statement."""
+        self.before.setdefault(statement, []).extend(code)
+
+    def insert_after(self, statement: cst.CSTNode, *code: Code) -> None:
+        """Insert statements after a statement."""
+        self.after.setdefault(statement, []).extend(code)
+
+    def apply(self, module: cst.Module) -> cst.Module:
+        """Return the changed module."""
+        changed = module.visit(_Transformer(self, module.config_for_parsing))
+        assert isinstance(changed, cst.Module)
+        return changed
+
+
+class _Transformer(cst.CSTTransformer):
+    def __init__(self, edits: Edits, config: cst.PartialParserConfig) -> None:
+        super().__init__()
+        self._edits = edits
+        self._config = config
+
+    @override
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return True
+
+    @override
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        if original_node in self._edits.removed:
+            return cst.RemoveFromParent()
+        updated = updated_node
+        for change in self._edits.changes.get(original_node, ()):
+            updated = change(updated)
+        if isinstance(original_node, cst.If):
+            updated = _drop_empty_branches(original_node, updated)
+        if isinstance(updated, (cst.IndentedBlock, cst.Module)):
+            updated = updated.with_changes(body=_drop_empty_lines(updated.body))
+        before = self._parse(self._edits.before.get(original_node, ()))
+        after = self._parse(self._edits.after.get(original_node, ()))
+        if before or after:
+            kept = [] if isinstance(updated, cst.SimpleStatementLine) and not updated.body else [updated]
+            if not kept and isinstance(updated, cst.SimpleStatementLine):
+                first, *rest = [*before, *after]
+                before, after = [first.with_changes(leading_lines=updated.leading_lines), *rest], []
+            return cst.FlattenSentinel([*before, *kept, *after])
+        return updated
+
+    def _parse(self, code: Iterable[Code]) -> list[Any]:
+        return [cst.parse_statement(one if isinstance(one, str) else one(), self._config) for one in code]
+
+
+def _is_empty(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and not node.body
+
+
+def _drop_empty_lines(body: Sequence[Any]) -> list[Any]:
+    """Return statements without those whose content was removed; blank lines before them stay."""
+    kept: list[Any] = []
+    blank: list[cst.EmptyLine] = []
+    is_first = False
+    for statement in body:
+        if _is_empty(statement):
+            blank = blank or [line for line in statement.leading_lines if line.comment is None]
+            is_first = not kept
+            continue
+        lines = getattr(statement, "leading_lines", ())
+        if is_first and not kept:
+            lines = lines[next((n for n, line in enumerate(lines) if line.comment), len(lines)) :]
+            statement = statement.with_changes(leading_lines=lines)  # noqa: PLW2901
+        if blank and kept and not (lines and lines[0].comment is None):
+            statement = statement.with_changes(leading_lines=[*blank, *lines])  # noqa: PLW2901
+        blank = []
+        kept.append(statement)
+    return kept
+
+
+def _drop_empty_branches(original: cst.If, updated: cst.If) -> Any:
+    """Return an `if` without a branch whose statements were all removed."""
+    if original.body.children and isinstance(updated.body, cst.IndentedBlock) and not updated.body.body:
+        if updated.orelse is None:
+            return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
+        if isinstance(updated.orelse, cst.Else) and isinstance(updated.orelse.body, cst.IndentedBlock):
+            if not updated.orelse.body.body:
+                return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
+            test = cst.UnaryOperation(
+                cst.Not(), updated.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+            )
+            return updated.with_changes(test=test, body=updated.orelse.body, orelse=None)
+        if _is_empty(updated.orelse):
+            return cst.SimpleStatementLine(body=[], leading_lines=updated.leading_lines)
+    elif isinstance(updated.orelse, cst.Else):
+        body = updated.orelse.body
+        if isinstance(body, cst.IndentedBlock) and not body.body:
+            return updated.with_changes(orelse=None)
+    return updated
+
+
+def add_import(module: cst.Module, statements: Iterable[str]) -> cst.Module:
+    """Return a module with imports after its last import at the top, without those that it has."""
+    body = list(module.body)
+    code = module.code.splitlines()
+    new = [cst.parse_statement(one, module.config_for_parsing) for one in statements if one not in code]
+    position = 0
+    for number, statement in enumerate(body):
+        small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+        if any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in small):
+            position = number + 1
+        elif small and number == 0 and isinstance(small[0], cst.Expr):
+            position = 1
+        elif not isinstance(statement, (cst.Try, cst.If)) and position:
+            break
+    return module.with_changes(body=[*body[:position], *new, *body[position:]])
+
+
+def list_unbound_names(text: str) -> set[str]:
+    """Return the names that a script reads and nowhere assigns, without those of Python."""
+    module = symtable.symtable(text, "script", "exec")
+    bound = {
+        symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    }
+    read: set[str] = set()
+    tables = [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_declared_global() and symbol.is_assigned():
+                bound.add(symbol.get_name())
+            if symbol.is_referenced() and (symbol.is_global() or table is module):
+                read.add(symbol.get_name())
+    return read - bound - set(dir(builtins))
+
+
+def find_early_use(text: str) -> str:
+    """Return the name of code that uses the Accelerator before the script creates it; empty without one."""
+    module = ast.parse(text)
+    definitions = {
+        node.name: node
+        for node in ast.walk(module)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    using = {name for name, node in definitions.items() if _reads_global(node, {"accelerator"})}
+    while more := {name for name, node in definitions.items() if _reads_global(node, using)} - using:
+        using |= more
+    for scope in (module, *(node for node in definitions.values() if not isinstance(node, ast.ClassDef))):
+        for index, statement in enumerate(_list_statements(scope)):
+            if (
+                isinstance(statement, ast.Assign)
+                and "Accelerator(" in ast.unparse(statement)
+                and ast.unparse(statement.targets[0]) == "accelerator"
+            ):
+                early = _list_statements(scope)[:index]
+                names = {"accelerator", *(using if scope is module else ())}
+                for one in early:
+                    if found := next(
+                        (
+                            node.id
+                            for node in ast.walk(one)
+                            if isinstance(node, ast.Name) and node.id in names
+                        ),
+                        "",
+                    ):
+                        return found
+    return ""
+
+
+def _list_statements(scope: ast.AST) -> list[ast.stmt]:
+    """Return the statements of a scope in the order of the text, without those that contain others and definitions."""
+    found: list[ast.stmt] = []
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        inner = _list_statements(node) if isinstance(node, (ast.stmt, ast.ExceptHandler)) else []
+        if inner or isinstance(node, ast.ExceptHandler):
+            found += inner
+            if isinstance(node, (ast.If, ast.While)):
+                found.insert(len(found) - len(inner), ast.copy_location(ast.Expr(node.test), node))
+        elif isinstance(node, ast.stmt):
+            found.append(node)
+    return found
+
+
+def _reads_global(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a definition reads one of these names, which is none of its parameters or variables."""
+    own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
+    own |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return any(isinstance(one, ast.Name) and one.id in names - own for one in ast.walk(node))
+
+
+def _list_used_names(text: str) -> set[str]:
+    """Return the names that a script reads, and those in its `__all__`."""
+    nodes = list(ast.walk(ast.parse(text)))
+    exported = {
+        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | exported
+
+
+def drop_unused_imports(before: str, module: cst.Module) -> cst.Module:
+    """Return a module without the imports that only the text before the changes used."""
+    unused = _list_used_names(before) - _list_used_names(module.code)
+    edits = Edits()
+    for statement in module.body:
+        for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            if isinstance(small, (cst.Import, cst.ImportFrom)) and not isinstance(
+                small.names, cst.ImportStar
+            ):
+                kept = [alias for alias in small.names if _get_bound_name(alias) not in unused]
+                if not kept:
+                    edits.remove(small)
+                elif len(kept) < len(small.names):
+                    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                    edits.change(small, partial(_set, names=kept))
+    return edits.apply(module)
+
+
+def _set(node: cst.CSTNode, **fields: Any) -> cst.CSTNode:
+    return node.with_changes(**fields)
+
+
+def set_function(code: str) -> Change:
+    """Return a change of a call that replaces its function by code."""
+    return partial(_set, func=cst.parse_expression(code))
+
+
+def _get_bound_name(alias: cst.ImportAlias) -> str:
+    if alias.asname is not None and isinstance(alias.asname.name, cst.Name):
+        return alias.asname.name.value
+    return next(node.value for node in descendants(alias.name) if isinstance(node, cst.Name))

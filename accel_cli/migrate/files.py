@@ -1,0 +1,160 @@
+"""Files that `accel migrate` reads and writes."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_cli.errors import UsageError
+from accel_cli.migrate.raw import Finding
+
+__all__ = ["MigratedFile", "find_files", "migrate_file"]
+
+_SHELL = {".sh", ".bash", ".slurm", ".sbatch"}
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
+
+
+@dataclass(frozen=True)
+class MigratedFile:
+    """A file before and after its conversion."""
+
+    path: Path
+    before: str
+    after: str
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether the conversion changes the file."""
+        return self.before != self.after
+
+    def format_diff(self) -> str:
+        """Return the changes as a unified diff."""
+        lines = difflib.unified_diff(
+            self.before.splitlines(keepends=True),
+            self.after.splitlines(keepends=True),
+            str(self.path),
+            str(self.path),
+        )
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+        )
+
+    def write(self) -> Path:
+        """Write the converted file, and return the path of the copy of the file before."""
+        path = self.path.resolve()
+        if not os.access(path, os.W_OK):
+            raise UsageError(f"Cannot write {self.path}: the file is read-only. Change its permissions.")
+        copy = _choose_copy(path)
+        shutil.copy2(path, copy)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.after.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.copymode(path, name)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        return copy
+
+
+def _choose_copy(path: Path) -> Path:
+    """Return the path for a copy that does not exist yet: `train.py.orig`, `train.py.orig.1`."""
+    copy = path.with_name(f"{path.name}.orig")
+    number = 0
+    while copy.exists():
+        number += 1
+        copy = path.with_name(f"{path.name}.orig.{number}")
+    return copy
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files to convert: those that are given, and the scripts in folders.
+
+    Raises:
+        UsageError: A path does not exist, or is not a Python or shell script.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from _find_in_folder(path)
+        elif path.suffix == ".ipynb":
+            raise UsageError(
+                f"Cannot migrate {path}: a notebook is not a script. Export it: jupyter nbconvert --to script {path}"
+            )
+        elif not path.exists():
+            raise UsageError(f"Cannot migrate {path}: the file does not exist. Check the path.")
+        elif path.suffix in {".yaml", ".yml"}:
+            raise UsageError(
+                f"Cannot migrate {path}: it is not a script. Convert a configuration file of Accelerate: accel config import {path}"
+            )
+        elif path.suffix not in {".py", *_SHELL}:
+            raise UsageError(
+                f"Cannot migrate {path}: expected a Python script (.py), a shell script (.sh) or a folder."
+            )
+        else:
+            yield path
+
+
+def _find_in_folder(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED
+            and not name.startswith(".")
+            and not (Path(root) / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            if Path(name).suffix in {".py", *_SHELL} and (Path(root) / name).is_file():
+                yield Path(root) / name
+
+
+def migrate_file(path: Path) -> MigratedFile:
+    """Return a file before and after its conversion; nothing is written.
+
+    Raises:
+        UsageError: The file is not UTF-8, or not valid Python.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"Cannot migrate {path}: it is not encoded in UTF-8. Convert its encoding first."
+        ) from None
+    if path.suffix in _SHELL:
+        from accel_cli.migrate.shell import migrate_shell  # noqa: PLC0415 - a Python script does without
+
+        after, findings = migrate_shell(text)
+        return MigratedFile(path, text, after, findings)
+    try:
+        import libcst  # noqa: PLC0415 - an optional dependency
+    except ModuleNotFoundError:
+        raise UsageError(
+            "Cannot migrate Python scripts: the package libcst is not installed. Run pip install 'accel-runtime[migrate]'."
+        ) from None
+    from accel_cli.migrate import migrate_script  # noqa: PLC0415 - imports libcst
+
+    try:
+        ast.parse(text.removeprefix("\ufeff"))
+        result = migrate_script(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise UsageError(
+            f"Cannot migrate {path}: an expression is nested too deeply. Split it into several statements."
+        ) from None
+    except (SyntaxError, ValueError, libcst.ParserSyntaxError) as error:
+        line = getattr(error, "lineno", None) or getattr(error, "editor_line", 1)
+        raise UsageError(
+            f"{path}:{line}: Cannot migrate the script: this is not valid Python. Correct it first."
+        ) from None
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    return MigratedFile(path, text, mark + result.text, result.findings, result.notes)

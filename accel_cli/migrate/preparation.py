@@ -1,0 +1,364 @@
+"""Creation of the Accelerator, and preparation of models, optimizers, loaders and schedulers."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.raw import ORDER, Conversion
+from accel_cli.migrate.script import Script, Variable, descendants, to_code
+
+__all__ = ["check_creations", "place_accelerator", "prepare_objects"]
+
+_LINE_LENGTH = 100
+
+
+@dataclass
+class Group:
+    """Objects that are created in the same function and loop, and prepared together."""
+
+    variables: dict[Variable, str] = field(default_factory=dict)
+    """The kind of each."""
+    statements: list[cst.CSTNode] = field(default_factory=list)
+
+
+# Statements and blocks
+
+
+def list_blocks(script: Script, node: cst.CSTNode) -> list[tuple[cst.CSTNode, cst.CSTNode]]:
+    """Return the blocks around a node within its function and loop, outermost first, each with the statement in it."""
+    found: list[tuple[cst.CSTNode, cst.CSTNode]] = []
+    child = node
+    for parent in script.ancestors(node):
+        if isinstance(parent, (cst.IndentedBlock, cst.Module)):
+            found.append((parent, child))
+            owner = script.parents.get(parent)
+            if isinstance(owner, (cst.FunctionDef, cst.For, cst.While)):
+                break
+        child = parent
+    return found[::-1]
+
+
+def find_anchor(script: Script, statements: list[cst.CSTNode]) -> cst.CSTNode:
+    """Return the last statement of the innermost block that contains all statements."""
+    chains = [list_blocks(script, node) for node in statements]
+    anchors: list[cst.CSTNode] = []
+    for level in zip(*chains, strict=False):
+        if len({block for block, _ in level}) > 1:
+            break
+        anchors = [statement for _, statement in level]
+        if len({id(statement) for statement in anchors}) > 1:
+            break
+    return max(anchors, key=script.start)
+
+
+def is_main_guard(node: cst.CSTNode) -> bool:
+    """Return whether a statement is `if __name__ == "__main__"`."""
+    return isinstance(node, cst.If) and "__name__" in to_code(node.test)
+
+
+# The Accelerator
+
+
+def find_devices(conversion: Conversion) -> list[cst.CSTNode]:
+    """Return the statements that choose a device, in the order of the text."""
+    script = conversion.script
+    found = []
+    for variable, entries in script.assigned.items():
+        role = script.roles.get(variable)
+        if role is None or role.kind != "device":
+            continue
+        for node, value in entries:
+            if len(getattr(node, "targets", [1])) == 1 and _is_device_choice(script, value):
+                found.append(node)
+    return sorted(found, key=script.start)
+
+
+def _is_device_choice(script: Script, value: cst.BaseExpression) -> bool:
+    return (script.kind_of(value) == "device" and script.variable(value) is None) or isinstance(
+        value, cst.SimpleString
+    )
+
+
+def place_accelerator(conversion: Conversion) -> None:
+    """Choose the statement at which the Accelerator is created."""
+    script = conversion.script
+    models = [
+        node
+        for variable, statements in conversion.creations.items()
+        if script.roles[variable].kind == "model"
+        for node in statements
+    ]
+    if not models:
+        call = conversion.backwards[0]
+        raise conversion.unsafe(
+            call,
+            "The model and optimizer of this backward pass were not found. Create them in the script, and pass them to accelerator.prepare.",
+        )
+    first = min((node for nodes in conversion.creations.values() for node in nodes), key=script.start)
+    owners = {script.function_of(node) for nodes in conversion.creations.values() for node in nodes}
+    devices = find_devices(conversion)
+    for node in devices:
+        function = script.function_of(node)
+        if function is None or function in owners:
+            _create_at(conversion, node, [one for one in devices if script.function_of(one) is function])
+            return
+    home = script.function_of(min(models, key=script.start))
+    candidates = [
+        node for nodes in conversion.creations.values() for node in nodes if script.function_of(node) is home
+    ]
+    first = min(candidates, key=script.start)
+    conversion.home = home
+    blocks = list_blocks(script, first)
+    statement = blocks[0][1]
+    if is_main_guard(statement) and len(blocks) > 1:
+        statement = blocks[1][1]
+    outer = script.find_ancestor(statement, (cst.For, cst.While, cst.FunctionDef))
+    while isinstance(outer, (cst.For, cst.While)):
+        statement = outer
+        outer = script.find_ancestor(statement, (cst.For, cst.While, cst.FunctionDef))
+    _insert_accelerator(conversion, statement)
+
+
+def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTNode]) -> None:
+    script = conversion.script
+    conversion.home = script.function_of(node)
+    node = min([node, *_find_process_group(conversion)], key=script.start)
+    blocks = list_blocks(script, node)
+    outer = script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef, cst.ClassDef))
+    if isinstance(outer, (cst.For, cst.While, cst.ClassDef)):
+        raise conversion.unsafe(
+            node,
+            "The device is chosen in a loop or in a class body. Choose it once, at the top of the script.",
+        )
+    statement = blocks[0][1]
+    if is_main_guard(statement):
+        statement = blocks[1][1]
+    for device in devices:
+        conversion.edits.remove(device)
+    _insert_accelerator(conversion, statement)
+
+
+def _find_process_group(conversion: Conversion) -> list[cst.CSTNode]:
+    """Return the statement that connects the processes in the function of the Accelerator."""
+    script = conversion.script
+    return [
+        script.parents[call]
+        for call in script.calls
+        if script.is_call_of(call, "torch.distributed.init_process_group")
+        and script.function_of(call) is conversion.home
+        and isinstance(script.parents[call], cst.Expr)
+    ]
+
+
+def _insert_accelerator(conversion: Conversion, statement: cst.CSTNode) -> None:
+    conversion.home_line = conversion.script.line(statement)
+    conversion.statement = statement
+    cls = conversion.script.class_of(conversion.home)
+    if cls is not None and conversion.script.is_torch_class(cls):
+        raise conversion.unsafe(
+            statement,
+            "The model creates its own optimizer. Create both in a function, and prepare them there.",
+        )
+
+
+# Objects that are prepared
+
+
+def prepare_objects(conversion: Conversion) -> None:
+    """Insert a call of `prepare` after the objects of each function and loop are created."""
+    script = conversion.script
+    groups: dict[Any, Group] = {}
+    for variable, statements in conversion.creations.items():
+        kind = script.roles[variable].kind
+        if variable in conversion.unprepared:
+            continue
+        loops = {script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef)) for node in statements}
+        if len(loops) > 1:
+            raise conversion.unsafe(
+                statements[0], f"{variable.name} is created at several places. Create it once."
+            )
+        loop = loops.pop()
+        # Loaders that are created after a training are prepared on their own.
+        is_late = script.start(statements[0]) > _find_training_start(conversion, statements[0], loop)
+        group = groups.setdefault((loop, is_late), Group())
+        if kind != "scheduler" or _steps_each_batch(conversion, variable):
+            group.variables[variable] = kind
+        group.statements += statements
+    for group in groups.values():
+        kinds = set(group.variables.values())
+        if not kinds:
+            continue
+        if len(kinds & {"model", "optimizer"}) == 1 or kinds == {"scheduler"}:
+            raise conversion.unsafe(
+                group.statements[0],
+                "Model, optimizer and scheduler are created in different functions or loops. Create them in the same, and pass them to accelerator.prepare together.",
+            )
+        _insert_prepare(conversion, group)
+
+
+def check_creations(conversion: Conversion) -> None:
+    """Raise an error for an optimizer or loader that is not assigned to a variable."""
+    script = conversion.script
+    known = {node for nodes in conversion.creations.values() for node in nodes}
+    for call in script.calls:
+        kind = script.kind_of(call)
+        if kind not in {"optimizer", "loader"} or call in script.callees or script.is_progress_bar(call):
+            continue
+        if isinstance(call.func, cst.Attribute) and script.role_of_variable(call.func.value) is not None:
+            continue
+        outer = [
+            one for one in script.ancestors(call) if isinstance(one, (cst.Assign, cst.AnnAssign, cst.Return))
+        ]
+        returned = (
+            bool(outer)
+            and isinstance(outer[0], cst.Return)
+            and isinstance(script.parents[call], (cst.Return, cst.Element))
+        )
+        assigned = outer and any(node is outer[0] for node in known)
+        local = (
+            bool(outer)
+            and isinstance(outer[0], (cst.Assign, cst.AnnAssign))
+            and _is_assigned_variable(script, outer[0], call)
+        )
+        if not (returned or assigned or local):
+            raise conversion.unsafe(
+                call,
+                f"The {kind} is not assigned to a variable of its own. Assign it, and pass it to accelerator.prepare.",
+            )
+    for variable, role in script.roles.items():
+        if role.kind == "mixed":
+            nodes = [node for node, _ in script.assigned.get(variable, [])] or [script.module.body[0]]
+            raise conversion.unsafe(
+                nodes[0],
+                f"{variable.name} has different meanings in different calls. Use one name for each object.",
+            )
+
+
+def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:
+    targets = [target.target for target in node.targets] if isinstance(node, cst.Assign) else [node.target]
+    kind = script.kind_of(call)
+    elements = [
+        one
+        for target in targets
+        for one in (
+            [element.value for element in target.elements] if isinstance(target, cst.Tuple) else [target]
+        )
+    ]
+    return any((role := script.role_of_variable(one)) is not None and role.kind == kind for one in elements)
+
+
+def _steps_each_batch(conversion: Conversion, scheduler: Variable) -> bool:
+    """Return whether a scheduler advances after each batch, and not after each epoch."""
+    script = conversion.script
+    for call in script.calls:
+        func = call.func
+        if not isinstance(func, cst.Attribute) or func.attr.value != "step":
+            continue
+        role = script.role_of_variable(func.value)
+        if role is None or role.kind != "scheduler" or scheduler not in role.origins:
+            continue
+        if any(
+            isinstance(one, cst.For) and script.batch_target(one) is not None
+            for one in script.ancestors(call)
+        ):
+            return not call.args
+        function = script.function_of(call)
+        if function is not None and any(role.kind == "batch" for role in _parameter_roles(script, function)):
+            return not call.args
+    return False
+
+
+def _parameter_roles(script: Script, function: cst.FunctionDef) -> list[Any]:
+    names = [param.name.value for param in function.params.params]
+    return [role for name in names if (role := script.roles.get(script.parameter(function, name)))]
+
+
+def _insert_prepare(conversion: Conversion, group: Group) -> None:
+    script = conversion.script
+    anchor = find_anchor(script, group.statements)
+    _check_uses(conversion, group, anchor)
+    ordered = sorted(
+        group.variables,
+        key=lambda one: (ORDER.index(group.variables[one]), script.start(conversion.creations[one][0])),
+    )
+    names = ", ".join(
+        f"self.{one.name}" if isinstance(one.scope, cst.ClassDef) else one.name for one in ordered
+    )
+    accelerator = conversion.accelerator(group.statements[0])
+    code = f"{names} = {accelerator}.prepare({names})"
+    indent = script.start(anchor)[1]
+    if len(code) + indent > _LINE_LENGTH:
+        lines = textwrap.wrap(names, _LINE_LENGTH - indent - 4)
+        arguments = "".join(f"    {line}\n" for line in lines)
+        code = f"{names} = {accelerator}.prepare(\n{arguments})"
+        if len(names) + indent + 30 > _LINE_LENGTH:
+            code = f"(\n{arguments}) = {accelerator}.prepare(\n{arguments})"
+    conversion.edits.insert_after(anchor, code)
+
+
+def _is_training(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a call is a backward pass, or one of a function that runs one."""
+    return call in conversion.backwards or conversion.script.callees.get(call, False) in conversion.training
+
+
+def _find_training_start(conversion: Conversion, node: cst.CSTNode, loop: Any) -> tuple[float, float]:
+    """Return where the first training begins in the function and loop of a statement."""
+    script = conversion.script
+    return min(
+        (
+            script.start(call)
+            for call in script.calls
+            if _is_training(conversion, call)
+            and script.function_of(call) is script.function_of(node)
+            and (not isinstance(loop, (cst.For, cst.While)) or loop in script.ancestors(call))
+        ),
+        default=(math.inf, 0),
+    )
+
+
+def _check_uses(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> None:
+    """Raise an error if an object is used for training before it can be prepared."""
+    script = conversion.script
+    first, last = min(map(script.start, group.statements)), script.end(anchor)
+    for call in script.calls:
+        if not first < script.start(call) <= last or script.function_of(call) is not script.function_of(
+            anchor
+        ):
+            continue
+        if _is_training(conversion, call):
+            raise conversion.unsafe(
+                call,
+                "Training begins before the last of model, optimizer and loaders is created. Create all of them first.",
+            )
+        if (
+            call in script.constructed
+            and call not in _creating_calls(conversion)
+            and _uses(script, call, group)
+        ):
+            raise conversion.unsafe(
+                call,
+                "This object receives models or loaders before all of them are created. Create it after the last of them.",
+            )
+
+
+def _creating_calls(conversion: Conversion) -> set[cst.CSTNode]:
+    return {
+        one
+        for nodes in conversion.creations.values()
+        for node in nodes
+        for one in descendants(node)
+        if isinstance(one, cst.Call)
+    }
+
+
+def _uses(script: Script, call: cst.Call, group: Group) -> bool:
+    return any(
+        script.variable(arg.value) in group.variables
+        for arg in call.args
+        if isinstance(arg.value, (cst.Name, cst.Attribute))
+    )

@@ -1,0 +1,319 @@
+"""Conversion of a raw training loop: where the Accelerator is created, what is prepared, and who receives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import libcst as cst
+
+from accel_cli.migrate.edits import Edits
+from accel_cli.migrate.script import WRAPPERS, Script, Variable, descendants, to_code
+
+__all__ = [
+    "ORDER",
+    "Conversion",
+    "Finding",
+    "UnsafeError",
+    "strip_wrappers",
+    "thread_accelerator",
+]
+
+ORDER = ("model", "optimizer", "loader", "scheduler")
+_MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A place of a file that is not converted, or behaves differently: the reason, and the code to write."""
+
+    line: int
+    text: str
+
+
+class UnsafeError(Exception):
+    """The script cannot be converted as a whole."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.finding = Finding(line, text)
+
+
+class Conversion:
+    """State of the conversion of one script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.edits = Edits()
+        self.findings: list[Finding] = []
+        self.notes: list[Finding] = []
+        self.arguments: dict[str, str] = {}
+        self.imports: set[str] = set()
+        self.needs: list[cst.CSTNode] = []
+        self.unprepared: set[Variable] = set()
+        self.losses: dict[cst.Call, cst.BaseExpression] = {}
+        """The loss of each backward pass."""
+        self.gathered: set[cst.For] = set()
+        """Training loops whose metrics are gathered."""
+        self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
+        """Losses whose division by the accumulation steps was removed, with the position of the division."""
+        self.dropped: set[cst.CSTNode] = set()
+        """Arguments of removed parameters, with the nodes below them."""
+        self.stripped: set[cst.CSTNode] = set()
+        """Calls of `.to(device)` that are replaced by their object."""
+        self.statement: cst.CSTNode = script.module
+        """The statement before which the Accelerator is created."""
+        self.home: cst.FunctionDef | None = None
+        self.home_line = 0
+        self.backwards = [call for call in script.calls if _is_backward(script, call)]
+        self.training = self._find_training()
+        self.creations = self._find_creations()
+
+    def finding(self, node: cst.CSTNode, text: str) -> None:
+        """Record a place that is not converted."""
+        self.findings.append(Finding(self.script.line(node), text))
+
+    def note(self, node: cst.CSTNode, text: str) -> None:
+        """Record a place that is converted and behaves differently on several processes."""
+        self.notes.append(Finding(self.script.line(node), text))
+
+    def unsafe(self, node: cst.CSTNode, text: str) -> UnsafeError:
+        """Return the error for a place because of which the script is left unchanged."""
+        return UnsafeError(self.script.line(node), text)
+
+    def _find_training(self) -> set[cst.FunctionDef | None]:
+        """Return the functions that run a backward pass, themselves or in functions that they call; None: the module."""
+        found = {self.script.function_of(call) for call in self.backwards}
+        while True:
+            callers = {
+                self.script.function_of(call)
+                for call, callee in self.script.callees.items()
+                if callee in found
+            }
+            if callers <= found:
+                return found
+            found |= callers
+
+    def is_guarded(self, node: cst.CSTNode) -> bool:
+        """Return whether a statement runs on some ranks only."""
+        inner = node
+        for one in self.script.ancestors(node):
+            if isinstance(one, (cst.If, cst.IfExp, cst.While)) and self._reads_rank(one.test, set()):
+                return True
+            if isinstance(one, cst.BooleanOperation) and self._reads_rank(one.left, set()):
+                return True
+            body: list[cst.CSTNode] = (
+                list(one.body) if isinstance(one, (cst.IndentedBlock, cst.Module)) else []
+            )
+            before = body[: body.index(inner)] if inner in body else []
+            if any(isinstance(other, cst.If) and self._leaves(other) for other in before):
+                return True
+            inner = one
+        return False
+
+    def _leaves(self, node: cst.If) -> bool:
+        """Return whether some ranks leave a block at a condition."""
+        return self._reads_rank(node.test, set()) and any(
+            isinstance(one, (cst.Return, cst.Continue, cst.Break, cst.Raise))
+            or (isinstance(one, cst.Call) and to_code(one.func) in {"exit", "quit", "sys.exit"})
+            for one in descendants(node)
+        )
+
+    def _reads_rank(self, node: cst.CSTNode, seen: set[Variable]) -> bool:
+        """Return whether an expression depends on the rank, also through variables and functions."""
+        for one in descendants(node):
+            if self.script.kind_of(one) in {"rank", "local_rank"}:
+                return True
+            variable = self.script.variable(one)
+            if variable is not None and variable not in seen:
+                seen.add(variable)
+                if any(self._reads_rank(value, seen) for _, value in self.script.assigned.get(variable, [])):
+                    return True
+            callee = self.script.callees.get(one) if isinstance(one, cst.Call) else None
+            if callee is not None and Variable(callee, "") not in seen:
+                seen.add(Variable(callee, ""))
+                if any(self._reads_rank(value, seen) for value in self.script.returned_values(callee)):
+                    return True
+        return False
+
+    # Objects
+
+    def _find_creations(self) -> dict[Variable, list[cst.CSTNode]]:
+        """Return the statements that create each model, optimizer, loader and scheduler."""
+        found: dict[Variable, list[cst.CSTNode]] = {}
+        for variable, entries in self.script.assigned.items():
+            role = self.script.roles.get(variable)
+            if role is None or role.kind not in ORDER:
+                continue
+            sources = [(node, strip_wrappers(self.script, value)) for node, value in entries]
+            new = [
+                node
+                for node, source in sources
+                if isinstance(source, (cst.Call, cst.IfExp)) and self.script.variable(source) is None
+            ]
+            wrapped = [node for node, source in sources if self.script.variable(source) == variable]
+            if new and not self._is_returned(variable, new[0]):
+                found[variable] = [*new, *wrapped]
+        return found
+
+    def _is_returned(self, variable: Variable, node: cst.CSTNode) -> bool:
+        function = self.script.function_of(node)
+        if function is None or function in self.training or isinstance(variable.scope, cst.ClassDef):
+            return False
+        return any(
+            self.script.variable(one) == variable
+            for value in self.script.returned_values(function)
+            for one in descendants(value)
+            if isinstance(one, cst.Name)
+        )
+
+    def is_prepared(self, origins: frozenset[Variable]) -> bool:
+        """Return whether all objects to which a role goes back are prepared."""
+        return bool(origins) and all(one in self.creations and one not in self.unprepared for one in origins)
+
+    def accelerator(self, node: cst.CSTNode) -> str:
+        """Return the expression for the Accelerator at a node; its function gets it as a parameter if necessary."""
+        functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
+        if self.home is None:
+            return "accelerator"
+        home_class = self.script.class_of(self.home)
+        if home_class is not None and any(self.script.class_of(one) is home_class for one in functions):
+            return "self.accelerator"
+        if self.home in functions and home_class is None:
+            return "accelerator"
+        if not functions or home_class is not None:
+            raise self.unsafe(
+                node,
+                "The Accelerator is created in a function, and is needed here. Create it at the top of the script.",
+            )
+        outermost = functions[-1]
+        definition = self.script.class_of(outermost) or outermost
+        if definition not in self.needs:
+            self.needs.append(definition)
+        return "self.accelerator" if isinstance(definition, cst.ClassDef) else "accelerator"
+
+    def create_accelerator(self) -> None:
+        """Insert the statement that creates the Accelerator, with the arguments found."""
+        cls = self.script.class_of(self.home)
+        name = "accelerator" if cls is None else "self.accelerator"
+        arguments = ", ".join(f"{key}={value}" for key, value in sorted(self.arguments.items()))
+        self.edits.before.setdefault(self.statement, []).insert(0, f"{name} = Accelerator({arguments})")
+
+    def can_reach(self, node: cst.CSTNode) -> bool:
+        """Return whether the Accelerator exists at a node without a new parameter."""
+        if self.home is None:
+            return self.script.function_of(node) is not None or self.script.line(node) > self.home_line
+        functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
+        if self.home in functions:
+            return self.script.line(node) > self.home_line or self.script.function_of(node) is not self.home
+        definitions = {self.script.class_of(one) or one for one in functions}
+        return any(one in self.needs for one in definitions)
+
+
+def _is_backward(script: Script, call: cst.Call) -> bool:
+    if not isinstance(call.func, cst.Attribute) or call.func.attr.value != "backward":
+        return False
+    return not script.qualified_name(call.func).startswith("torch.autograd.")
+
+
+def strip_wrappers(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+    """Return a model's expression without `.to(device)`, `torch.compile` and `DataParallel`."""
+    while isinstance(node, cst.Call):
+        if node.args and (script.qualified_name(node.func) in WRAPPERS or script.is_progress_bar(node)):
+            node = node.args[0].value
+        elif (
+            isinstance(node.func, cst.Attribute)
+            and node.func.attr.value in _MOVES
+            and node not in script.callees
+            and script.qualified_name(node.func).partition(".")[0] != "torch"
+        ):
+            node = node.func.value
+        else:
+            break
+    return node
+
+
+# Parameters
+
+
+def thread_accelerator(conversion: Conversion) -> None:
+    """Pass the Accelerator to the functions and classes that need it."""
+    script = conversion.script
+    done = 0
+    while done < len(conversion.needs):
+        definition: Any = conversion.needs[done]
+        done += 1
+        if isinstance(definition, cst.ClassDef):
+            if script.is_torch_class(definition):
+                raise conversion.unsafe(
+                    definition,
+                    f"The class {definition.name.value} needs the device, and is a module or dataset. Use the device of its input: x.device.",
+                )
+            functions = [
+                one
+                for one in script.functions
+                if script.class_of(one) is definition and one.name.value == "__init__"
+            ]
+            if not functions:
+                raise conversion.unsafe(
+                    definition,
+                    f"The class {definition.name.value} needs the Accelerator, and has no __init__. Pass it to the methods.",
+                )
+            function = functions[0]
+            code = cst.parse_statement("self.accelerator = accelerator", script.module.config_for_parsing)
+            conversion.edits.change(function.body, partial(_insert_first, code=code))
+        else:
+            function = definition
+        _add_parameter(conversion, definition, function)
+
+
+def _insert_first(body: Any, code: Any) -> Any:
+    first = body.body[0] if body.body else None
+    is_docstring = (
+        isinstance(first, cst.SimpleStatementLine)
+        and bool(first.body)
+        and isinstance(first.body[0], cst.Expr)
+        and isinstance(first.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
+    count = 1 if is_docstring else 0
+    return body.with_changes(body=[*body.body[:count], code, *body.body[count:]])
+
+
+def _add_parameter(conversion: Conversion, definition: Any, function: cst.FunctionDef) -> None:
+    script = conversion.script
+    calls: dict[Any, cst.Call] = {call.func: call for call in (*script.callees, *script.constructed)}
+    name = definition.name.value
+    references = script.references.get(definition, [])
+    if not references:
+        raise conversion.unsafe(
+            definition, f"No call of {name} was found, and it needs the Accelerator. Add a parameter for it."
+        )
+    for reference in references:
+        call = calls.get(reference)
+        if call is None:
+            if isinstance(script.parents.get(reference), (cst.Annotation, cst.Attribute)):
+                continue
+            raise conversion.unsafe(
+                reference,
+                f"{name} needs the Accelerator, and is not only called. Pass the Accelerator to it.",
+            )
+        if script.function_of(call) is conversion.home and script.line(call) < conversion.home_line:
+            raise conversion.unsafe(
+                call, f"{name} needs the Accelerator before it is created. Choose the device earlier."
+            )
+        value = cst.parse_expression(conversion.accelerator(call))
+        conversion.edits.change(call, partial(_prepend_argument, value=value))
+    index = 1 if isinstance(definition, cst.ClassDef) else 0
+    conversion.edits.change(function, partial(_insert_parameter, index=index))
+
+
+def _prepend_argument(call: cst.Call, value: cst.BaseExpression) -> cst.Call:
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")) if call.args else cst.MaybeSentinel.DEFAULT
+    return call.with_changes(args=[cst.Arg(value, comma=comma), *call.args])
+
+
+def _insert_parameter(function: cst.FunctionDef, index: int) -> cst.FunctionDef:
+    params = list(function.params.params)
+    params.insert(index, cst.Param(cst.Name("accelerator")))
+    return function.with_changes(params=function.params.with_changes(params=params))

@@ -1,0 +1,513 @@
+"""Structure of a Python script: variables, functions with their calls, and the roles of values in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import libcst as cst
+from libcst import metadata
+
+__all__ = ["Role", "Script", "Variable", "descendants", "get_positional", "to_code"]
+
+_ROUNDS = 12
+"""Roles are passed through assignments and calls until nothing changes, at most this often."""
+_MODULE_BASES = ("torch.nn.", "torch.optim.Optimizer", "torch.utils.data.")
+_SAME_MODEL = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
+_SAME_BATCH = _SAME_MODEL | {
+    "view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "long",
+    "contiguous",
+    "items",
+}
+WRAPPERS = {
+    "torch.nn.DataParallel",
+    "torch.nn.parallel.DataParallel",
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "torch.compile",
+}
+"""Functions and classes of torch that return a model for a model."""
+_KINDS = {
+    "torch.utils.data.DataLoader": "loader",
+    "torch.utils.data.dataloader.DataLoader": "loader",
+    "torch.amp.GradScaler": "scaler",
+    "torch.cuda.amp.GradScaler": "scaler",
+    "torch.cuda.amp.grad_scaler.GradScaler": "scaler",
+    "torch.device": "device",
+    "torch.cuda.current_device": "device",
+    "torch.utils.data.DistributedSampler": "sampler",
+    "torch.utils.data.distributed.DistributedSampler": "sampler",
+    "torch.distributed.get_rank": "rank",
+    "torch.distributed.get_world_size": "world_size",
+}
+_RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
+_SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
+_ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a scope, or an attribute of `self` of a class."""
+
+    scope: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Role:
+    """A value's part in training: model, optimizer, loader, batch, device, rank and so on."""
+
+    kind: str
+    origins: frozenset[Variable] = frozenset()
+    """The variables to which the value was assigned when it was made."""
+    definition: cst.ClassDef | None = None
+    """The class of the script, for an instance of one."""
+
+
+def descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Yield a node and all nodes below it, in the order of the text."""
+    yield node
+    for child in node.children:
+        yield from descendants(child)
+
+
+def to_code(node: cst.CSTNode) -> str:
+    """Return the text of a node."""
+    return cst.Module(body=[]).code_for_node(node).strip()
+
+
+def get_positional(call: cst.Call, number: int, name: str) -> cst.BaseExpression | None:
+    """Return an argument of a call by its position or name; None without it."""
+    for index, arg in enumerate(call.args):
+        if (arg.keyword is not None and arg.keyword.value == name) or (
+            arg.keyword is None and not arg.star and index == number
+        ):
+            return arg.value
+    return None
+
+
+class Script:
+    """A parsed script with the roles of its variables."""
+
+    def __init__(self, text: str) -> None:
+        wrapper = metadata.MetadataWrapper(cst.parse_module(text))
+        found = wrapper.resolve_many(
+            [metadata.ParentNodeProvider, metadata.PositionProvider, metadata.ScopeProvider]
+        )
+        self.module = wrapper.module
+        self.parents: Any = found[metadata.ParentNodeProvider]
+        self.scopes: Any = found[metadata.ScopeProvider]
+        self._names: dict[cst.CSTNode, str] = {}
+        self._positions: Any = found[metadata.PositionProvider]
+        self.nodes = list(descendants(self.module))
+        self.calls = [node for node in self.nodes if isinstance(node, cst.Call)]
+        self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
+        self.roles: dict[Variable, Role] = {}
+        self.trained: set[Variable] = set()
+        self._find_calls()
+        self._find_roles()
+
+    # Positions and scopes
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the line of a node, counted from 1."""
+        return int(self._positions[node].start.line)
+
+    def start(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Return line and column of a node's first character."""
+        position = self._positions[node].start
+        return position.line, position.column
+
+    def end(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Return line and column after a node's last character."""
+        position = self._positions[node].end
+        return position.line, position.column
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the nodes around a node, from the inside."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def find_ancestor(self, node: cst.CSTNode, kinds: Any) -> Any:
+        """Return the innermost node of some types around a node; None without one."""
+        return next((one for one in self.ancestors(node) if isinstance(one, kinds)), None)
+
+    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """Return the innermost function around a node."""
+        return self.find_ancestor(node, cst.FunctionDef)  # type: ignore[no-any-return]
+
+    def class_of(self, function: cst.FunctionDef | None) -> cst.ClassDef | None:
+        """Return the class of a method; None for another function."""
+        if function is None:
+            return None
+        outer = self.find_ancestor(function, (cst.FunctionDef, cst.ClassDef))
+        return outer if isinstance(outer, cst.ClassDef) else None
+
+    def qualified_name(self, node: cst.CSTNode) -> str:
+        """Return the dotted name to which an expression is resolved by imports; empty without one."""
+        if node not in self._names:
+            scope = self.scopes.get(node)
+            names = scope.get_qualified_names_for(node) if scope is not None else ()
+            self._names[node] = min((one.name for one in names), default="")
+        return self._names[node]
+
+    def is_call_of(self, node: cst.CSTNode, *names: str) -> bool:
+        """Return whether a node is a call of a function of one of these dotted names."""
+        return isinstance(node, cst.Call) and self.qualified_name(node.func) in names
+
+    def variable(self, node: cst.CSTNode) -> Variable | None:
+        """Return the variable that a name or an attribute of an instance refers to."""
+        if isinstance(node, cst.Name):
+            scope = self.scopes.get(node)
+            if scope is None or node.value not in scope:
+                return None
+            for assignment in scope[node.value]:
+                if isinstance(assignment, metadata.Assignment):
+                    return Variable(assignment.scope, node.value)
+        if isinstance(node, cst.Attribute):
+            if isinstance(node.value, cst.Name) and node.value.value == "self":
+                cls = self.class_of(self.function_of(node))
+                return None if cls is None else Variable(cls, node.attr.value)
+            role = self.role_of_variable(node.value)
+            if role is not None and role.definition is not None:
+                return Variable(role.definition, node.attr.value)
+        return None
+
+    def parameter(self, function: cst.FunctionDef, name: str) -> Variable:
+        """Return the variable of a parameter."""
+        return Variable(self.scopes[function.body], name)
+
+    # Functions and their calls
+
+    def _find_calls(self) -> None:
+        self.callees: dict[cst.Call, cst.FunctionDef] = {}
+        self.constructed: dict[cst.Call, cst.ClassDef] = {}
+        self.references: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        self._definitions: dict[Variable, cst.CSTNode] = {}
+        for node in self.nodes:
+            if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                scope: Any = self.class_of(node) if isinstance(node, cst.FunctionDef) else None
+                self._definitions[Variable(scope or self.scopes[node], node.name.value)] = node
+        for node in self.nodes:
+            if isinstance(node, (cst.Name, cst.Attribute)) and (variable := self.variable(node)):
+                definition = self._definitions.get(variable)
+                if definition is not None and getattr(definition, "name", None) is not node:
+                    self.references.setdefault(definition, []).append(node)
+        for call in self.calls:
+            self._bind_callee(call)
+
+    def _bind_callee(self, call: cst.Call) -> None:
+        variable = self.variable(call.func)
+        definition = self._definitions.get(variable) if variable else None
+        if isinstance(definition, cst.ClassDef):
+            self.constructed[call] = definition
+            definition = self._definitions.get(Variable(definition, "__init__"))
+        if isinstance(definition, cst.FunctionDef):
+            self.callees[call] = definition
+
+    def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
+        """Return the calls of a function; those of its class for `__init__`."""
+        return [call for call, callee in self.callees.items() if callee is function]
+
+    def bind(self, call: cst.Call, function: cst.FunctionDef) -> dict[str, cst.Arg]:
+        """Return the arguments of a call of a function by the names of its parameters."""
+        params = [param.name.value for param in (*function.params.posonly_params, *function.params.params)]
+        is_method = self.class_of(function) is not None
+        positional = iter(params[1:] if is_method else params)
+        bound = {}
+        for arg in call.args:
+            if arg.star:
+                break
+            name = arg.keyword.value if arg.keyword else next(positional, None)
+            if name is not None:
+                bound[name] = arg
+        return bound
+
+    def is_derived(self, definition: cst.ClassDef, *prefixes: str) -> bool:
+        """Return whether a class of the script is derived from a class whose dotted name begins so."""
+        for base in definition.bases:
+            variable = self.variable(base.value)
+            parent = self._definitions.get(variable) if variable else None
+            if isinstance(parent, cst.ClassDef) and parent is not definition:
+                if self.is_derived(parent, *prefixes):
+                    return True
+            elif self.qualified_name(base.value).startswith(prefixes):
+                return True
+        return False
+
+    def is_torch_class(self, definition: cst.ClassDef) -> bool:
+        """Return whether a class is derived from one of torch: a module, an optimizer, a dataset."""
+        return self.is_derived(definition, *_MODULE_BASES)
+
+    # Roles
+
+    def role_of_variable(self, node: cst.CSTNode) -> Role | None:
+        """Return the role of the variable that an expression names."""
+        variable = self.variable(node)
+        return self.roles.get(variable) if variable else None
+
+    def kind_of(self, node: cst.CSTNode) -> str:
+        """Return the kind of an expression's role; empty without one."""
+        role = self.role_of(node)
+        return role.kind if isinstance(role, Role) else ""
+
+    def _find_roles(self) -> None:
+        self.assigned: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
+        for _ in range(_ROUNDS):
+            before = dict(self.roles), set(self.trained)
+            self._find_definitions_of_instances()
+            for node in self.nodes:
+                self._read_assignment(node)
+            for call, function in list(self.callees.items()):
+                for name, arg in self.bind(call, function).items():
+                    self._merge(self.parameter(function, name), self.role_of(arg.value))
+            self._find_trained()
+            if before == (self.roles, self.trained):
+                break
+
+    def _find_definitions_of_instances(self) -> None:
+        for call in self.calls:
+            if call not in self.callees:
+                self._bind_callee(call)
+
+    def _read_assignment(self, node: cst.CSTNode) -> None:
+        if isinstance(node, cst.Assign):
+            for target in node.targets:
+                self._assign(target.target, node.value, node)
+        elif isinstance(node, cst.AnnAssign) and node.value is not None:
+            self._assign(node.target, node.value, node)
+        elif isinstance(node, (cst.For, cst.CompFor)):
+            batch = self.batch_target(node)
+            role = self.loader_of(node.iter) or self.role_of(node.iter)
+            if batch is not None and isinstance(role, Role):
+                self._assign_role(batch, Role("batch", role.origins))
+
+    def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression, node: cst.CSTNode) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, (cst.Tuple, cst.List)):
+            if len(target.elements) == len(value.elements):
+                for one, other in zip(target.elements, value.elements, strict=True):
+                    self._assign(one.value, other.value, node)
+            return
+        for element in target.elements if isinstance(target, (cst.Tuple, cst.List)) else ():
+            if isinstance(value, cst.Call) and (one_variable := self.variable(element.value)):
+                self._record(one_variable, node, value)
+        variable = self.variable(target)
+        if variable is not None:
+            self._record(variable, node, value)
+            is_field = isinstance(self.find_ancestor(node, (cst.FunctionDef, cst.ClassDef)), cst.ClassDef)
+            if isinstance(value, cst.SimpleString) and "device" in variable.name.lower() and not is_field:
+                self._merge(variable, Role("device"))
+        self._assign_role(target, self.role_of(value))
+
+    def _record(self, variable: Variable, node: cst.CSTNode, value: cst.BaseExpression) -> None:
+        entries = self.assigned.setdefault(variable, [])
+        if not any(known is node for known, _ in entries):
+            entries.append((node, value))
+
+    def _assign_role(self, target: cst.BaseExpression, role: Role | tuple[Any, ...] | None) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)):
+            each = role if isinstance(role, tuple) else [role] * len(target.elements)
+            if isinstance(role, tuple) and len(role) != len(target.elements):
+                return
+            if isinstance(role, Role) and role.kind != "batch":
+                return
+            for element, one in zip(target.elements, each, strict=True):
+                self._assign_role(element.value, one)
+        elif (variable := self.variable(target)) is not None:
+            self._merge(variable, role)
+
+    def _merge(self, variable: Variable, role: Role | tuple[Any, ...] | None) -> None:
+        if not isinstance(role, Role):
+            return
+        role = role if role.origins else Role(role.kind, frozenset([variable]), role.definition)
+        known = self.roles.get(variable)
+        if known is None:
+            self.roles[variable] = role
+        elif known.kind == role.kind:
+            self.roles[variable] = Role(role.kind, known.origins | role.origins, known.definition)
+        elif "mixed" not in {known.kind, role.kind} and {known.kind, role.kind} & {
+            "loader",
+            "model",
+            "optimizer",
+        }:
+            self.roles[variable] = Role("mixed", known.origins | role.origins)
+
+    def role_of(self, node: cst.CSTNode) -> Role | tuple[Any, ...] | None:
+        """Return the role of an expression's value; a tuple of roles for a tuple."""
+        if isinstance(node, cst.Tuple):
+            return tuple(self.role_of(element.value) for element in node.elements)
+        if isinstance(node, cst.Call):
+            return self._role_of_call(node)
+        if isinstance(node, (cst.IfExp, cst.Subscript, cst.DictComp)):
+            return self._role_of_choice(node) if isinstance(node, cst.IfExp) else self._role_of_item(node)
+        if self.is_settings_device(node):
+            return Role("device")
+        if (
+            isinstance(node, cst.Attribute)
+            and node.attr.value == "module"
+            and self.kind_of(node.value) == "model"
+        ):
+            return self.role_of(node.value)
+        return self.role_of_variable(node)
+
+    def _role_of_choice(self, node: cst.IfExp) -> Role | tuple[Any, ...] | None:
+        if "is_available" in to_code(node.test) and isinstance(node.body, cst.SimpleString):
+            return Role("device")
+        return self.role_of(node.body) or self.role_of(node.orelse)
+
+    def _role_of_item(self, node: cst.Subscript | cst.DictComp) -> Role | None:
+        """Return the role of a part of a batch, or of a dictionary made of one."""
+        if isinstance(node, cst.Subscript) and (kind := self._environment_kind(node)):
+            return Role(kind)
+        source = node.value if isinstance(node, cst.Subscript) else node.for_in.iter
+        role = self.role_of(source)
+        return role if isinstance(role, Role) and role.kind == "batch" else None
+
+    def is_settings_device(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is the device in the script's settings, such as `args.device`."""
+        return (
+            isinstance(node, cst.Attribute)
+            and node.attr.value == "device"
+            and to_code(node.value).split(".")[0] in _SETTINGS
+        )
+
+    def _environment_kind(self, node: cst.Subscript | cst.Call) -> str:
+        """Return the kind of an environment variable with a rank; empty for another value."""
+        owner = node.value if isinstance(node, cst.Subscript) else node.func
+        if not self.qualified_name(owner).startswith(("os.environ", "os.getenv")):
+            return ""
+        names = [to_code(one)[1:-1] for one in descendants(node) if isinstance(one, cst.SimpleString)]
+        return _RANKS.get(names[0], "") if names else ""
+
+    def _role_of_call(self, call: cst.Call) -> Role | tuple[Any, ...] | None:
+        name = self.qualified_name(call.func)
+        if call.args and (name in WRAPPERS or name == "builtins.int" or self.is_progress_bar(call)):
+            return self.role_of(call.args[0].value)
+        if kind := _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call):
+            return Role(kind)
+        if call in self.constructed:
+            return self._role_of_instance(self.constructed[call])
+        if call in self.callees:
+            return self._role_of_result(self.callees[call])
+        role = self.role_of(call.func.value) if isinstance(call.func, cst.Attribute) else None
+        methods: set[str] = {"model": _SAME_MODEL, "batch": _SAME_BATCH}.get(getattr(role, "kind", ""), set())
+        return role if isinstance(call.func, cst.Attribute) and call.func.attr.value in methods else None
+
+    @staticmethod
+    def _library_kind(name: str) -> str:
+        if name.startswith("torch.optim.lr_scheduler."):
+            return "scheduler"
+        if name.startswith("torch.optim."):
+            return "" if name.startswith("torch.optim.swa_utils") else "optimizer"
+        last = name.rpartition(".")[2]
+        if name.startswith("transformers.") and last.startswith("get_") and "schedule" in last:
+            return "scheduler"
+        return "optimizer" if name.startswith("transformers.") and last == "Adafactor" else ""
+
+    def _role_of_instance(self, definition: cst.ClassDef) -> Role | None:
+        if self.is_derived(definition, "torch.optim.lr_scheduler."):
+            return Role("scheduler")
+        if self.is_derived(definition, "torch.optim."):
+            return Role("optimizer")
+        if self.is_derived(definition, "torch.utils.data.DataLoader", "torch.utils.data.dataloader."):
+            return Role("loader")
+        return None if self.is_torch_class(definition) else Role("instance", frozenset(), definition)
+
+    def returned_values(self, function: cst.FunctionDef) -> list[cst.BaseExpression]:
+        """Return the expressions that a function returns."""
+        return [
+            node.value
+            for node in descendants(function.body)
+            if isinstance(node, cst.Return) and node.value is not None and self.function_of(node) is function
+        ]
+
+    def _role_of_result(self, function: cst.FunctionDef) -> Role | tuple[Any, ...] | None:
+        def without_origins(role: Any) -> Any:
+            if isinstance(role, tuple):
+                return tuple(map(without_origins, role))
+            return (
+                None
+                if role is None or role.kind == "batch"
+                else Role(role.kind, frozenset(), role.definition)
+            )
+
+        for value in self.returned_values(function):
+            if (role := without_origins(self.role_of(value))) is not None:
+                return role  # type: ignore[no-any-return]
+        return None
+
+    # Loops over loaders
+
+    def loader_of(self, node: cst.CSTNode) -> Role | None:
+        """Return the role of the loader that an expression iterates over, also in `enumerate` and `tqdm`."""
+        while isinstance(node, cst.Call) and node.args and self._iterates(node):
+            node = node.args[0].value
+        role = self.role_of(node)
+        return role if isinstance(role, Role) and role.kind == "loader" else None
+
+    def _iterates(self, call: cst.Call) -> bool:
+        name = self.qualified_name(call.func).removeprefix("builtins.")
+        return name in _ITERATED or self.is_progress_bar(call)
+
+    def is_progress_bar(self, call: cst.Call) -> bool:
+        """Return whether a call is that of tqdm."""
+        return self.qualified_name(call.func).rpartition(".")[2] == "tqdm"
+
+    def batch_target(self, loop: cst.For | cst.CompFor) -> cst.BaseExpression | None:
+        """Return the target of a loop that is assigned the batches of a loader; None for another loop."""
+        if self.loader_of(loop.iter) is not None:
+            node: Any = loop.iter
+            target: Any = loop.target
+            while isinstance(node, cst.Call):
+                if self.qualified_name(node.func).removeprefix("builtins.") == "enumerate":
+                    if not isinstance(target, cst.Tuple):
+                        return None
+                    target = target.elements[-1].value
+                node = node.args[0].value if node.args and self._iterates(node) else None
+            return target  # type: ignore[no-any-return]
+        role = self.role_of(loop.iter)
+        return loop.target if isinstance(role, Role) and role.kind == "batch" else None
+
+    # Trained models
+
+    def _find_trained(self) -> None:
+        for call in self.calls:
+            if self.kind_of(call) == "optimizer" and call not in self.callees:
+                for arg in call.args:
+                    self._trace_parameters(arg.value, set())
+        for call, function in self.callees.items():
+            for name, arg in self.bind(call, function).items():
+                if self.parameter(function, name) in self.trained:
+                    variable = self.variable(arg.value)
+                    if variable is not None:
+                        self.trained.add(variable)
+        for variable in self.trained:
+            if variable not in self.roles and variable in self.assigned:
+                self.roles[variable] = Role("model", frozenset([variable]))
+
+    def _trace_parameters(self, node: cst.CSTNode, seen: set[Variable]) -> None:
+        """Add the models whose parameters are in an expression."""
+        for one in descendants(node):
+            if (
+                isinstance(one, cst.Call)
+                and isinstance(one.func, cst.Attribute)
+                and one.func.attr.value in {"parameters", "named_parameters"}
+            ):
+                owner: cst.BaseExpression = one.func.value
+                while self.variable(owner) is None and isinstance(owner, cst.Attribute):
+                    owner = owner.value
+                variable = self.variable(owner)
+                if variable is not None and to_code(owner) != "self":
+                    self.trained.add(variable)
+            elif isinstance(one, cst.Name) and (variable := self.variable(one)) and variable not in seen:
+                for _, value in self.assigned.get(variable, []):
+                    if self.kind_of(value) != "model":
+                        self._trace_parameters(value, seen | {variable})

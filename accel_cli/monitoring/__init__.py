@@ -1,0 +1,1 @@
+"""Views of a run: what its folder records, on a terminal and as a file."""

@@ -1,0 +1,396 @@
+"""Snapshot of a run: state, progress and memory of its ranks, and the last logged metrics, read from its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from accel_cli.runner.beats import Beat
+from accel_cli.runner.gpu_usage import read_gpu_usage
+from accel_cli.runner.recorder import read_rss
+from accel_cli.runner.run_dir import RankFolder, RunFolder, read_text
+from accel_runtime.checkpoint.filesystem import is_process_running
+
+__all__ = ["MIN_STEPS", "MetricSeries", "RankSnapshot", "RunSnapshot", "find_slowest", "read_snapshot"]
+
+_TAIL = 1 << 17
+"""Bytes at the end of a file of lines that are read: the file may have thousands of lines, and is read twice a second."""
+_SERIES = 64
+"""The most values of a metric that are kept."""
+MIN_STEPS, _OWN_TIME_STEPS = 20, 50
+"""Steps until the slowest rank is named, and the least number of last steps that own time is averaged over."""
+_NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+_SLOWER, _MIN_SHARE = 1.1, 0.02
+"""The slowest rank exceeds the median own time by this factor, and by this share of the time of a step."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """State of one rank."""
+
+    rank: int
+    beat: Beat | None
+    """The heartbeat; None before the rank creates an Accelerator."""
+    now: float = 0.0
+    """The time of the snapshot, on the clock of the heartbeat."""
+    pid: int | None = None
+    is_running: bool = True
+    """True if the process of the rank exists."""
+    memory: int | None = None
+    """Resident memory of the process, in bytes."""
+    gpu_memory: int | None = None
+    """GPU memory of the process, in bytes."""
+    gpu_percent: int | None = None
+    """Utilisation of its GPU."""
+    first: RankSnapshot | None = None
+    """The first replica of its process, if it is another one: that has the heartbeat and the memory of the process."""
+
+    @property
+    def state(self) -> str:
+        """The state: `starting` before the rank creates an Accelerator, `running`, `ended`, `failed` or `killed`."""
+        if self.first:
+            return self.first.state
+        beat = self.beat
+        if beat and beat.ended is not None:
+            return "failed" if beat.has_failed else "ended"
+        if not self.is_running:
+            return "killed" if beat else "ended"
+        return "running" if beat else "starting"
+
+    @property
+    def location(self) -> str:
+        """The location relative to the newest collective, or the state if the rank has none."""
+        if self.state == "starting":
+            return "no Accelerator yet"
+        if self.first:
+            return f"see rank {self.first.rank}"
+        return self.beat.location if self.beat and self.state == "running" else self.state
+
+    @property
+    def step_age(self) -> float | None:
+        """Seconds since the last optimizer step; None before the first."""
+        return max(0.0, self.now - self.beat.step_time) if self.beat and self.beat.step_time else None
+
+    @property
+    def progress_age(self) -> float | None:
+        """Seconds since the last step, batch or collective."""
+        return max(0.0, self.now - self.beat.time) if self.beat else None
+
+    @property
+    def rate(self) -> float | None:
+        """Steps per second over the last steps; it decreases while no step is made."""
+        beat = self.beat
+        if beat is None or beat.rate_now is None:
+            return None
+        seconds = self.now - beat.recent[0]
+        is_running = self.state == "running" and seconds > 0
+        return min(beat.rate_now, len(beat.recent) / seconds) if is_running else beat.rate_now
+
+    @property
+    def own_time(self) -> float | None:
+        """Seconds of own time per step, over the last steps; None before enough steps.
+
+        The first steps, in which libraries initialize and compile, count only until there are enough others.
+        """
+        beat = self.beat
+        if beat is None or beat.steps < MIN_STEPS:
+            return None
+        last = min(len(beat.history), (beat.steps - _OWN_TIME_STEPS) // beat.stride) if beat.stride else 0
+        first = last - 1 if last > 0 else 0
+        if not beat.history or (steps := beat.steps - (first + 1) * beat.stride) <= 0:
+            return beat.busy / (beat.steps - 1)  # own time is measured from the end of the first step
+        return max(0.0, beat.busy - beat.history[first][1]) / steps
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the end of the epoch; None if they are unknown."""
+        return self.beat.eta if self.beat and self.state == "running" else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON data; the docs list the fields."""
+        beat = self.beat
+        return {
+            "rank": self.rank,
+            "pid": self.pid,
+            "state": self.state,
+            "steps": beat.steps if beat else 0,
+            "batches": beat.batches if beat else 0,
+            "collectives": beat.collectives if beat else 0,
+            "steps_per_s": self.rate,
+            "steps_per_s_mean": beat.rate_mean if beat else None,
+            "own_time_s": self.own_time,
+            "last_step_age_s": self.step_age,
+            "last_progress_age_s": self.progress_age,
+            "epoch": beat.epoch if beat else None,
+            "epoch_batches": beat.epoch_batches if beat else None,
+            "epoch_length": beat.epoch_length if beat else None,
+            "eta_s": self.eta,
+            "location": self.location,
+            "rss_bytes": self.memory,
+            "gpu_memory_bytes": self.gpu_memory,
+            "gpu_utilization_percent": self.gpu_percent,
+        }
+
+
+@dataclass
+class MetricSeries:
+    """Last values of a metric."""
+
+    name: str
+    value: float | str = ""
+    step: int | None = None
+    recent: list[float] = field(default_factory=list)
+    """The last numbers, the oldest first."""
+
+    def add(self, value: float | str, step: int | None) -> None:
+        """Append a value."""
+        self.value, self.step = value, step
+        if isinstance(value, float):
+            self.recent = [*self.recent[1 - _SERIES :], value]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as JSON data; numbers that JSON does not have are text, and null among the last ones."""
+        is_number = isinstance(self.value, str) or math.isfinite(self.value)
+        return {
+            "value": self.value if is_number else str(self.value),
+            "step": self.step,
+            "recent": [value if math.isfinite(value) else None for value in self.recent],
+        }
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """State of a run at one time."""
+
+    run: str
+    """The id of the run."""
+    script: str
+    state: str
+    """`running`, `exit code N`, or why neither is known."""
+    is_running: bool
+    time: float
+    """The time of the snapshot, or of the end of the run, in seconds since 1970."""
+    started: float | None
+    exit_code: int | None
+    attempt: int | None
+    """The number of the attempt, from 0; None before the first."""
+    world_size: int | None
+    ranks: tuple[RankSnapshot, ...]
+    """The ranks on this node, in order."""
+    metrics: tuple[MetricSeries, ...] = ()
+    restart_reason: str = ""
+    failure: str = ""
+    """The first failure, if the run has failed."""
+    is_elsewhere: bool = False
+    """True if the launcher is on another node and has not recorded its end, so that nothing is known of it now."""
+
+    @property
+    def elapsed(self) -> float | None:
+        """Seconds since the start, up to the end if the run has ended."""
+        return None if self.started is None else max(0.0, self.time - self.started)
+
+    @property
+    def idle_time(self) -> float | None:
+        """Seconds in which no rank has made progress, if the run has stalled as far as its former speed shows."""
+        beats = [rank for rank in self.ranks if rank.beat and rank.state == "running"]
+        ages = [rank.progress_age for rank in beats if rank.progress_age is not None]
+        rates = [rank.beat.rate_mean for rank in beats if rank.beat and rank.beat.rate_mean]
+        if not self.is_running or not ages or not rates:
+            return None
+        usual = 1 / min(rates)
+        return min(ages) if min(ages) > max(_STALL_S, 10 * usual) else None
+
+    @cached_property
+    def own_times(self) -> dict[int, float]:
+        """Seconds of own time per step, by rank."""
+        times = {rank.rank: rank.own_time for rank in self.ranks}
+        return {rank: time for rank, time in times.items() if time is not None}
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank with the largest own time per step, if it is clearly slower than most; None if no rank is."""
+        rates = [rank.rate for rank in self.ranks if rank.rate]
+        return find_slowest(self.own_times, 1 / max(rates) if rates else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the snapshot as JSON data; the docs list the fields."""
+        return {
+            "run": self.run,
+            "script": self.script,
+            "state": self.state,
+            "running": self.is_running,
+            "exit_code": self.exit_code,
+            "time": self.time,
+            "started": self.started,
+            "elapsed_s": self.elapsed,
+            "attempt": self.attempt,
+            "restart_reason": self.restart_reason or None,
+            "failure": self.failure or None,
+            "world_size": self.world_size,
+            "slowest_rank": self.slowest,
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "metrics": {series.name: series.to_json() for series in self.metrics},
+        }
+
+
+def find_slowest(own_times: Mapping[int, float], step_time: float) -> int | None:
+    """Return the rank with the largest own time per step, if it is clearly slower than most; None if no rank is."""
+    if len(own_times) < 2:  # noqa: PLR2004 - a rank is slower than another
+        return None
+    rank = max(own_times, key=own_times.__getitem__)
+    own, median = own_times[rank], median_low(own_times.values())
+    return rank if own > _SLOWER * median and own - median > _MIN_SHARE * step_time else None
+
+
+_STALL_S = 10.0
+"""The shortest time without progress that is shown as a stall."""
+
+
+def read_snapshot(run: RunFolder) -> RunSnapshot:
+    """Read the folder of a run, and the memory of its processes."""
+    # Each of these reads the record of the run.
+    record, is_running, is_elsewhere = run.record, run.is_running, run.is_elsewhere
+    now = time.time() if is_running or is_elsewhere else _find_end(run)
+    attempts = run.attempts
+    events = list(_read_lines(run.path / "events.jsonl"))
+    failures = [event for event in events if event.get("event") == "failure"]
+    restarts = [event for event in events if event.get("event") == "restart"]
+    ranks: tuple[RankSnapshot, ...] = ()
+    if attempts:
+        ranks = _read_ranks(run, attempts[-1], now, is_running=is_running, is_elsewhere=is_elsewhere)
+    world_size = record.get("world_size")
+    exit_code = record.get("exit_code")
+    return RunSnapshot(
+        run=run.path.name,
+        script=str(record.get("target", "")),
+        state=run.state,
+        is_running=is_running,
+        is_elsewhere=is_elsewhere,
+        time=now,
+        started=_to_number(record.get("started")),
+        exit_code=exit_code if isinstance(exit_code, int) else None,
+        attempt=attempts[-1] if attempts else None,
+        world_size=world_size if isinstance(world_size, int) else len(ranks) or None,
+        ranks=ranks,
+        metrics=_read_metrics(run, attempts),
+        restart_reason=str(restarts[-1].get("reason", "")) if restarts else "",
+        failure=f"rank {failures[-1].get('rank')}: {failures[-1].get('cause')}"
+        if failures and not is_running
+        else "",
+    )
+
+
+def _find_end(run: RunFolder) -> float:
+    """Return the end of a run in seconds since 1970; if it was not recorded, that of its last progress."""
+    if (ended := run.ended) is not None:
+        return ended
+    folders = run.list_ranks(run.attempts[-1]) if run.attempts else {}
+    beats = [beat for folder in folders.values() if (beat := Beat.read(folder))]
+    times = [beat.to_epoch(beat.time if beat.ended is None else beat.ended) for beat in beats]
+    return max(times, default=_to_number(run.record.get("started")) or time.time())
+
+
+def _read_ranks(
+    run: RunFolder, attempt: int, now: float, *, is_running: bool, is_elsewhere: bool
+) -> tuple[RankSnapshot, ...]:
+    folders = run.list_ranks(attempt)
+    beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
+    pids = {rank: _read_pid(folder, beats[rank]) for rank, folder in folders.items()}
+    last = {} if is_running else _read_last_memory(run)
+    gpus = read_gpu_usage({pid for pid in pids.values() if pid}) if is_running else {}
+    monotonic = time.monotonic()
+    ranks: list[RankSnapshot] = []
+    processes: dict[int, RankSnapshot] = {}
+    for rank, beat in beats.items():
+        pid = pids[rank]
+        # Replicas of xla are threads: the heartbeat and the memory of their process are shown once.
+        if beat is None and pid in processes and folders[rank].thread.exists():
+            ranks.append(RankSnapshot(rank, None, pid=pid, first=processes[pid]))
+            continue
+        clock = beat.started + now - beat.started_epoch if beat else 0.0
+        memory, gpu = last.get(rank, (None, None))
+        gpu_memory, percent = gpus.get(pid or 0, (gpu, None))
+        ranks.append(
+            RankSnapshot(
+                rank,
+                beat,
+                now=monotonic if is_running else clock,
+                pid=pid,
+                is_running=is_elsewhere or (is_running and (pid is None or is_process_running(pid))),
+                memory=(read_rss(pid) or None) if is_running and pid else memory,
+                gpu_memory=gpu_memory,
+                gpu_percent=percent,
+            )
+        )
+        if pid:
+            processes[pid] = ranks[-1]
+    return tuple(ranks)
+
+
+def _read_pid(folder: RankFolder, beat: Beat | None) -> int | None:
+    text = read_text(folder.pid)
+    return int(text) if text.isdecimal() else beat.pid if beat else None
+
+
+def _read_last_memory(run: RunFolder) -> dict[int, tuple[int | None, int | None]]:
+    """Return the memory and GPU memory of each rank at the last sample of a run."""
+    samples = list(_read_lines(run.path / "memory.jsonl"))
+    sample = samples[-1] if samples else {}
+    rss, gpu = (sizes if isinstance(sizes := sample.get(kind), dict) else {} for kind in ("rss", "gpu"))
+    return {int(rank): (size, gpu.get(rank)) for rank, size in rss.items() if rank.isdecimal()}
+
+
+def _read_metrics(run: RunFolder, attempts: Sequence[int]) -> tuple[MetricSeries, ...]:
+    """Read the last metrics of the newest attempt that has logged any."""
+    for attempt in reversed(attempts):
+        for folder in run.list_ranks(attempt).values():
+            series: dict[str, MetricSeries] = {}
+            for line in _read_lines(folder.metrics):
+                values, step = line.get("values"), line.get("step")
+                for name, value in values.items() if isinstance(values, dict) else ():
+                    number = _to_number(value)
+                    entry = series.setdefault(name, MetricSeries(name))
+                    entry.add(
+                        str(value) if number is None else number, step if isinstance(step, int) else None
+                    )
+            if series:
+                return tuple(series.values())
+    return ()
+
+
+def _to_number(value: Any) -> float | None:
+    """Convert a number of JSON, or the text of one that JSON does not have; return None for other values."""
+    if isinstance(value, bool) or (isinstance(value, str) and value not in _NON_FINITE):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except TypeError:
+        return None
+
+
+def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the JSON objects in the lines at the end of a file; incomplete lines are left out."""
+    try:
+        with file.open("rb") as opened:
+            start = max(0, opened.seek(0, os.SEEK_END) - _TAIL)
+            opened.seek(start)
+            lines = opened.read(_TAIL).split(b"\n")
+    except OSError:
+        return
+    for line in lines[1:] if start else lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            yield entry

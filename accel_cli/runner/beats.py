@@ -1,0 +1,193 @@
+"""Heartbeats of ranks: the file that `accel_runtime` maps into its memory, read while it changes."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from typing_extensions import override
+
+from accel_cli.runner.run_dir import RankFolder
+from accel_runtime import env
+
+__all__ = ["Beat"]
+
+
+_NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
+_ATTEMPTS, _PAUSE_S = 5, 0.001
+"""Reads of a file whose history is being thinned, and the pause between them."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Heartbeat of a rank: its progress, as it writes it to its folder.
+
+    Times are those of the monotonic clock, in seconds, unless `to_epoch` converts them.
+    """
+
+    pid: int
+    steps: int
+    batches: int
+    collectives: int
+    is_inside: bool
+    """True if the rank is in a collective now."""
+    time: float
+    """The time of the last progress."""
+    collective: str
+    """The newest collective with the line of its call; empty before the first."""
+    started: float
+    """The time at which the rank created its first Accelerator."""
+    started_epoch: float
+    """The same moment, in seconds since 1970."""
+    step_time: float
+    """The time of the last optimizer step; 0 before the first."""
+    busy: float
+    """Own time between the first step and the last: outside of collectives and of averaging backward passes up to their steps."""
+    epoch: int
+    """The epoch, from 0, of the loader that returned the last batch."""
+    epoch_batches: int
+    """The number of batches of that epoch that were returned or skipped."""
+    epoch_length: int | None
+    """The number of batches in that epoch; None if the loader has no length."""
+    epoch_first: int
+    """The number of batches that were skipped at the start of that epoch."""
+    epoch_started: float
+    """The time at which that epoch began; 0 before the first batch."""
+    ended: float | None
+    """The time at which the interpreter exited; None if it has not, or was killed."""
+    has_failed: bool
+    """True if it exited by an exception."""
+    recent: tuple[float, ...]
+    """The times of the last steps, at most 64, the oldest first."""
+    stride: int
+    """The number of steps between two entries of the history."""
+    history: Sequence[tuple[float, float]]
+    """The time and the own time after step `stride`, `2 * stride`, ..."""
+
+    @classmethod
+    def read(cls, folder: RankFolder) -> Beat | None:
+        """Read the heartbeat of a rank; return None before it creates an Accelerator."""
+        try:
+            data = _read_unchanged(folder)
+        except OSError:
+            return None
+        return cls._parse(data) if len(data) == env.BEAT_SIZE else None
+
+    @classmethod
+    def _parse(cls, data: bytes) -> Beat:
+        numbers = dict(zip(env.BEAT_NUMBERS, _NUMBERS.unpack_from(data), strict=True))
+        steps, stride = numbers["steps"], numbers["stride"]
+        entries = memoryview(data)[env.BEAT_HISTORY_RANGE].cast("q")
+        recent = _parse_recent(memoryview(data)[env.BEAT_RECENT_RANGE].cast("q"), steps)
+        step_time = recent[-1] if recent else 0.0
+        count = min(steps // stride, env.BEAT_HISTORY) if stride else 0
+        return cls(
+            pid=numbers["pid"],
+            steps=steps,
+            batches=numbers["batches"],
+            collectives=numbers["collectives"],
+            is_inside=bool(numbers["inside"]),
+            time=max(numbers["changed_ns"] / 1e9, step_time),
+            collective=data[env.BEAT_TEXT_RANGE].rstrip(b"\0").decode(errors="replace"),
+            started=numbers["started_ns"] / 1e9,
+            started_epoch=numbers["started_epoch_ns"] / 1e9,
+            step_time=step_time,
+            busy=numbers["busy_ns"] / 1e9,
+            epoch=numbers["epoch"],
+            epoch_batches=numbers["batches"] - numbers["epoch_base"] if numbers["epoch_ns"] else 0,
+            epoch_length=numbers["epoch_length"] or None,
+            epoch_first=numbers["epoch_first"],
+            epoch_started=numbers["epoch_ns"] / 1e9,
+            ended=numbers["ended_ns"] / 1e9 if numbers["ended_ns"] else None,
+            has_failed=bool(numbers["failed"]),
+            recent=recent,
+            stride=stride,
+            history=_History(entries[: 2 * count]),
+        )
+
+    @property
+    def location(self) -> str:
+        """The location of the rank, relative to its newest collective."""
+        if not self.collective:
+            return "no collective yet"
+        return f"in {self.collective}" if self.is_inside else f"after {self.collective}"
+
+    @property
+    def rate_now(self) -> float | None:
+        """Steps per second over `recent`; None with fewer than two steps."""
+        seconds = self.recent[-1] - self.recent[0] if self.recent else 0.0
+        return (len(self.recent) - 1) / seconds if seconds > 0 else None
+
+    @property
+    def rate_mean(self) -> float | None:
+        """Steps per second from the start to the last step; None before the first step."""
+        seconds = self.step_time - self.started
+        return self.steps / seconds if self.steps and seconds > 0 else None
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds from the last progress to the end of the epoch, at its mean speed; None if that is unknown."""
+        returned = self.epoch_batches - self.epoch_first
+        if self.epoch_length is None or returned <= 0:
+            return None
+        remaining = max(self.epoch_length - self.epoch_batches, 0)
+        return remaining * (self.time - self.epoch_started) / returned
+
+    def to_epoch(self, time: float) -> float:
+        """Convert a time of the monotonic clock to seconds since 1970."""
+        return self.started_epoch + time - self.started
+
+
+class _History(Sequence[tuple[float, float]]):
+    """The entries of the history, which are converted when they are read: a table of ranks needs one of a thousand."""
+
+    def __init__(self, numbers: memoryview) -> None:
+        self._numbers = numbers
+
+    @override
+    def __len__(self) -> int:
+        return len(self._numbers) // 2
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[float, float]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[float, float]]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> tuple[float, float] | Sequence[tuple[float, float]]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        entry = range(len(self))[index]
+        return self._numbers[2 * entry] / 1e9, self._numbers[2 * entry + 1] / 1e9
+
+
+def _read_unchanged(folder: RankFolder) -> bytes:
+    """Read the file again while its history is thinned; the last read may have the stride 0, then without a history."""
+    stride = env.BEAT_NUMBERS.index("stride")
+    for attempt in range(_ATTEMPTS):
+        with folder.beat.open("rb", buffering=0) as file:
+            data = file.read()
+            file.seek(0)
+            after = file.read(_NUMBERS.size)
+        if len(data) < env.BEAT_SIZE:
+            return data
+        strides = [_NUMBERS.unpack_from(numbers)[stride] for numbers in (data, after)]
+        if strides[0] == strides[1] != 0:
+            return data
+        if attempt + 1 < _ATTEMPTS:
+            time.sleep(_PAUSE_S)
+    offset = 8 * stride
+    return data[:offset] + bytes(8) + data[offset + 8 :]
+
+
+def _parse_recent(ring: memoryview, steps: int) -> tuple[float, ...]:
+    """Return the times in the ring up to the last step, the oldest first."""
+    first = max(steps - env.BEAT_RECENT, 0)
+    times = [ring[step % env.BEAT_RECENT] for step in range(first, steps)]
+    # Steps that ended after `steps` was read have replaced the oldest times.
+    replaced = [index for index, value in enumerate(times) if value > times[-1]]
+    return tuple(value / 1e9 for value in times[replaced[-1] + 1 if replaced else 0 :])

@@ -1,0 +1,56 @@
+"""Memory and utilisation of GPUs by process, through nvidia-ml-py where it and the driver of NVIDIA are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["read_gpu_usage"]
+
+
+def read_gpu_usage(pids: Collection[int]) -> dict[int, tuple[int, int]]:
+    """Return the GPU memory in bytes of each process, and the utilisation of its GPUs in percent.
+
+    Processes without a context on a GPU are left out, and all of them if there is no driver. The utilisation is that of
+    the whole GPU, also if several processes share it; of several GPUs, the highest.
+    """
+    nvml = _load_nvml()
+    if nvml is None:
+        return {}
+    usage: dict[int, tuple[int, int]] = {}
+    with suppress(nvml.NVMLError):
+        for index in range(nvml.nvmlDeviceGetCount()):
+            # One GPU may be lost.
+            with suppress(nvml.NVMLError):
+                device = nvml.nvmlDeviceGetHandleByIndex(index)
+                _add_usage(nvml, device, pids, usage)
+    return usage
+
+
+def _add_usage(nvml: Any, device: Any, pids: Collection[int], usage: dict[int, tuple[int, int]]) -> None:
+    """Add the memory and utilisation of one GPU to those of its processes."""
+    processes = [entry for entry in nvml.nvmlDeviceGetComputeRunningProcesses(device) if entry.pid in pids]
+    utilization = 0
+    # A GPU that is divided into instances (MIG) has no utilisation.
+    with suppress(nvml.NVMLError):
+        utilization = int(nvml.nvmlDeviceGetUtilizationRates(device).gpu) if processes else 0
+    for entry in processes:
+        size, percent = usage.get(entry.pid, (0, 0))
+        # The driver does not know the memory of every process, for example in some virtual machines.
+        usage[entry.pid] = size + (entry.usedGpuMemory or 0), max(percent, utilization)
+
+
+@lru_cache(maxsize=1)
+def _load_nvml() -> Any:
+    """Return the module `pynvml` after its initialisation; None without it, or without a driver."""
+    try:
+        import pynvml  # noqa: PLC0415 - not installed everywhere, and not needed without GPUs
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml

@@ -1,0 +1,188 @@
+"""The record of a run in its folder: facts, events and memory of the ranks, for `accel top` and `accel report`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accel_cli import console
+from accel_cli.planning.plan import Plan
+from accel_cli.runner.gpu_usage import read_gpu_usage
+from accel_cli.runner.run_dir import RunFolder, get_log_home, read_text
+from accel_runtime import env
+
+__all__ = ["RunRecorder", "SilenceHint", "build_record", "record_script"]
+
+_INTERVAL_S = 5.0
+"""Seconds between two samples of the memory, at first."""
+_MAX_SAMPLES = 1024
+"""The most lines of the file; when it is full, every second one is dropped and the interval doubles."""
+_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+_SILENCE_S = 600.0
+
+
+def build_record(plan: Plan, torch_version: str) -> dict[str, Any]:
+    """Return the facts about a launch that are recorded at its start."""
+    details = plan.details
+    arguments = list(details.arguments) if details else []
+    command = plan.argv[: len(plan.argv) - len(arguments)]
+    masked = console.mask_arguments(arguments)
+    return {
+        "argv": [*command, *masked],
+        "target": plan.target,
+        "arguments": masked,
+        "launcher": plan.launcher,
+        "device": plan.device,
+        "nnodes": plan.nnodes,
+        "nproc_per_node": plan.nproc_per_node,
+        "headline": details.headline if details else "",
+        "profile": dict(details.profile) if details else {},
+        "versions": {
+            "accel": env.__version__,
+            "torch": torch_version,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def record_script(
+    plan: Plan, environ: Mapping[str, str], *, keep_runs: int, keep_days: int
+) -> RunRecorder | None:
+    """Create the folder of a run whose script replaces this process; return None if that fails.
+
+    A home that is missing, read-only or full does not prevent the launch.
+    """
+    try:
+        torch_version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # the script may need none
+        torch_version = ""
+    record = build_record(plan, torch_version)
+    # platformdirs raises RuntimeError without a home.
+    with suppress(OSError, RuntimeError):
+        folder = RunFolder.create(
+            get_log_home(environ),
+            plan.target,
+            {**record, "replaces_process": True, "world_size": 1},
+            keep_runs=keep_runs,
+            keep_days=keep_days,
+        )
+        folder.get_rank(0, 0).path.mkdir(parents=True)
+        recorder = RunRecorder(folder)
+        recorder.record_pid(0, 0)
+        recorder.record("start", attempt=0, world_size=1, ranks=[0])
+        return recorder
+    return None
+
+
+class RunRecorder:
+    """Writes `events.jsonl` and `memory.jsonl` of a run; errors of the disk never end the run.
+
+    Args:
+        folder: The folder of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._samples: list[str] = []
+        self._interval = _INTERVAL_S
+        self._started = self.last_event = time.monotonic()
+        """The time of the newest event, on the monotonic clock."""
+        self._next_sample = self._started + _INTERVAL_S
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append an event to `events.jsonl`."""
+        self.last_event = time.monotonic()
+        line = json.dumps({"time": time.time(), "event": event, **fields})
+        with suppress(OSError), (self.folder.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def record_pid(self, attempt: int, rank: int) -> None:
+        """Write the id of this process as that of a rank."""
+        with suppress(OSError):
+            self.folder.get_rank(attempt, rank).pid.write_text(str(os.getpid()))
+
+    def sample_memory(self, attempt: int) -> None:
+        """Append the memory of the ranks to `memory.jsonl`, unless the newest sample is recent."""
+        now = time.monotonic()
+        if now < self._next_sample:
+            return
+        folders = self.folder.list_ranks(attempt)
+        texts = {rank: read_text(folder.pid) for rank, folder in folders.items()}
+        pids = {rank: int(text) for rank, text in texts.items() if text.isdecimal()}
+        rss = {rank: size for rank, pid in pids.items() if (size := read_rss(pid))}
+        if rss:
+            usage = read_gpu_usage(set(pids.values()))
+            sample: dict[str, Any] = {"time": time.time(), "attempt": attempt, "rss": rss}
+            if usage:
+                sample["gpu"] = {rank: usage[pid][0] for rank, pid in pids.items() if pid in usage}
+            with suppress(OSError):
+                self._append_sample(json.dumps(sample))
+        self._next_sample = now + self._interval
+
+    def _append_sample(self, line: str) -> None:
+        file = self.folder.path / "memory.jsonl"
+        self._samples.append(line)
+        if len(self._samples) <= _MAX_SAMPLES:
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(f"{line}\n")
+            return
+        self._samples = self._samples[::2]
+        self._interval *= 2
+        new = file.with_suffix(".new")
+        new.write_text("".join(f"{sample}\n" for sample in self._samples), encoding="utf-8")
+        new.replace(file)
+
+    def end(self, code: int) -> None:
+        """Record the end of the run with its exit code.
+
+        Raises:
+            OSError: The record cannot be written.
+        """
+        self.record("end", exit_code=code)
+        self.folder.update({"exit_code": code, "ended": time.time()})
+
+    def format_end(self, processes: str, code: int) -> str:
+        """Return how a run of some processes, as in `2 processes`, has ended."""
+        duration = console.format_duration(time.monotonic() - self._started)
+        end = (
+            f"finished in {duration}, exit code 0"
+            if code == 0
+            else f"ended after {duration} with exit code {code}"
+        )
+        return f"{processes} {end}"
+
+
+def read_rss(pid: int) -> int:
+    """Return the resident memory of a process in bytes; 0 if it has ended, or without /proc."""
+    fields = read_text(Path("/proc", str(pid), "statm")).split()
+    return int(fields[1]) * _PAGE_SIZE if len(fields) > 1 else 0
+
+
+class SilenceHint:
+    """A note, given once, if a run shows no output for a long time.
+
+    Args:
+        seconds: The time without output until the note is given.
+        detects_stalls: If true, the note does not suggest `--stall-timeout`.
+    """
+
+    def __init__(self, *, seconds: float = _SILENCE_S, detects_stalls: bool = False) -> None:
+        self._seconds, self._detects_stalls = seconds, detects_stalls
+        self._is_given = False
+
+    def check(self, activity: Collection[float]) -> None:
+        """Print the note if the newest of these times, on the monotonic clock, is long ago."""
+        if self._is_given or time.monotonic() - max(activity) < self._seconds:
+            return
+        self._is_given = True
+        cures = ["Watch the run with accel top", "show its stacks with accel stacks"]
+        cures += [] if self._detects_stalls else ["set --stall-timeout to detect stalls"]
+        duration = console.format_duration(self._seconds)
+        console.note(f"no output for {duration}. {', '.join(cures[:-1])}, or {cures[-1]}.")

@@ -1,0 +1,60 @@
+"""A headless Chromium for tests of pages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from debian import UnavailableError, install
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.remote.webdriver import WebDriver
+
+__all__ = ["WIDTHS", "open_browser", "prefer", "resize"]
+
+WIDTHS = {"desktop": 1280, "phone": 390}
+
+
+@contextmanager
+def open_browser() -> Iterator[WebDriver]:
+    """Open a headless Chromium that reaches loopback only; without one, tests are skipped, but fail in CI."""
+    try:
+        install(("chromium", "chromium-driver"), ("chromedriver",))
+        if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
+            raise UnavailableError("chromedriver is installed, but no browser")  # noqa: TRY301
+    except UnavailableError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no Chromium: {error}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # Chromium has none for root
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def resize(browser: WebDriver, width: str) -> None:
+    """Give the page the width of a screen."""
+    screen = {"width": WIDTHS[width], "height": 900, "deviceScaleFactor": 1, "mobile": width == "phone"}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+
+
+def prefer(browser: WebDriver, scheme: str) -> None:
+    """Prefer `dark` or `light` colours."""
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})

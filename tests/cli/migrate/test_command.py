@@ -1,0 +1,142 @@
+"""`accel migrate` as a user calls it: diffs, written files and their copies, exit codes, and wrong input."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import in_process
+import pytest
+
+RAW = (
+    "import torch\nfrom torch.utils.data import DataLoader\n\nmodel = torch.nn.Linear(8, 1)\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n"
+    "for x in loader:\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
+)
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(RAW)
+    return path
+
+
+def test_the_diff_is_printed_and_nothing_is_written(capfd, script):
+    done = in_process.run(capfd, "migrate", "train.py")
+    assert done.returncode == 0
+    assert "+    accelerator.backward(loss)\n" in done.stdout
+    assert "1 file would change" in done.stderr
+    assert script.read_text() == RAW
+
+
+def test_the_diff_can_be_applied_with_patch(capfd, script, tmp_path):
+    import subprocess
+
+    done = in_process.run(capfd, "migrate", "train.py")
+    subprocess.run(
+        ["patch", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    changed = script.read_text()
+    script.write_text(RAW)
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    assert script.read_text() == changed
+
+
+def test_write_keeps_a_copy_and_the_permissions(capfd, script):
+    script.chmod(0o750)
+    done = in_process.run(capfd, "migrate", "--write", "train.py")
+    assert done.returncode == 0
+    assert "accelerator.backward(loss)" in script.read_text()
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert script.with_name("train.py.orig").read_text() == RAW
+    assert sorted(path.name for path in script.parent.iterdir()) == ["train.py", "train.py.orig"]
+
+
+def test_a_copy_is_not_replaced(capfd, script):
+    script.with_name("train.py.orig").write_text("older")
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    assert script.with_name("train.py.orig").read_text() == "older"
+    assert script.with_name("train.py.orig.1").read_text() == RAW
+
+
+def test_a_second_time_nothing_is_left(capfd, script):
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    written = script.read_text()
+    done = in_process.run(capfd, "migrate", "--write", "--check", "train.py")
+    assert (done.returncode, done.stdout, script.read_text()) == (0, "", written)
+    assert "nothing to convert" in done.stderr
+
+
+def test_check_fails_while_something_is_left(capfd, script):
+    assert in_process.run(capfd, "migrate", "--check", "train.py").returncode == 1
+    assert in_process.run(capfd, "migrate", "--check", "--write", "train.py").returncode == 0
+    script.write_text(RAW.replace("loader = ", "loaders = [").replace("batch_size=8)", "batch_size=8)]"))
+    done = in_process.run(capfd, "migrate", "--check", "train.py")
+    assert done.returncode == 1
+    assert "train.py:6: The loader is not assigned to a variable of its own." in done.stderr
+
+
+def test_a_folder_is_searched_for_scripts(capfd, script):
+    package = script.parent / "package"
+    (package / ".venv").mkdir(parents=True)
+    (package / ".venv" / "other.py").write_text(RAW)
+    (package / "model.py").write_text("x = 1\n")
+    (package / "broken.py").write_text("def\n")
+    (package / "run.sh").write_text("torchrun --nproc_per_node 2 train.py\n")
+    done = in_process.run(capfd, "migrate", "--write", ".")
+    assert done.returncode == 0
+    assert (package / "run.sh").read_text() == "accel launch --nproc-per-node 2 train.py\n"
+    assert "accel_runtime" in script.read_text()
+    assert (package / ".venv" / "other.py").read_text() == RAW
+    assert "broken.py:1: Cannot migrate the script: this is not valid Python." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.py", None, "the file does not exist"),
+        ("notebook.ipynb", b"{}", "jupyter nbconvert --to script"),
+        ("config.yaml", b"{}", "accel config import config.yaml"),
+        ("train.txt", b"", "expected a Python script"),
+        ("latin.py", "# é\n".encode("latin-1"), "not encoded in UTF-8"),
+        ("broken.py", b"x = (\n", "not valid Python"),
+    ],
+)
+def test_wrong_input_is_refused(capfd, script, name, content, message):
+    if content is not None:
+        (script.parent / name).write_bytes(content)
+    done = in_process.run(capfd, "migrate", name)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_line_ends_and_the_byte_order_mark_stay(capfd, script):
+    script.write_bytes(b"\xef\xbb\xbf" + RAW.replace("\n", "\r\n").encode())
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    written = script.read_bytes()
+    assert written.startswith(b"\xef\xbb\xbfimport torch\r\n")
+    assert b"accelerator.backward(loss)\r\n" in written
+    assert written.count(b"\n") == written.count(b"\r\n")
+
+
+def test_a_link_stays_a_link(capfd, script):
+    script.rename(script.with_name("real.py"))
+    script.symlink_to("real.py")
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    assert script.is_symlink()
+    assert "accelerator.backward" in script.with_name("real.py").read_text()
+
+
+def test_without_libcst_the_message_names_the_extra(capfd, script):
+    with mock.patch.dict(sys.modules, {"libcst": None}):
+        done = in_process.run(capfd, "migrate", "train.py")
+    assert done.returncode == 2
+    assert "pip install 'accel-runtime[migrate]'" in done.stderr
+
+
+def test_the_script_is_not_run(capfd, script):
+    script.write_text(f"open('executed', 'w').close()\n{RAW}")
+    in_process.run(capfd, "migrate", "--write", "train.py")
+    assert not script.with_name("executed").exists()

@@ -1,0 +1,209 @@
+"""A script that cannot be converted as a whole stays as it is, with its reason; doubtful places are findings."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.migrate import migrate_script
+
+HEAD = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = nn.Linear(8, 2).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(torch.randn(32, 8), batch_size=8)
+"""
+LOOP = """\
+for i, x in enumerate(loader):
+    loss = model(x.to(device)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+DDP = (
+    "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    "dist.init_process_group()\nrank = dist.get_rank()\n"
+    + HEAD.replace("optimizer =", "model = DDP(model)\noptimizer =")
+)
+CYCLE = """\
+for i, x in enumerate(loader):
+    if i % 4 == 0:
+        optimizer.zero_grad()
+    loss = model(x.to(device)).mean() / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+"""
+MAIN = (
+    "import argparse\nparser = argparse.ArgumentParser()\nargs = parser.parse_args()\nprint(args.device)\n"
+    + HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', "args.device")
+    + LOOP
+)
+EVALUATE = (
+    "def evaluate(model, loader):\n    for x in loader:\n        model(x)\ndef end(model, loader):\n    evaluate(model, loader)\n"
+    + DDP
+    + LOOP
+)
+TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
+UNSAFE = {
+    "optimizer in a list": (HEAD.replace("optimizer = ", "optimizers = [").replace("lr=0.1)", "lr=0.1)]") + LOOP, "not assigned to a variable"),
+    "loader in a call": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), "not assigned to a variable"),
+    "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not those of a DataLoader"),
+    "gradient": (HEAD + LOOP.replace("backward()", "backward(torch.ones(()))"), "Pass a scalar loss"),
+    "condition of a step": (HEAD + LOOP.replace("    optimizer.step()", "    if i > 3:\n        optimizer.step()"), "Use accelerator.accumulate"),
+    "loss that is not divided": (HEAD + LOOP.replace("    optimizer.step()\n    optimizer", "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer"), "Divide it by 4 first"),
+    "clipping": (HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n    optimizer.step()"), "no argument foreach"),
+    "autocast by a variable": (HEAD + "amp = True\n" + LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=amp):\n        loss = "), "enabled by a variable"),
+    "closure": (HEAD + LOOP.replace("optimizer.step()", "optimizer.step(lambda: loss)"), "The optimizer gets a closure"),
+    "name in use": ("accelerator = None\n" + HEAD + LOOP, "used already"),
+    "training in the block of a creation": (HEAD + "if True:\n    val = DataLoader(torch.randn(8, 8))\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    val = DataLoader(torch.randn(4, 8))\n", "Training begins before"),
+    "collective": ("import torch.distributed as dist\ndist.init_process_group()\n" + HEAD + LOOP + "dist.all_reduce(loss)\n", "Write accelerator.reduce(tensor)"),
+    "spawn": ("import torch.multiprocessing as mp\n" + HEAD + LOOP + "mp.spawn(print, nprocs=2)\n", "start the script with accel launch"),
+    "method of DDP": (DDP + LOOP.replace("    loss.backward()", "    with model.no_sync():\n        loss.backward()"), "Use accelerator.accumulate"),
+    "option of DDP": (DDP.replace("DDP(model", "DDP(model, gradient_as_bucket_view=True") + LOOP, "Use DistributedDataParallelKwargs"),
+    "evaluation on one rank": (DDP + LOOP + "if rank == 0:\n    for x in loader:\n        model(x)\n", "A loader is read on some ranks only"),
+    "Fabric": ("from lightning.fabric import Fabric\nfabric = Fabric()\nfabric.launch()\nfabric.backward(1)\n", "Write accelerator.backward(loss)"),
+    "unsupported name": ("from accelerate import dispatch_model\n", "accel has no dispatch_model"),
+    "unsupported argument": ("from accelerate import Accelerator\na = Accelerator(deepspeed_plugin=None)\n", "no argument deepspeed_plugin"),
+    "unsupported member": ("from accelerate import Accelerator\na = Accelerator()\na.lomo_backward(1)\n", "no lomo_backward"),
+    "zero_grad at the start of a cycle": (HEAD + CYCLE, "zero_grad is not called with the step"),
+    "autocast around some calls": (HEAD + LOOP.replace("    loss = ", "    with torch.autocast('cuda'):\n        model(x)\n    loss = "), "Only some calls"),
+    "print above the creation": ("def load():\n    print(1)\nload()\n" + HEAD + LOOP, "needs the Accelerator before it is created"),
+    "device of the settings above the creation": (MAIN, "before it is created"),
+    "guarded evaluation in a callee": (EVALUATE + "if rank == 0:\n    end(model, loader)\n", "on some ranks only"),
+    "guarded by a variable": (EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", "on some ranks only"),
+    "guarded by an operator": (EVALUATE + "rank == 0 and end(model, loader)\n", "on some ranks only"),
+    "guarded by a return": (EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", "on some ranks only"),
+    "a training loader in a tuple": (HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, "Read it in a for loop by its own name"),
+    "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
+}  # fmt: skip
+FOUND = {
+    "comprehension": (HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", "samples of one process"),
+    "other module": ("from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "evaluate gets a loader"),
+    "condition": (HEAD + LOOP + "    if loss < 0.1:\n        break\n", "all processes must take the same steps"),
+    "writer": ("from torch.utils.tensorboard import SummaryWriter\n" + HEAD + "writer = SummaryWriter()\n" + LOOP, "accelerator.init_trackers"),
+    "fields": (HEAD + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n" + LOOP + "for x in test:\n    out = model(x)\n    total += out.loss.item()\n", "The loader is not prepared"),
+    "condition of a batch": (HEAD + LOOP + "    share = model(x).mean().item()\n    if share > 0.9:\n        break\n", "may differ between processes"),
+    "batch through a function": (TEST + "def move(b):\n    return b\nfor batch in test:\n    x, y = [b.to(device) for b in batch]\n    total += (model(x) - y).sum().item()\n", "The loader is not prepared"),
+    "names computed from the batch": (TEST + "for x in test:\n    n = len(x)\n    total += model(x).sum().item() * n\n", "The loader is not prepared"),
+    "a loader in a dictionary": (TEST + "for name, one in {'test': test}.items():\n    for x in one:\n        model(x)\n", "by its own name"),
+    "method of the model": (HEAD + LOOP.replace("model(x.to(device))", "model.loss(x)"), "loss is not the model's forward"),
+    "detached loss": ("total = 0\n" + HEAD + LOOP + "    total += loss.detach()\n", "This loss is that of one process"),
+    "logged loss": (HEAD + LOOP + "    print(loss)\n", "This loss is that of one process"),
+    "metrics of a training": ("total = {}\n" + HEAD + LOOP + "    share = model(x).mean()\n    total['x'] = total['x'] + share\n", "This counts the samples of one process"),
+    "an assigned sum of a training": ("total = 0\n" + HEAD + LOOP.replace("loss = model(x.to(device)).mean()", "out = model(x)\n    loss = out.mean()") + "    total = total + (out > 0).sum().item()\n", "This counts the samples of one process"),
+    "constant batch size": ("total = 0\n" + HEAD + LOOP + "    total += loss.item() * 8\n", "This counts the samples of one process"),
+    "steps of a dataset": (HEAD + "data = [1]\nsteps = 3 * len(data) // 4\n" + LOOP, "Use len(loader)"),
+    "scheduler at the last batch": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + LOOP + "    if i == len(loader) - 1:\n        scheduler.step()\n", "Step it after the loop"),
+    "device of a dictionary": (HEAD + "cfg = {'device': 'cuda'}\n" + LOOP.replace("to(device)", "to(cfg['device'])"), "is not converted. Use accelerator.device"),
+    "number of a GPU": (HEAD + "gpu = 0\n" + LOOP.replace("to(device)", "to(gpu)"), "is not converted. Use accelerator.device"),
+    "visible GPUs": ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + HEAD + LOOP, "assigns a GPU to each process"),
+    "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "The default device is not converted"),
+    "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
+}  # fmt: skip
+CONVERTED = {
+    "autocast in an evaluation": (TEST + "with torch.autocast('cuda'):\n    for x in test:\n        model(x)\n", "with torch.autocast('cuda'):"),
+    "a model that is copied": (HEAD.replace("optimizer =", "import copy\ntarget = copy.deepcopy(model)\noptimizer =") + LOOP, "model = nn.Linear(8, 2).to(accelerator.device)"),
+    "a device that is compared": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "if device == 'cuda':\n    pass\n", "if accelerator.device.type == 'cuda':"),
+    "a device that is joined": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', '"cuda"') + LOOP + "text = 'device ' + device\n", "text = 'device ' + accelerator.device.type"),
+    "an assigned sum": (TEST + "for x in test:\n    total = total + model(x).sum().item()\n", "outputs = accelerator.gather_for_metrics(outputs)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line"), CONVERTED.values(), ids=CONVERTED)
+def test_a_place_of_one_process_is_converted(text, line):
+    result = migrate_script(text)
+    assert not result.findings
+    assert line in [one.strip() for one in result.text.splitlines()], result.text
+
+
+@pytest.mark.parametrize(("text", "message"), UNSAFE.values(), ids=UNSAFE)
+def test_a_script_that_is_not_understood_stays_as_it_is(text, message):
+    result = migrate_script(text)
+    assert result.text == text
+    assert any(message in finding.text for finding in result.findings), result.findings
+
+
+@pytest.mark.parametrize(("text", "message"), FOUND.values(), ids=FOUND)
+def test_a_doubtful_place_is_a_finding_of_a_converted_script(text, message):
+    result = migrate_script(text)
+    assert "accelerator.backward(loss)" in result.text
+    assert any(message in finding.text for finding in result.findings), (result.findings, result.text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# accel_runtime\n",
+        '"""\nimport accelerate from torch\n"""\n',
+        "x = 1\n",
+        "import torch\nprint(torch.ones(1))\n",
+        "# loss.backward()\n",
+    ],
+)
+def test_other_scripts_stay_without_a_finding(text):
+    result = migrate_script(text)
+    assert (result.text, result.findings, result.notes) == (text, (), ())
+
+
+def test_imports_of_accelerate_are_renamed():
+    before = (
+        "import accelerate\nfrom accelerate import Accelerator  # the facade\nfrom accelerate.utils import set_seed\n"
+        "assert accelerate.__version__ >= '0.16'\naccelerator = Accelerator()\nif accelerator.is_main_process is True:\n    pass\n"
+    )
+    after = (
+        "import accel_runtime\nfrom accel_runtime import Accelerator  # the facade\nfrom accel_runtime.utils import set_seed\n"
+        "assert accel_runtime.accelerate_version >= '0.16'\naccelerator = Accelerator()\nif accelerator.is_main_process:\n    pass\n"
+    )
+    assert migrate_script(before).text == after
+
+
+def test_a_loader_that_is_created_after_the_training_is_prepared_on_its_own():
+    text = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\nfor x in test:\n    model(x)\n"
+    lines = migrate_script(text).text.splitlines()
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in lines
+    assert (
+        lines[lines.index("test = DataLoader(torch.randn(8, 8))") + 1] == "test = accelerator.prepare(test)"
+    )
+
+
+def test_ranks_samplers_and_options_of_ddp_are_converted():
+    text = DDP.replace("DDP(model", "DDP(model, find_unused_parameters=True").replace(
+        "batch_size=8)", "batch_size=8, shuffle=False, sampler=DistributedSampler(data))"
+    )
+    text = f"import os\nfrom torch.utils.data import DistributedSampler\ndata = None\n{text}{LOOP}    if int(os.environ['LOCAL_RANK']) != 0:\n        print(rank, dist.get_world_size())\n"
+    result = migrate_script(text)
+    assert not result.findings
+    lines = [line.strip() for line in result.text.splitlines()]
+    kwargs = "DistributedDataParallelKwargs(find_unused_parameters=True)"
+    assert f"accelerator = Accelerator(kwargs_handlers=[{kwargs}])" in lines
+    assert "loader = DataLoader(torch.randn(32, 8), batch_size=8, shuffle=True)" in lines
+    assert "if not accelerator.is_local_main_process:" in lines
+    assert "print(accelerator.process_index, accelerator.num_processes)" in lines
+    assert "dist" not in result.text.replace("DistributedDataParallelKwargs", "")
+
+
+def test_objects_that_a_function_returns_are_prepared_where_it_is_called():
+    text = (
+        "import torch\nfrom torch.utils.data import DataLoader\n\n\ndef build():\n    model = torch.nn.Linear(8, 2)\n"
+        "    return model, torch.optim.SGD(model.parameters(), lr=0.1)\n\n\nmodel, optimizer = build()\n"
+        f"device = 'cpu'\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n{LOOP}"
+    )
+    result = migrate_script(text)
+    assert not result.findings
+    lines = result.text.splitlines()
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in lines
+
+
+@pytest.mark.parametrize("loop", ["enumerate(tqdm(loader))", "tqdm(enumerate(loader), total=4)"])
+def test_a_loop_with_a_progress_bar_is_one_over_the_loader(loop):
+    result = migrate_script("from tqdm import tqdm\n" + HEAD + LOOP.replace("enumerate(loader)", loop))
+    assert not result.findings
+    lines = result.text.splitlines()
+    assert f"for i, x in {loop}:" in lines
+    assert "    loss = model(x).mean()" in lines
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in lines

@@ -1,0 +1,69 @@
+"""Commands of shell scripts that launch training are converted; everything else in them stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_cli.migrate.shell import migrate_shell
+
+CONVERTED = {
+    "torchrun --standalone --nproc_per_node=4 train.py --lr 0.1": "accel launch --nproc-per-node 4 train.py --lr 0.1",
+    "torchrun --nproc-per-node gpu -m package.train": "accel launch --nproc-per-node auto -m package.train",
+    "srun --ntasks=2 torchrun --nnodes $N --rdzv_id $ID --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 t.py": "srun --ntasks=2 accel launch --nnodes $N --rdzv-id $ID --rdzv-endpoint $HEAD:29500 t.py",
+    "torchrun --nnodes 2 --node_rank 1 --master_addr host --master_port 1234 t.py": "accel launch --nnodes 2 --node-rank 1 --rdzv-endpoint host:1234 t.py",
+    "torchrun --nproc_per_node 2 --master_port 1234 t.py": "accel launch --nproc-per-node 2 t.py",
+    "torchrun --max_restarts 3 --monitor_interval 5 t.py": "accel launch --max-restarts 3 --set launcher.monitor_interval=5 t.py",
+    "python -m torch.distributed.launch --use_env --nproc_per_node 8 t.py": "accel launch --nproc-per-node 8 t.py",
+    "python3 -m torch.distributed.run --nproc_per_node 8 t.py": "accel launch --nproc-per-node 8 t.py",
+    "OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 t.py &": "OMP_NUM_THREADS=4 accel launch --nproc-per-node 2 t.py &",
+    "accelerate launch t.py": "accel launch t.py",
+    "accelerate launch --multi_gpu --num_processes 2 --mixed_precision=bf16 t.py 'a b'": "accel launch --nproc-per-node 2 --mixed-precision bf16 t.py 'a b'",
+    "accelerate launch --num_processes 16 --num_machines 2 --machine_rank 1 --main_process_ip h --main_process_port 5 t.py": "accel launch --nproc-per-node 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:5 t.py",
+    "accelerate launch --cpu --num_cpu_threads_per_process 2 --dynamo_backend no t.py": "accel launch --cpu --set launcher.omp_num_threads=2 t.py",
+    'if torchrun "$SCRIPT" "$@"; then echo done; fi': 'if torchrun "$SCRIPT" "$@"; then echo done; fi',
+    "cd src && torchrun --nproc_per_node 2 t.py": "cd src && accel launch --nproc-per-node 2 t.py",
+}
+FOUND = {
+    "accelerate launch --config_file fsdp.yaml t.py": "accel config import FILE --profile NAME",
+    "accelerate launch --use_deepspeed t.py": "parallel.dp_shard=auto",
+    "accelerate launch --num_processes 3 --num_machines 2 t.py": "Use --nproc-per-node N",
+    "accelerate launch --mixed_precision fp8 t.py": "no, bf16 or fp16",
+    "torchrun --rdzv_conf timeout=60 t.py": "launcher.rdzv_timeout=SECONDS",
+    "torchrun --unknown_option 3 t.py": "accel launch has no such option",
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CONVERTED.items())
+def test_a_command_is_converted(before, after):
+    text, findings = migrate_shell(f"#!/bin/bash\nset -e\n{before}\n")
+    assert text == f"#!/bin/bash\nset -e\n{after}\n"
+    assert not findings
+    assert migrate_shell(text) == (text, ())
+
+
+@pytest.mark.parametrize(("command", "advice"), FOUND.items())
+def test_a_command_with_an_option_that_has_no_equivalent_stays_and_is_found(command, advice):
+    text, findings = migrate_shell(f"# first line\n{command}\n")
+    assert text == f"# first line\n{command}\n"
+    assert findings[0].line == 2
+    assert advice in findings[0].text
+
+
+def test_continued_lines_stay_continued():
+    before = "torchrun \\\n    --standalone \\\n    --nproc_per_node 2 \\\n    train.py \\\n    --lr 0.1\n"
+    after = "accel launch \\\n    --nproc-per-node 2 \\\n    train.py \\\n    --lr 0.1\n"
+    assert migrate_shell(before) == (after, ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# torchrun --nproc_per_node 2 t.py",
+        'echo "torchrun is good"',
+        "pip install torchrun",
+        "which torchrun",
+        "python train.py",
+    ],
+)
+def test_text_that_is_no_command_stays(line):
+    assert migrate_shell(f"{line}\n") == (f"{line}\n", ())

@@ -1,0 +1,193 @@
+"""The reader of heartbeats: what it makes of a file that a process is writing at the same time."""
+
+import io
+import itertools
+import multiprocessing
+import os
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.runner.beats import Beat
+from accel_cli.runner.run_dir import RankFolder
+from accel_runtime import env, heartbeat
+from accel_runtime.heartbeat import Heartbeat, LoaderEpoch
+
+TICK_NS = 1000
+
+
+class Clock:
+    """A clock that advances with every look at it."""
+
+    def __init__(self):
+        self._ticks = itertools.count(1)
+
+    def __call__(self):
+        return TICK_NS * next(self._ticks)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of heartbeats, which is looked at once at the start of one, and three times a step of `train`."""
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "monotonic_ns", clock)
+    return clock
+
+
+def train(beat, steps):
+    for _ in range(steps):
+        beat.backward()
+        beat.restart_own_time()
+        beat.step()
+
+
+def expected_entry(step):
+    """The time after a step of `train`, and the own time: from a step to the next backward pass it is one tick."""
+    return ((1 + 3 * step) * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9)
+
+
+@given(parts=st.lists(st.integers(0, 3000), max_size=5))
+def test_the_history_is_the_thinned_sequence_of_steps_and_the_file_never_grows(parts, tmp_path_factory):
+    folder = RankFolder(tmp_path_factory.mktemp("rank"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "monotonic_ns", Clock())
+        writer = Heartbeat(folder.beat)
+        for steps in parts:
+            train(writer, steps)
+            beat, total = Beat.read(folder), writer.steps
+            assert beat.steps == total
+            assert folder.beat.stat().st_size == env.BEAT_SIZE
+            strides = (2**power for power in itertools.count())
+            assert beat.stride == next(stride for stride in strides if total // stride < env.BEAT_HISTORY)
+            assert tuple(beat.history) == tuple(
+                map(expected_entry, range(beat.stride, total + 1, beat.stride))
+            )
+            first = max(0, total - env.BEAT_RECENT)
+            assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, total + 1))
+
+
+def test_a_million_steps_leave_the_size_of_the_file(tmp_path):
+    folder = RankFolder(tmp_path)
+    writer = Heartbeat(folder.beat)
+    size = folder.beat.stat()
+    for _ in range(10**6):
+        writer.step()
+    assert (folder.beat.stat().st_size, folder.beat.stat().st_blocks) == (size.st_size, size.st_blocks)
+    assert list(tmp_path.iterdir()) == [folder.beat]
+    beat = Beat.read(folder)
+    assert (beat.stride, len(beat.history)) == (1024, 10**6 // 1024)
+
+
+def test_a_history_that_is_thinned_in_the_midst_of_a_read_is_read_again(tmp_path, clock):
+    folder = RankFolder(tmp_path)
+    writer = Heartbeat(folder.beat)
+    train(writer, env.BEAT_HISTORY - 1)
+    reads = []
+
+    class InterruptedFile(io.FileIO):
+        """A file that is read in two parts; the process takes a step in between, the first time."""
+
+        def read(self, size=-1):
+            first = super().read(env.BEAT_HISTORY_RANGE.start if size < 0 else size)
+            if size < 0 and not reads:
+                train(writer, 1)
+            reads.append(size)
+            return first if size >= 0 else first + super().read()
+
+    class InterruptedPath:
+        def open(self, mode, buffering):
+            assert buffering == 0
+            return InterruptedFile(RankFolder(tmp_path).beat, mode)
+
+    folder.beat = InterruptedPath()
+    beat = Beat.read(folder)
+    assert reads.count(-1) == 2
+    assert beat.stride == 2
+    assert tuple(beat.history) == tuple(map(expected_entry, range(2, env.BEAT_HISTORY + 1, 2)))
+
+
+def write_in_rounds(path, ended):
+    """Train again and again, on a new file each time, until the reader has seen enough."""
+    for number in itertools.count():
+        heartbeat.monotonic_ns = Clock()
+        new = path.with_name(f"new{number}")
+        writer = Heartbeat(new)
+        new.replace(path)
+        train(writer, 3 * env.BEAT_HISTORY)
+        if ended.is_set():
+            os._exit(0)
+
+
+def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
+    folder = RankFolder(tmp_path)
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    process = context.Process(target=write_in_rounds, args=(folder.beat, ended))
+    process.start()
+    try:
+        strides = set()
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline or not {1, 2} <= strides:
+            assert process.is_alive()
+            if (beat := Beat.read(folder)) is None or beat.stride == 0:
+                continue
+            strides.add(beat.stride)
+            assert tuple(beat.history) == tuple(
+                expected_entry((entry + 1) * beat.stride) for entry in range(len(beat.history))
+            )
+            first = beat.steps - len(beat.recent)
+            assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, beat.steps + 1))
+    finally:
+        ended.set()
+        process.join(30)
+    assert process.exitcode == 0
+
+
+def test_a_file_that_another_version_wrote_is_no_heartbeat(tmp_path):
+    folder = RankFolder(tmp_path)
+    assert Beat.read(folder) is None
+    for size in (0, 48, env.BEAT_SIZE - 1, env.BEAT_SIZE + 1):
+        folder.beat.write_bytes(bytes(size))
+        assert Beat.read(folder) is None
+
+
+def test_a_process_killed_while_it_thins_leaves_all_but_the_history(tmp_path, clock):
+    folder = RankFolder(tmp_path)
+    writer = Heartbeat(folder.beat)
+    train(writer, 5)
+    writer._numbers[env.BEAT_NUMBERS.index("stride")] = 0
+    beat = Beat.read(folder)
+    assert (beat.steps, beat.stride, tuple(beat.history)) == (5, 0, ())
+    assert beat.recent == tuple(expected_entry(step)[0] for step in range(1, 6))
+
+
+def test_rates_and_the_end_of_the_epoch_come_from_the_steps_and_batches(tmp_path, clock):
+    folder = RankFolder(tmp_path)
+    writer = Heartbeat(folder.beat)
+    beat = Beat.read(folder)
+    assert (beat.rate_now, beat.rate_mean, beat.eta, beat.epoch_length) == (None, None, None, None)
+    writer.step()
+    assert Beat.read(folder).rate_now is None
+    writer.step()
+    beat = Beat.read(folder)
+    assert beat.rate_now == pytest.approx(1e9 / TICK_NS)
+    assert beat.rate_mean == pytest.approx(1e9 / TICK_NS)
+    epoch = LoaderEpoch(number=2, first=90, length=100)
+    for _ in range(4):
+        writer.batch(epoch)
+    beat = Beat.read(folder)
+    assert (beat.epoch, beat.epoch_batches, beat.epoch_length, beat.epoch_first) == (2, 94, 100, 90)
+    assert beat.eta == pytest.approx(6 * TICK_NS / 1e9), "skipped batches took no time"
+    writer.batch(LoaderEpoch(number=0, first=0, length=0))
+    beat = Beat.read(folder)
+    assert (beat.epoch, beat.epoch_batches, beat.epoch_length, beat.eta) == (0, 1, None, None)
+
+
+def test_times_are_converted_to_those_of_the_calendar(tmp_path):
+    folder = RankFolder(tmp_path)
+    before = time.time()
+    Heartbeat(folder.beat).step()
+    beat = Beat.read(folder)
+    assert before - 1e-3 <= beat.to_epoch(beat.started) <= beat.to_epoch(beat.step_time) <= time.time() + 1e-3

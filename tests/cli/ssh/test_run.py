@@ -1,0 +1,203 @@
+"""The launcher and its supervisors, over a stand-in for `ssh` that runs the command on this machine."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SSH = """\
+#!/bin/sh
+while case $1 in -*) true ;; *) false ;; esac; do shift; done
+shift
+case $1 in rsync) exec "$@" ;; esac
+echo "welcome"
+if [ -n "$BACKGROUND" ]; then sleep 600 & echo $! >> "$BACKGROUND"; fi
+export SSH_CONNECTION="10.0.0.9 1 10.0.0.1 22"
+exec sh -c "$*"
+"""
+PYTHON = """\
+#!/bin/sh
+[ "$1" = -m ] || exec {python} "$@"
+echo "$$" > "pid$ACCEL_NODE_NAME"
+case "$*" in
+*wait.py*) exec sleep 600 ;;
+*print.py*) while echo line; do sleep 0.05; done ;;
+*stall.py*) yes line | head -n 500000 ;;
+*fail.py*) [ $ACCEL_NODE_NAME = b ] || exit 1; echo "the reason
+more" > "$ACCEL_FAILURE_FILE"; exit 7 ;;
+esac
+echo "$*; $API_KEY"
+"""
+
+
+@pytest.fixture
+def start(cwd, tmp_path, monkeypatch):
+    """Starts `accel launch` on hosts a and b, on each of which a shell script is the `accel launch` of the host."""
+    for name, text in (("ssh", SSH), ("python", PYTHON.format(python=sys.executable))):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    processes = []
+
+    def call(script, *options):
+        (cwd / script).touch()
+        command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "--hosts", "a,b"]
+        setting = f"launcher.python={tmp_path}/bin/python"
+        processes.append(
+            subprocess.Popen(
+                [*command, "--set", setting, *options, script],
+                text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+        return processes[-1]
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def read_pids(cwd):
+    """Wait until both hosts run, and return the process ids of their launches."""
+    end = time.monotonic() + 60
+    while not all((cwd / name).is_file() and (cwd / name).read_text() for name in ("pida", "pidb")):
+        assert time.monotonic() < end, "they did not start"
+        time.sleep(0.02)
+    return [int((cwd / name).read_text()) for name in ("pida", "pidb")]
+
+
+def wait_for_end(pids):
+    end = time.monotonic() + 60
+    while any(Path("/proc", str(pid)).exists() for pid in pids):
+        assert time.monotonic() < end, "they did not end"
+        time.sleep(0.02)
+
+
+def test_every_host_runs_its_launch_and_begins_its_lines(start):
+    process = start("train.py", "--set", "env.API_KEY=hidden")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    lines = sorted(output.splitlines())
+    assert len(lines) == 2
+    for rank, (name, line) in enumerate(zip("ab", lines, strict=True)):
+        assert line.startswith(
+            f"[{name}] -m accel_cli launch --quiet --no-profile --nnodes 2 --rdzv-endpoint 10.0.0.1:"
+        )
+        assert f"--node-rank {rank}" in line
+        assert line.endswith("-- train.py; hidden")
+
+
+def test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code(start):
+    process = start("fail.py")
+    output = process.communicate(timeout=60)[0]
+    assert (process.returncode, output) == (7, "accel: error: host b: the reason\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_launch_of_every_host_ends_with_the_launcher(start, cwd, number):
+    process = start("wait.py")
+    pids = read_pids(cwd)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    wait_for_end(pids)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 143)
+
+
+def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkeypatch):
+    monkeypatch.setenv("BACKGROUND", str(cwd / "background"))
+    try:
+        process = start("train.py")
+        output = process.communicate(timeout=60)[0]
+    finally:
+        for pid in (cwd / "background").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+    assert process.returncode == 0, output
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_sync_keeps_links_to_folders_and_newer_files_of_the_host(start, cwd, tmp_path):
+    folder, disk = tmp_path / "folder", tmp_path / "disk"
+    disk.mkdir()
+    folder.mkdir()
+    (folder / "data").symlink_to(disk)
+    (cwd / "data").mkdir()
+    (cwd / "data/.gitkeep").touch()
+    for name in ("newer", "older"):
+        (cwd / name).write_text("local")
+        (folder / name).write_text("on the host")
+    os.utime(cwd / "newer", (1, 1))
+    os.utime(folder / "older", (1, 1))
+    process = start("train.py", "--hosts", "a", "--sync", "--set", f"launcher.folder={folder}")
+    output = process.communicate(timeout=60)[0]
+    # rsync 3.5 refuses to write through a link that leaves the folder; older ones do.
+    assert process.returncode == 0 or "Add the file to launcher.exclude" in output, output
+    assert (folder / "data").is_symlink()
+    assert [(folder / name).read_text() for name in ("newer", "older")] == ["on the host", "local"]
+
+
+def test_a_closed_output_ends_the_run(start, cwd):
+    """As in `accel launch ... | head -n 1`."""
+    process = start("print.py")
+    assert process.stdout.readline() in {"[a] line\n", "[b] line\n"}
+    pids = read_pids(cwd)
+    process.stdout.close()
+    wait_for_end(pids)
+    assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_stopped_does_not_end_the_run(start, cwd):
+    process = start("stall.py", "--set", "launcher.lost_after=2")
+    read_pids(cwd)
+    time.sleep(4)  # longer than lost_after
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output[-1000:]
+    # On a busy machine a line may be shown in two parts.
+    assert output.count("line\n") > 999_990
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_silent_counts_as_lost(start, cwd):
+    process = start("wait.py", "--set", "launcher.lost_after=2")
+    pids = read_pids(cwd)
+    process.send_signal(signal.SIGSTOP)
+    wait_for_end(pids)
+    process.send_signal(signal.SIGCONT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "the connection was lost" in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_host_that_is_silent_counts_as_lost(start, cwd):
+    """Also over a shared connection, of which ssh does not notice the loss."""
+    process = start("wait.py", "--set", "launcher.lost_after=2")
+    pids = read_pids(cwd)
+    status = Path("/proc", str(pids[1]), "status").read_text()
+    supervisor = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
+    try:
+        os.kill(supervisor, signal.SIGSTOP)
+        output = process.communicate(timeout=60)[0]
+        wait_for_end(pids[:1])
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+    assert process.returncode == 1
+    reason = "the connection was lost: no answer within launcher.lost_after. Check the host and the network"
+    assert output.splitlines()[-1] == f"accel: error: host b: {reason}"
+
+
+def test_a_folder_that_is_missing_is_named_for_each_host_and_nothing_is_started(start, cwd):
+    process = start("train.py", "--set", "launcher.folder=/nowhere")
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert [f"host {name}: folder not found: /nowhere. " in output for name in "ab"] == [True, True]
+    assert not [*cwd.glob("pid*")]

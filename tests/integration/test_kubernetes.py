@@ -1,0 +1,208 @@
+"""The kubernetes launcher and `accel jobs` with the official client, on an API server that runs the pods as processes."""
+
+import re
+import signal
+import subprocess
+
+import pytest
+from fork_launch import Accel, run
+from hosts import hosts, needs_hosts
+from kubernetes_server import KubernetesServer
+from ports import free_port
+
+pytestmark = pytest.mark.slow
+TRAIN = """
+import os, sys
+import torch
+import torch.distributed as dist
+from helper import NAME
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "total", total.item(), NAME, sys.argv[1:], flush=True)
+if "fail" in sys.argv and dist.get_rank() == 1:
+    os._exit(7)
+dist.destroy_process_group()
+"""
+WAIT = """
+import os, pathlib, sys, time
+if int(os.environ["RANK"]) == 1 and not pathlib.Path(sys.argv[1]).exists():
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(300)
+"""
+STAY = """
+import os, signal, sys, time
+def leave(*_):
+    print("the script saves", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("the script runs with", os.environ["API_KEY"], flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    server = KubernetesServer(folder)
+    monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def two_nodes(server):
+    with hosts(2) as machines:
+        server.hosts = machines
+        yield server
+        server.close()
+        server.hosts = ()
+
+
+@pytest.fixture
+def launch(cwd):
+    """Starts `accel launch` of a job; at the end, none is left."""
+    (cwd / "train.py").write_text(TRAIN)
+    (cwd / "helper.py").write_text("NAME = 'helped'\n")
+    (cwd / "stay.py").write_text(STAY)
+    started = []
+
+    def start(*args):
+        words = (
+            "launch",
+            "--cpu",
+            "--set",
+            "launcher.kind=kubernetes",
+            "--set",
+            "launcher.image=accel:test",
+            *args,
+        )
+        process = Accel(
+            *words,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def jobs(*args):
+    return run("jobs", *args, "--launcher", "kubernetes")
+
+
+def get_id(text):
+    return re.search(r"job (\S+) is submitted", text)[1]
+
+
+@needs_hosts
+def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
+    following = launch("--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")
+    out, err = following.communicate(timeout=240)
+    assert following.returncode == 0, err + out
+    name = get_id(err)
+    for rank in (0, 1):
+        shown = f"rank {rank} of 2 total 3.0 helped ['--lr', '$(HOME) $$x']"
+        assert re.search(rf"^{name}-{rank} \| .*{re.escape(shown)}$", out, re.MULTILINE), out
+    assert f"job {name} is Complete" in err
+    listed = jobs("list").stdout
+    assert re.search(rf"{name}\t.*\tComplete\t", listed)
+    status = jobs("status", name).stdout
+    assert re.search(r"exit code\t0\n", status)
+    assert jobs("logs", name).stdout == out
+    owners = [item["metadata"]["ownerReferences"][0] for item in two_nodes.objects["configmaps"].values()]
+    assert [owner["uid"] for owner in owners] == [two_nodes.objects["jobs"][name]["metadata"]["uid"]]
+
+
+@needs_hosts
+def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, launch):
+    following = launch("--nnodes", "2", "train.py", "fail")
+    out, err = following.communicate(timeout=240)
+    name = get_id(err)
+    assert following.returncode == 7, err + out
+    assert re.search(
+        rf"job {name} ended as Failed with exit code 7: .*{name}-1, rank 1: exited with code 7", err
+    ), err
+    again = jobs("logs", "-f", name)
+    assert again.returncode == 7
+    assert "rank 1: exited with code 7" in jobs("status", name).stdout
+
+
+@needs_hosts
+def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, launch, cwd):
+    (cwd / "train.py").write_text(WAIT + TRAIN)
+    mark = cwd / "mark"
+    following = launch(
+        "--nnodes", "2", "--max-restarts", "1", "--set", "process_group_timeout=20", "train.py", str(mark)
+    )
+    while not mark.exists():
+        assert following.poll() is None, following.communicate()
+    next(pod for pod in two_nodes.pods if pod.index == 1).disrupt()
+    out, err = following.communicate(timeout=240)
+    assert following.returncode == 0, err + out
+    assert out.count("rank 0 of 2 total 3.0") == 1
+    assert [pod.index for pod in two_nodes.pods] == [1, 0, 1]
+
+
+def test_a_stopped_job_saves_and_is_deleted(server, launch):
+    server.secrets = {"keys": {"api": "s3cret"}}
+    following = launch("--set", "launcher.secrets={API_KEY: keys/api}", "stay.py")
+    assert following.stdout.readline() == "the script runs with s3cret\n"
+    name = next(iter(server.objects["jobs"]))
+    assert "s3cret" not in str(server.objects)
+    assert jobs("stop", name).returncode == 0
+    out, err = following.communicate(timeout=120)
+    assert following.returncode == 143, err
+    assert "the script saves" in out
+    assert f"job {name} ended as Deleted with exit code 143: the job was deleted" in err
+    assert not any(server.objects.values())
+    gone = jobs("status", name)
+    assert (gone.returncode, "Unknown job" in gone.stderr) == (2, True)
+
+
+def test_ctrl_c_leaves_the_job_running(server, launch):
+    server.secrets = {"keys": {"api": "x"}}
+    following = launch("--set", "launcher.secrets={API_KEY: keys/api}", "stay.py")
+    assert following.stdout.readline() == "the script runs with x\n"
+    following.send_signal(signal.SIGINT)
+    _, err = following.communicate(timeout=60)
+    assert following.returncode == 130
+    name = get_id(err)
+    assert f"job {name} keeps running" in err
+    assert server.pods[0].code is None
+
+
+def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monkeypatch):
+    server.write_kubeconfig("another token")
+    _, err = (process := launch("train.py")).communicate(timeout=60)
+    assert (process.returncode, "rejects the credentials" in err) == (2, True), err
+    server.write_kubeconfig("x", free_port())
+    done = jobs("list")
+    assert (done.returncode, "the cluster does not answer" in done.stderr) == (1, True), done.stderr
+    monkeypatch.setenv("KUBECONFIG", str(server.folder / "absent"))
+    done = jobs("list")
+    assert (done.returncode, "Set KUBECONFIG or launcher.context" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_job_without_its_files_is_deleted(server, launch, monkeypatch):
+    monkeypatch.setattr(server, "create", lambda kind, item: _refuse(kind, item, server))
+    _, err = (process := launch("train.py")).communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert "quota" in err
+    assert len(server.deletions) == 1
+
+
+def _refuse(kind, item, server):
+    from kubernetes_server import ApiError
+
+    if kind == "configmaps":
+        raise ApiError(403, "exceeded quota")
+    return KubernetesServer.create(server, kind, item)

@@ -1,0 +1,63 @@
+"""The files that ranks leave in the run folder: their heartbeats, logged values, description and checkpoints."""
+
+import json
+
+import pytest
+from fork_launch import run
+
+from accel_cli.runner.beats import Beat
+from accel_cli.runner.run_dir import find_run
+
+TRAINS = """
+import sys, torch
+from accel_runtime import Accelerator
+from torch.utils.data import DataLoader
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(torch.ones(8, 2)))
+for step, batch in enumerate(loader):
+    loss = model(batch).sum()
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.log({"loss": loss}, step=step)
+accelerator.save_state("saved")
+if sys.argv[1:] == [str(accelerator.process_index)]:
+    raise RuntimeError("too large")
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_leaves_how_far_each_rank_came_and_how_it_ended(script, home):
+    script(TRAINS)
+    finished = run("launch", "-q", "--nproc-per-node", "2", "train.py")
+    assert finished.returncode == 0, finished.stderr
+    folder = find_run(home / "runs")
+    ranks = folder.list_ranks(folder.attempts[-1])
+    for beat in map(Beat.read, ranks.values()):
+        assert (beat.steps, beat.batches, beat.epoch, beat.epoch_batches, beat.epoch_length) == (
+            4,
+            4,
+            0,
+            4,
+            4,
+        )
+        assert beat.ended is not None
+        assert beat.ended > beat.step_time > beat.started
+        assert not beat.has_failed
+    lines = [json.loads(line) for line in ranks[0].metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert json.loads(ranks[0].description.read_text())["data"]["processes"]["world_size"] == 2
+    assert json.loads(ranks[0].checkpoints.read_text())["path"].endswith("saved")
+    assert not ranks[1].metrics.exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_marked(script, home):
+    script(TRAINS)
+    assert run("launch", "-q", "--nproc-per-node", "2", "train.py", "1").returncode != 0
+    folder = find_run(home / "runs")
+    beat = Beat.read(folder.list_ranks(folder.attempts[-1])[1])
+    assert (beat.steps, beat.has_failed) == (4, True)
+    assert beat.ended is not None

@@ -1,0 +1,128 @@
+"""The record that a launch leaves, and the line that closes it."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from fork_launch import Accel, run
+
+from accel_cli.runner.run_dir import RunFolder
+
+PAIR = ("launch", "--cpu", "--nproc-per-node", 2)
+
+
+@pytest.fixture
+def runs(cwd, home):
+    """Returns the folders of all runs, the oldest first."""
+    return lambda: [RunFolder(path) for path in sorted((home / "runs").glob("*"))]
+
+
+def read_events(folder):
+    events = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+    return [event.pop("event") for event in events], events
+
+
+def test_a_launch_is_closed_by_its_duration_exit_code_and_logs(script, runs):
+    """Also if the output of the script does not end with a newline."""
+    script("import os, sys\nprint('trained', end='')\nsys.stderr.write('warned')\n")
+    done = run(*PAIR, "train.py")
+    (folder,) = runs()
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, lines[1]) == (0, "trained", "warned")
+    assert re.fullmatch(
+        rf"accel: 2 processes finished in [\d.]+ s, exit code 0; logs: {folder.path}", lines[2]
+    )
+    assert run(*PAIR, "-q", "train.py").stderr == "warned"
+
+
+def test_a_launch_that_a_signal_ends_is_closed_too(script, runs):
+    script("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Accel(*PAIR, "train.py", **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 143
+    (folder,) = runs()
+    last = rf"accel: 2 processes ended after [\d.]+ s with exit code 143; logs: {folder.path}"
+    assert re.fullmatch(last, err.splitlines()[-1])
+    assert folder.record["exit_code"] == 143
+
+
+def test_a_launch_records_its_facts_and_events(script, runs, monkeypatch):
+    monkeypatch.setenv("ACCEL_MIXED_PRECISION", "bf16")
+    script(
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('no data')\ntime.sleep(60)\n"
+    )
+    done = run(*PAIR, "--max-restarts", 1, "--set", "env.API_KEY=abc", "train.py", "--epochs", "3")
+    assert done.returncode == 1
+    (folder,) = runs()
+    record = folder.record
+    assert (record["target"], record["arguments"]) == ("train.py", ["--epochs", "3"])
+    assert (record["launcher"], record["device"], record["nnodes"]) == ("torchrun", "cpu", 1)
+    assert (record["nproc_per_node"], record["world_size"], record["exit_code"]) == (2, 2, 1)
+    assert record["profile"]["mixed_precision"] == "bf16"
+    assert record["profile"]["env.API_KEY"] == "***"
+    assert f"accel: {record['headline']}" == done.stderr.splitlines()[0]
+    assert set(record["versions"]) == {"accel", "torch", "python"}
+    assert 0 < record["ended"] - record["started"] < 600
+    names, events = read_events(folder)
+    assert names == ["start", "failure", "restart", "start", "failure", "end"]
+    assert [event.get("attempt") for event in events] == [0, 0, 1, 1, 1, None]
+    assert events[0]["ranks"] == [0, 1]
+    assert "ValueError: no data" in events[2]["reason"]
+    assert (events[4]["rank"], events[4]["cause"]) == (1, "ValueError: no data")
+    assert any('train.py", line 3' in line for line in events[4]["frames"])
+
+
+def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
+    script(
+        "import os\nfrom accel_runtime import Accelerator\nAccelerator(cpu=True)\n"
+        "print(os.environ['ACCEL_RANK_FOLDER'])\nraise ValueError('no data')\n"
+    )
+    done = run("launch", "-q", "--cpu", "train.py")
+    (folder,) = runs()
+    assert (done.returncode, done.stdout) == (1, f"{folder.get_rank(0, 0).path}\n")
+    assert (folder.record["launcher"], folder.record["world_size"], folder.state) == ("single", 1, "failed")
+    assert folder.ended >= folder.record["started"]
+    assert run("runs").stdout.split("\t")[5] == "failed\n"
+    logs = run("logs")
+    assert logs.returncode == 2
+    assert "has no log: with the launcher single, its output went to the terminal" in logs.stderr
+
+
+def test_a_single_process_runs_if_its_folder_cannot_be_created(script, cwd, monkeypatch):
+    script("import os\nprint('ACCEL_RANK_FOLDER' in os.environ)\n")
+    monkeypatch.setenv("ACCEL_HOME", str(cwd / "train.py"))
+    done = run("launch", "-q", "--cpu", "--no-profile", "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+def test_a_rank_of_another_launcher_and_a_dry_run_have_no_run_folder(script, runs, monkeypatch):
+    script("")
+    assert run("launch", "-q", "--cpu", "--dry-run", "train.py").returncode == 0
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, ("0", "1", "0", "1", "localhost", "29400"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert run("launch", "-q", "--cpu", "train.py").returncode == 0
+    assert runs() == []
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_ranks_is_recorded_while_they_run(script, runs):
+    """The first sample is taken after five seconds."""
+    script("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    with Accel(*PAIR, "-q", "train.py", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        process.stdout.readline()
+        (folder,) = runs()
+        deadline = time.monotonic() + 120
+        while not (folder.path / "memory.jsonl").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+    (sample, *_) = [json.loads(line) for line in (folder.path / "memory.jsonl").read_text().splitlines()]
+    assert set(sample["rss"]) == {"0", "1"}

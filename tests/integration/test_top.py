@@ -1,0 +1,140 @@
+"""`accel top` beside a run, and `accel launch --live`, on a screen: steps, restart, stall and end."""
+
+import json
+import re
+import time
+
+import pytest
+from fork_launch import Accel, run
+from terminal import CommandScreen
+
+TRAINS = """
+import os, sys, time
+from pathlib import Path
+import torch
+from accel_runtime import Accelerator
+
+accelerator = Accelerator(cpu=True)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+model = torch.nn.Linear(2, 1)
+loader = torch.utils.data.DataLoader(torch.ones(8000, 2), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.001), loader)
+for step, batch in enumerate(loader):
+    accelerator.backward(model(batch).sum())
+    optimizer.step()
+    if step % 10 == 0:
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+        accelerator.print(f"attempt {attempt} step {step}", flush=True)
+    if accelerator.process_index == 1:
+        if attempt == 0 and Path("fail").exists():
+            raise ValueError("no more data")
+        while Path("stop").exists():
+            time.sleep(0.1)
+    if Path("end").exists():
+        break
+    time.sleep(0.02)
+print("last line")
+"""
+LAUNCH = ("launch", "--nproc-per-node", "2", "--max-restarts", "1")
+
+
+@pytest.fixture
+def trains(script, cwd):
+    """The script that fails, stops and ends once files with these names exist."""
+    script(TRAINS)
+    yield cwd
+    (cwd / "stop").unlink(missing_ok=True)
+    (cwd / "end").touch()
+
+
+@pytest.mark.slow
+def test_top_follows_a_run_through_a_restart_and_a_stall_to_its_end(trains, home):
+    with Accel(*LAUNCH, "-q", "train.py", stdout=-3, stderr=-3) as launch:
+        try:
+            _watch(trains, home)
+        finally:
+            (trains / "stop").unlink(missing_ok=True)
+            (trains / "end").touch()
+    assert launch.returncode == 0
+
+
+def _watch(folder, home):
+    wait_for(lambda: list(home.glob("runs/*/attempt_0/rank_1/beat")))
+    with CommandScreen("top") as screen:
+        screen.see("running for", "world size 2", "rank  steps", "/4000 ", "loss")
+        steps = int(re.search(r"^ *0 +(\d+)", screen.text(), re.MULTILINE)[1])
+        while int(re.search(r"^ *0 +(\d+)", screen.text(), re.MULTILINE)[1]) <= steps:
+            screen.read()
+        screen.resize(40, 24)
+        screen.see("epoch 0: ", "rank  steps")
+        screen.resize(80, 24)
+        (folder / "fail").touch()
+        screen.see("1 restart", "restarted: rank 1", "ValueError: no more data")
+        screen.see("/4000 ", "loss")
+        (folder / "stop").touch()
+        screen.see("no progress for 1", seconds=60)
+        with CommandScreen("top") as other:
+            other.see("rank  steps")
+            other.type("q")
+            assert other.end() == 0
+        (folder / "stop").unlink()
+        snapshot = json.loads(run("top", "--json").stdout)
+        assert (snapshot["attempt"], snapshot["running"], len(snapshot["ranks"])) == (1, True, 2)
+        (folder / "end").touch()
+        screen.see("exit code 0 after")
+        assert screen.end() == 0
+    done = run("top", snapshot["run"])
+    assert (done.returncode, "exit code 0 after" in done.stdout) == (0, True)
+
+
+@pytest.mark.slow
+def test_live_shows_a_table_below_the_output_through_a_restart(trains):
+    with CommandScreen(*LAUNCH, "--live", "train.py", columns=240) as screen:
+        screen.see("rank  steps", "/4000 ", "attempt 0 step 20")
+        table = screen.text().splitlines()
+        heading = next(index for index, line in enumerate(table) if line.startswith("rank  steps"))
+        assert not any(line.startswith("attempt ") for line in table[heading:])
+        (trains / "fail").touch()
+        screen.see("restart 1 of 1: ", "1 restart", "attempt 1 step 20")
+        (trains / "end").touch()
+        assert screen.end() == 0
+        lines = [*screen.scrolled(), *screen.text().splitlines()]
+    assert not any(line.startswith("rank  steps") for line in lines)
+    assert lines[-2] == "last line"
+    assert lines[-1].startswith("accel: 2 processes finished in ")
+    # Each line of the output is there once, in order.
+    for attempt in (0, 1):
+        steps = [
+            int(match[1]) for line in lines if (match := re.fullmatch(rf"attempt {attempt} step (\d+)", line))
+        ]
+        assert steps == list(range(0, 10 * len(steps), 10))
+        assert len(steps) > 2
+
+
+@pytest.mark.slow
+def test_a_failure_report_replaces_the_table(script):
+    script("import time\ntime.sleep(2)\nraise ValueError('no more data')")
+    with CommandScreen("launch", "--nproc-per-node", "2", "--live", "train.py") as screen:
+        screen.see("no Accelerator yet")
+        assert screen.end() == 1
+        text = "\n".join([*screen.scrolled(), screen.text()])
+    assert "ValueError: no more data" in text
+    assert "rank  steps" not in text
+
+
+def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
+    script("raise SystemExit(5)")
+    done = run("launch", "--nproc-per-node", "2", "--live", "train.py")
+    assert (done.returncode, "Cannot use --live: stderr is not a terminal" in done.stderr) == (2, True)
+    single = run("launch", "--set", "launcher.kind=single", "--live", "train.py")
+    assert (single.returncode, "it is an option of the launchers torchrun and xla" in single.stderr) == (
+        2,
+        True,
+    )
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
