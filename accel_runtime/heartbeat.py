@@ -115,6 +115,7 @@ _LOCAL = threading.local()
     _FAILED,
 ) = range(len(BEAT_NUMBERS))
 _TEXT_SIZE = BEAT_TEXT_RANGE.stop - BEAT_TEXT_RANGE.start
+_FIRST_RECENT = BEAT_RECENT_RANGE.start // 8
 
 
 @dataclass(slots=True)
@@ -216,9 +217,10 @@ class Progress:
 class Heartbeat(Progress):
     """Progress of this process, also kept in a mapped file.
 
-    Own time, by which the slowest rank is found, begins with the first step. It is measured from a step, from the end of a collective and from the end of a
-    backward pass that averages gradients, to the next collective or such pass. It counts once a pass has begun, so the time
-    between a pass and its step, in which ranks may wait for each other, does not.
+    Own time, by which the slowest of several ranks is found, begins with the first step. It is measured from a step, from
+    the end of a collective and from the end of a backward pass that averages gradients, to the next collective or such
+    pass. It counts once a pass has begun, so the time between a pass and its step, in which ranks may wait for each other,
+    does not.
 
     Args:
         file: A new file; an existing one belongs to another process.
@@ -236,10 +238,8 @@ class Heartbeat(Progress):
             opened.write(bytes(BEAT_SIZE))
             opened.flush()
             self._memory = mmap.mmap(opened.fileno(), BEAT_SIZE)
-        view = memoryview(self._memory)
-        self._numbers = view[: BEAT_TEXT_RANGE.start].cast("q")
-        self._recent = view[BEAT_RECENT_RANGE].cast("q")
-        self._history = view[BEAT_HISTORY_RANGE].cast("q")
+        self._numbers = memoryview(self._memory).cast("q")
+        self._history = self._numbers[BEAT_HISTORY_RANGE.start // 8 :]
         self._last_inside: tuple[str, CallSite] | None = None
         self._epoch: LoaderEpoch | None = None
         self._busy = self._pending = 0
@@ -256,20 +256,19 @@ class Heartbeat(Progress):
     def step(self) -> None:
         now = self._own_since = monotonic_ns()
         self._pending = 0
+        numbers, steps = self._numbers, self.steps
         # Before `steps`, by which a reader knows the slots that are filled.
-        self._recent[self.steps % BEAT_RECENT] = now
-        steps = self.steps = self.steps + 1
+        numbers[_FIRST_RECENT + steps % BEAT_RECENT] = now
+        steps = self.steps = steps + 1
         if steps == self._next_entry:
             self._add_to_history(now)
-        numbers = self._numbers
-        numbers[_BUSY_NS] = self._busy
         numbers[_STEPS] = steps
 
     def _add_to_history(self, now: int) -> None:
         """Add an entry, and keep every second one of a full history."""
         if self.steps == 1:
             # The time before it is that of the start of the script.
-            self._busy = 0
+            self._busy = self._numbers[_BUSY_NS] = 0
         history, stride = self._history, self._stride
         entry = self.steps // stride
         history[2 * entry - 2], history[2 * entry - 1] = now, self._busy
@@ -306,6 +305,7 @@ class Heartbeat(Progress):
         if averages:
             self._busy += self._pending + monotonic_ns() - self._own_since
             self._pending = 0
+            self._numbers[_BUSY_NS] = self._busy
 
     @override
     def restart_own_time(self) -> None:

@@ -76,8 +76,8 @@ class PreparedScheduler(LRScheduler):
             if optimizer.step_was_skipped:
                 return
         strides = self._limit_strides() if self._ends else self._strides
-        if strides == 1 and not args:
-            scheduler.step(**kwargs)
+        if strides == 1 and not args and not kwargs:
+            scheduler.step()
             return
         for _ in range(strides):
             scheduler.step(*args, **kwargs)

@@ -325,7 +325,7 @@ def _draw_times(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
             [(view, {rank: times.busy for rank, times in view.data.times.items()}) for view in views],
         ),
     )
-    return [_draw_ranks(plot, next(numbers)) for plot in plots if plot.peak is not None]
+    return [_draw_ranks(plot, next(numbers)) for plot in plots if plot.peak]
 
 
 def _draw_memory(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:

@@ -154,6 +154,7 @@ class Accelerator(PrepareMethods, TrainingMethods, ExportMethods):
         self._parameter_map = ParameterMap()
         self._checked: WeakSet[Any] = WeakSet()
         self._models, self._optimizers, self._schedulers = [], [], []
+        self._is_distributed = self._backend.topology.world_size > 1
         self._averaging_check = AveragingCheck(self._backend, self._accumulation, self._models)
         self._gradients = Gradients(
             self._accumulation,

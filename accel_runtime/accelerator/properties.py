@@ -86,6 +86,7 @@ class AcceleratorProperties(ProcessMethods):
     _find_origins: Callable[..., Mapping[str, OptionFacts]]
     _initial_settings: Settings
     _is_argument: dict[str, bool]
+    _is_distributed: bool
     _loader_config: DataLoaderConfiguration
     _loaders: WeakValueDictionary[int, PreparedLoader]
     _loaders_prepared: int

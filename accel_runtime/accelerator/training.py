@@ -133,25 +133,27 @@ class TrainingMethods(AcceleratorProperties):
             ValueError: If a weight is negative or infinite (checked for numbers and CPU tensors only, to avoid waiting for
                 the device), or only some losses of a cycle have weights.
         """
-        step = self._loops.model_step
-        factor = 1.0 if step is None else step.loss_scale
-        self._averaging_check.begin_backward()
-        progress, averages = self._progress, False
-        if progress is not None:
-            averages = self._accumulation.averages_gradients
-            progress.backward(averages)
+        is_distributed, progress, averages, loss_scale = self._is_distributed, self._progress, False, 1.0
+        if is_distributed:
+            if (step := self._loops.model_step) is not None:
+                loss_scale = step.loss_scale
+            self._averaging_check.begin_backward()
+            if progress is not None:
+                averages = self._accumulation.averages_gradients
+                progress.backward(averages)
         try:
-            if weight is None and self._gradients.begin_plain_backward(factor):
-                loss.backward(**options)  # type: ignore[no-untyped-call]
+            if weight is None and not options and self._gradients.begin_plain_backward(loss_scale):
+                loss.backward()  # type: ignore[no-untyped-call]
             else:
-                self._gradients.backward(loss, weight, factor, options)
+                self._gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
             if (explained := self._backend.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
-        if progress is not None and averages:
-            progress.restart_own_time()
-        self._averaging_check.end_backward()
+        if is_distributed:
+            if progress is not None and averages:
+                progress.restart_own_time()
+            self._averaging_check.end_backward()
 
     def accumulate(self, *models: nn.Module) -> MicroBatch:
         """Return the context of one micro-batch; gradients synchronize and optimizers step at the end of a cycle.

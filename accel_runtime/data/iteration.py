@@ -82,7 +82,9 @@ class ActiveLoops:
     @property
     def model_step(self) -> StepInfo | None:
         """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
-        return (self._find_model_step() if self.has_padding else None) or self.current_step
+        if self.has_padding and (info := self._find_model_step()) is not None:
+            return info
+        return self._open[-1].loop.step_info if self._open else None
 
     def open(self, loop: EpochIterator) -> _LoopRecord:
         """Add a loop, and return its record for `record_batch` and `close`."""

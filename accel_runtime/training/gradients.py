@@ -317,7 +317,7 @@ class Gradients:
         if (
             self._precision.scaler is None
             and loss_scale == 1
-            and accumulation.steps == 1
+            and accumulation.plugin.num_steps == 1
             and (accumulation.is_new_cycle or not accumulation.weighted)
         ):
             accumulation.is_new_cycle = accumulation.weighted = False
