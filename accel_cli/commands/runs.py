@@ -71,9 +71,10 @@ def logs(
     selected = run_dir.find_run(home, run, has_logs=True)
     newest = run_dir.find_recent_runs(home)[0]
     if run is None and newest != selected:
-        reason = "kept no output" if newest.has_replaced_launcher else "started no process"
+        status = newest.read_status()
+        reason = "kept no output" if status.replaces_process else "started no process"
         console.note(
-            f"{newest.path.name} {reason} ({newest.state}); these are the logs of {selected.path.name}"
+            f"{newest.path.name} {reason} ({status.state}); these are the logs of {selected.path.name}"
         )
     for data in run_dir.read_log(selected, attempt, rank, follow=follow):
         sys.stdout.buffer.write(data)
@@ -108,8 +109,9 @@ def runs(
 
 def _describe_run(run: RunFolder) -> dict[str, Any]:
     """Return the facts of a run that `accel runs` shows."""
-    record, is_running = run.record, run.is_running
-    started, ended = record.get("started"), time.time() if is_running else run.ended
+    status = run.read_status()
+    record = status.record
+    started, ended = record.get("started"), time.time() if status.is_running else status.ended
     attempts = run.attempts
     ranks = len(run.list_ranks(attempts[-1])) if attempts else 0
     return {
@@ -123,8 +125,8 @@ def _describe_run(run: RunFolder) -> dict[str, Any]:
         "duration": None if ended is None or started is None else max(0.0, ended - started),
         "ranks": record.get("world_size", ranks),
         "attempts": len(attempts),
-        "state": run.state,
-        "is_running": is_running,
+        "state": status.state,
+        "is_running": status.is_running,
         "exit_code": record.get("exit_code"),
     }
 

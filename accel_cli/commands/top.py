@@ -69,7 +69,8 @@ def top(
         )
         return live_view.View(body, is_final=not snapshot.is_running)
 
-    last = live_view.watch(draw) if run.is_running and _is_interactive() else draw(*_get_size())
+    is_live = _is_interactive() and run.read_status().is_running
+    last = live_view.watch(draw) if is_live else draw(*_get_size())
     if last:
         _print_view(last)
 

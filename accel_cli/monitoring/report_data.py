@@ -20,7 +20,7 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.runner.beats import Beat
-from accel_cli.runner.run_dir import RunFolder, format_ranks
+from accel_cli.runner.run_dir import RunFolder, RunStatus, format_ranks
 
 __all__ = [
     "Curve",
@@ -194,9 +194,10 @@ class RunData:
 
 def read_run(run: RunFolder) -> RunData:
     """Read the folder of a run."""
-    record = run.record
-    state, ended = _read_outcome(run)
-    data = RunData(run.path.name, is_running=state == "running")
+    status = run.read_status()
+    record = status.record
+    ended = time.time() if status.is_running else status.ended
+    data = RunData(run.path.name, is_running=status.is_running)
     if not record:
         data.notes.append("run.json is missing or unreadable: the facts of the run are unknown.")
     if data.is_running:
@@ -208,7 +209,7 @@ def read_run(run: RunFolder) -> RunData:
     _read_memory(run, data)
     data.description = _read_description(run, attempts, data.notes)
     data.started = _find_start(record, data)
-    data.facts = _collect_facts(run, attempts, record, state, ended)
+    data.facts = _collect_facts(run, attempts, status, ended)
     data.settings = dict(_format_values(record.get("profile")))
     return data
 
@@ -418,15 +419,6 @@ def _are_ranks(values: Sequence[Any]) -> bool:
     return all(isinstance(value, int) for value in values)
 
 
-def _read_outcome(run: RunFolder) -> tuple[str, float | None]:
-    """Return the state of the run as text, and its end in seconds since 1970: now, if it is in progress."""
-    try:
-        state = run.state
-        return state, time.time() if state == "running" else run.ended
-    except (TypeError, ValueError, OverflowError):  # a corrupt record
-        return "unknown", None
-
-
 # Facts -------------------------------------------------------------------------------------
 
 
@@ -441,9 +433,10 @@ def _find_start(record: Mapping[str, Any], data: RunData) -> float:
 
 
 def _collect_facts(
-    run: RunFolder, attempts: Sequence[int], record: Mapping[str, Any], state: str, ended: float | None
+    run: RunFolder, attempts: Sequence[int], status: RunStatus, ended: float | None
 ) -> dict[str, str]:
     """Return the facts of a run that the report shows, by title."""
+    record = status.record
     started = _to_number(record.get("started"))
     duration = None if started is None or ended is None else ended - started
     arguments, versions = record.get("arguments"), record.get("versions")
@@ -455,7 +448,7 @@ def _collect_facts(
         "host": record.get("host"),
         "started": None if started is None else format_time(started),
         "duration": None if duration is None else format_seconds(duration),
-        "state": state if record else None,
+        "state": status.state if record else None,
         "launcher": record.get("launcher"),
         "device": record.get("device"),
         "nodes": record.get("nnodes"),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from accel_cli.runner.beats import Beat
 from accel_cli.runner.gpu_usage import read_gpu_usage
 from accel_cli.runner.recorder import read_rss
-from accel_cli.runner.run_dir import RankFolder, RunFolder, read_text
+from accel_cli.runner.run_dir import RankFolder, RunFolder, RunStatus, read_text
 from accel_runtime.checkpoint.filesystem import is_process_running
 
 __all__ = ["MIN_STEPS", "MetricSeries", "RankSnapshot", "RunSnapshot", "find_slowest", "read_snapshot"]
@@ -256,24 +256,23 @@ _STALL_S = 10.0
 
 def read_snapshot(run: RunFolder) -> RunSnapshot:
     """Read the folder of a run, and the memory of its processes."""
-    # Each of these reads the record of the run.
-    record, is_running, is_elsewhere = run.record, run.is_running, run.is_elsewhere
-    now = time.time() if is_running or is_elsewhere else _find_end(run)
-    attempts = run.attempts
+    status, attempts = run.read_status(), run.attempts
+    record, folders = status.record, run.list_ranks(attempts[-1]) if attempts else {}
+    beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
+    now = time.time() if status.is_running or status.is_elsewhere else _find_end(status, beats.values())
     events = list(_read_lines(run.path / "events.jsonl"))
     failures = [event for event in events if event.get("event") == "failure"]
     restarts = [event for event in events if event.get("event") == "restart"]
-    ranks: tuple[RankSnapshot, ...] = ()
-    if attempts:
-        ranks = _read_ranks(run, attempts[-1], now, is_running=is_running, is_elsewhere=is_elsewhere)
+    last_memory = {} if status.is_running else _read_last_memory(run)
+    ranks = _read_ranks(folders, beats, now, status, last_memory)
     world_size = record.get("world_size")
     exit_code = record.get("exit_code")
     return RunSnapshot(
         run=run.path.name,
         script=str(record.get("target", "")),
-        state=run.state,
-        is_running=is_running,
-        is_elsewhere=is_elsewhere,
+        state=status.state,
+        is_running=status.is_running,
+        is_elsewhere=status.is_elsewhere,
         time=now,
         started=_to_number(record.get("started")),
         exit_code=exit_code if isinstance(exit_code, int) else None,
@@ -283,28 +282,28 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
         metrics=_read_metrics(run, attempts),
         restart_reason=str(restarts[-1].get("reason", "")) if restarts else "",
         failure=f"rank {failures[-1].get('rank')}: {failures[-1].get('cause')}"
-        if failures and not is_running
+        if failures and not status.is_running
         else "",
     )
 
 
-def _find_end(run: RunFolder) -> float:
+def _find_end(status: RunStatus, beats: Iterable[Beat | None]) -> float:
     """Return the end of a run in seconds since 1970; if it was not recorded, that of its last progress."""
-    if (ended := run.ended) is not None:
-        return ended
-    folders = run.list_ranks(run.attempts[-1]) if run.attempts else {}
-    beats = [beat for folder in folders.values() if (beat := Beat.read(folder))]
-    times = [beat.to_epoch(beat.time if beat.ended is None else beat.ended) for beat in beats]
-    return max(times, default=_to_number(run.record.get("started")) or time.time())
+    if status.ended is not None:
+        return status.ended
+    times = [beat.to_epoch(beat.time if beat.ended is None else beat.ended) for beat in beats if beat]
+    return max(times, default=_to_number(status.record.get("started")) or time.time())
 
 
 def _read_ranks(
-    run: RunFolder, attempt: int, now: float, *, is_running: bool, is_elsewhere: bool
+    folders: Mapping[int, RankFolder],
+    beats: Mapping[int, Beat | None],
+    now: float,
+    status: RunStatus,
+    last_memory: Mapping[int, tuple[int | None, int | None]],
 ) -> tuple[RankSnapshot, ...]:
-    folders = run.list_ranks(attempt)
-    beats = {rank: Beat.read(folder) for rank, folder in folders.items()}
+    is_running = status.is_running
     pids = {rank: _read_pid(folder, beats[rank]) for rank, folder in folders.items()}
-    last = {} if is_running else _read_last_memory(run)
     gpus = read_gpu_usage({pid for pid in pids.values() if pid}) if is_running else {}
     monotonic = time.monotonic()
     ranks: list[RankSnapshot] = []
@@ -316,7 +315,7 @@ def _read_ranks(
             ranks.append(RankSnapshot(rank, None, pid=pid, first=processes[pid]))
             continue
         clock = beat.started + now - beat.started_epoch if beat else 0.0
-        memory, gpu = last.get(rank, (None, None))
+        memory, gpu = last_memory.get(rank, (None, None))
         gpu_memory, percent = gpus.get(pid or 0, (gpu, None))
         ranks.append(
             RankSnapshot(
@@ -324,7 +323,7 @@ def _read_ranks(
                 beat,
                 now=monotonic if is_running else clock,
                 pid=pid,
-                is_running=is_elsewhere or (is_running and (pid is None or is_process_running(pid))),
+                is_running=status.is_elsewhere or (is_running and (pid is None or is_process_running(pid))),
                 memory=(read_rss(pid) or None) if is_running and pid else memory,
                 gpu_memory=gpu_memory,
                 gpu_percent=percent,

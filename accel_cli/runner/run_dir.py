@@ -29,6 +29,7 @@ __all__ = [
     "REASON_SIZE",
     "RankFolder",
     "RunFolder",
+    "RunStatus",
     "find_recent_runs",
     "find_run",
     "find_running_run",
@@ -56,14 +57,15 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "pid_start": int,
     "host": str,
     "pid_namespace": str,
-    "started": (int, float),
-    "ended": (int, float),
     "exit_code": int,
     "target": str,
     "arguments": list,
     "launcher": str,
     "world_size": int,
 }
+_TIME_FIELDS = ("started", "ended")
+_MAX_TIME_S = 1e11
+"""Later times, and those that are not finite, are no dates."""
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-([A-Za-z0-9_.-]+?)-\d+(-[0-9a-f]{8})?")
 
@@ -92,6 +94,23 @@ class RankFolder:
         """The thread id, as faulthandler prints it; missing if the rank is a process."""
         self.stacks = path / STACKS_FILE
         """The stacks, as faulthandler writes them at each request."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The record of a run, read once, and the conclusions from it."""
+
+    record: Mapping[str, Any]
+    is_running: bool
+    """True if the launcher of the run, or the script that replaced it, is a process of this node."""
+    is_elsewhere: bool
+    """True for a run that may be in progress on another node, or in another container, that shares this folder."""
+    ended: float | None
+    """The end of the run in seconds since 1970; None if it is not known."""
+    state: str
+    """The state of the run, as text."""
+    replaces_process: bool
+    """True if the script replaced the process of `accel launch`, which then records no output and no exit code."""
 
 
 @dataclass(frozen=True)
@@ -168,86 +187,47 @@ class RunFolder:
         A run that recorded no end is considered to have ended if no file of it was written for a day. If its launcher was
         started where its processes cannot be seen, none may be newer than `oldest`, in seconds since 1970.
         """
-        record = self.record
-        if not record or not _RUN_NAME.fullmatch(self.path.name) or self.is_running:
+        run = self.read_status()
+        if not run.record or not _RUN_NAME.fullmatch(self.path.name) or run.is_running:
             return False
         with suppress(OSError):
             status = self.path.lstat()
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 return False
-            if "exit_code" in record:
+            if "exit_code" in run.record:
                 return True
             limit = time.time() - _DAY_S
-            return self._find_newest_write() < (min(limit, oldest) if self.is_elsewhere else limit)
+            return self._find_newest_write() < (min(limit, oldest) if run.is_elsewhere else limit)
         return False
 
     def _find_newest_write(self) -> float:
         """Return when a file of the folder was last written, in seconds since 1970."""
         return max(path.lstat().st_mtime for path in [self.path, *self.path.rglob("*")])
 
-    @property
-    def is_running(self) -> bool:
-        """Return True if the launcher of the run, or the script that replaced it, is a process of this node."""
+    def read_status(self) -> RunStatus:
+        """Read the record of the run once, and return it with the conclusions from it."""
         record = self.record
-        if "exit_code" in record or self.is_elsewhere or not 0 < record.get("pid", 0) <= _MAX_PID:
-            return False
-        # After a long time, another process may have the id.
-        has_same_start = record.get("pid_start") in {None, read_process_start(record["pid"])}
-        return is_process_running(record["pid"]) and has_same_start
+        replaces_process = bool(record.get("replaces_process"))
+        beat = self._read_first_beat() if replaces_process else None
+        beat_end = None if beat is None or beat.ended is None else beat.to_epoch(beat.ended)
+        ended = record.get("ended", beat_end)
+        has_ended = "exit_code" in record or beat_end is not None
+        is_here = _is_on_this_node(record)
+        is_running = is_here and "exit_code" not in record and _is_launcher_running(record)
+        is_elsewhere = not is_here and not has_ended
+        if is_running:
+            state = "running"
+        elif is_elsewhere:
+            host = record.get("host")
+            place = "in another container" if host == socket.gethostname() else f"on {host}"
+            state = f"not ended, {place}"
+        elif "exit_code" in record:
+            state = f"exit code {record['exit_code']}"
+        else:
+            state = _describe_last_beat(beat) if replaces_process else "launcher was killed"
+        return RunStatus(record, is_running, is_elsewhere, ended, state, replaces_process)
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """Return True for a run that may be in progress on another node, or in another container, that shares this folder."""
-        record = self.record
-        # Containers may have the name of their host, but process ids of their own.
-        is_here = record.get("host") in {None, socket.gethostname()} and record.get("pid_namespace") in {
-            None,
-            _read_pid_namespace(),
-        }
-        if "exit_code" in record or is_here:
-            return False
-        return not (
-            self.has_replaced_launcher and (beat := self.read_first_beat()) and beat.ended is not None
-        )
-
-    @property
-    def has_replaced_launcher(self) -> bool:
-        """True if the script replaced the process of `accel launch`, which then records no output and no exit code."""
-        return bool(self.record.get("replaces_process"))
-
-    @property
-    def ended(self) -> float | None:
-        """The end of the run in seconds since 1970; None if it is not known."""
-        ended = self.record.get("ended")
-        if ended is None and self.has_replaced_launcher and (beat := self.read_first_beat()):
-            ended = None if beat.ended is None else beat.to_epoch(beat.ended)
-        return float(ended) if isinstance(ended, (int, float)) else None
-
-    @property
-    def state(self) -> str:
-        """The state of the run, as text."""
-        if self.is_running:
-            return "running"
-        if self.is_elsewhere:
-            host = self.record.get("host")
-            return (
-                "not ended, in another container" if host == socket.gethostname() else f"not ended, on {host}"
-            )
-        code = self.record.get("exit_code")
-        if code is not None:
-            return f"exit code {code}"
-        return self._find_outcome() if self.has_replaced_launcher else "launcher was killed"
-
-    def _find_outcome(self) -> str:
-        """Return how a script ended that replaced its launcher, as far as its heartbeat shows."""
-        beat = self.read_first_beat()
-        if beat is None:
-            return "unknown"
-        if beat.ended is None:
-            return "killed or crashed"
-        return "failed" if beat.has_failed else "ended"
-
-    def read_first_beat(self) -> Beat | None:
+    def _read_first_beat(self) -> Beat | None:
         """Read the heartbeat of the first rank in the first attempt; None if it wrote none."""
         from accel_cli.runner.beats import Beat  # noqa: PLC0415 - beats.py imports this module
 
@@ -278,11 +258,40 @@ class RunFolder:
         }
 
 
+def _is_on_this_node(record: Mapping[str, Any]) -> bool:
+    """Return True if the processes of a run are visible here."""
+    # Containers may have the name of their host, but process ids of their own.
+    has_same_host = record.get("host") in {None, socket.gethostname()}
+    return has_same_host and record.get("pid_namespace") in {None, _read_pid_namespace()}
+
+
+def _is_launcher_running(record: Mapping[str, Any]) -> bool:
+    pid = record.get("pid", 0)
+    if not 0 < pid <= _MAX_PID:
+        return False
+    # After a long time, another process may have the id.
+    has_same_start = record.get("pid_start") in {None, read_process_start(pid)}
+    return has_same_start and is_process_running(pid)
+
+
+def _describe_last_beat(beat: Beat | None) -> str:
+    """Return how a script ended that replaced its launcher, as far as its heartbeat shows."""
+    if beat is None:
+        return "unknown"
+    if beat.ended is None:
+        return "killed or crashed"
+    return "failed" if beat.has_failed else "ended"
+
+
 def _drop_invalid_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record without the fields that have another type than a launch writes."""
-    return {
-        name: value for name, value in record.items() if isinstance(value, _FIELD_TYPES.get(name, object))
-    }
+    """Return a record without the fields that have another type than a launch writes, and without impossible times."""
+    return {name: value for name, value in record.items() if _is_valid_field(name, value)}
+
+
+def _is_valid_field(name: str, value: Any) -> bool:
+    if name in _TIME_FIELDS and not (isinstance(value, (int, float)) and abs(value) < _MAX_TIME_S):
+        return False
+    return isinstance(value, _FIELD_TYPES.get(name, object))
 
 
 def _list_numbers(folder: Path, prefix: str) -> Iterator[int]:
@@ -332,7 +341,8 @@ def _remove_old_runs(base: Path, keep_runs: int, keep_days: int) -> None:
     """Remove the folders of runs that have ended, beyond a number of newer runs or of days."""
     oldest = time.time() - keep_days * _DAY_S
     for index, run in enumerate(find_recent_runs(base)):
-        is_old = index >= keep_runs or (run.ended or run.record.get("started", oldest)) < oldest
+        status = run.read_status()
+        is_old = index >= keep_runs or (status.ended or status.record.get("started", oldest)) < oldest
         if is_old and run.is_removable(oldest):
             shutil.rmtree(run.path, ignore_errors=True)
 
@@ -362,9 +372,14 @@ def find_run(base: Path, name: str | None = None, *, has_logs: bool = False) -> 
             "folder."
         )
     if name is None:
-        started = [run for run in runs if run.attempts or run.is_running or run.is_elsewhere]
-        logged = [run for run in started if has_logs and not run.has_replaced_launcher]
-        return next(iter(logged or started or runs))
+        statuses = [(run, run.read_status()) for run in runs]
+        started = [
+            (run, status)
+            for run, status in statuses
+            if run.attempts or status.is_running or status.is_elsewhere
+        ]
+        logged = [entry for entry in started if has_logs and not entry[1].replaces_process]
+        return next(run for run, _ in logged or started or statuses)
     return _get_only(_match_runs(runs, name), name, base)
 
 
@@ -375,7 +390,7 @@ def find_running_run(base: Path, name: str | None = None) -> RunFolder:
         UsageError: No run in progress, or more than one, has this name.
     """
     runs = find_recent_runs(base)
-    running = [run for run in runs if run.is_running]
+    running = [run for run in runs if run.read_status().is_running]
     if name is None:
         if not running:
             raise UsageError(f"No run of accel launch is in progress on this machine (searched {base}).")
@@ -384,7 +399,8 @@ def find_running_run(base: Path, name: str | None = None) -> RunFolder:
     run = _get_only(exact or _match_runs(running, name) or _match_runs(runs, name), name, base)
     if run not in running:
         names = ", ".join(other.path.name for other in running[:_MAX_CANDIDATES]) or "none"
-        raise UsageError(f"Run {run.path.name!r} is not in progress here: {run.state}. Running: {names}.")
+        state = run.read_status().state
+        raise UsageError(f"Run {run.path.name!r} is not in progress here: {state}. Running: {names}.")
     return run
 
 
@@ -422,7 +438,7 @@ def read_log(
     position = 0
     while True:
         # Before reading: output up to the end of the run is read after it.
-        is_last = not (follow and run.is_running)
+        is_last = not (follow and run.read_status().is_running)
         # Opening a named pipe would block; an attempt that is starting has no file yet.
         if file and file.is_file():
             with file.open("rb") as log:
@@ -445,21 +461,24 @@ def read_log(
 
 def _find_log(run: RunFolder, attempt: int | None, rank: int | None) -> Path:
     name, attempts = run.path.name, run.attempts
-    if run.has_replaced_launcher:
+    status = run.read_status()
+    if status.replaces_process:
         raise UsageError(
-            f"Run {name} has no log: with the launcher {run.record['launcher']}, its output went to the terminal. Launch with "
+            f"Run {name} has no log: with the launcher {status.record['launcher']}, its output went to the terminal. Launch with "
             "--set launcher.kind=torchrun to keep it, or choose another run of accel runs."
         )
     if not attempts:
-        raise UsageError(f"Run {name} has no logs: it started no processes ({run.state}).")
+        raise UsageError(f"Run {name} has no logs: it started no processes ({status.state}).")
     attempt = attempts[-1] if attempt is None else attempt
     if attempt not in attempts:
-        raise UsageError(f"run {name} has no attempt {attempt}; the last is {attempts[-1]}")
+        raise UsageError(f"Run {name} has no attempt {attempt}. Its last attempt is {attempts[-1]}.")
     ranks = run.list_ranks(attempt)
     rank = min(ranks, default=0) if rank is None else rank
     if rank not in ranks:
-        local = f"{format_ranks(ranks)} ran on this machine" if ranks else "no rank ran on this machine"
-        raise UsageError(f"attempt {attempt} of run {name} has no log of rank {rank}; {local}")
+        local = format_ranks(ranks).capitalize() if ranks else "No rank"
+        raise UsageError(
+            f"Attempt {attempt} of run {name} has no log of rank {rank}. {local} ran on this machine."
+        )
     return ranks[rank].output
 
 

@@ -201,8 +201,8 @@ def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
     second, first = [line.split("\t")[0] for line in accel("runs").stdout.splitlines()]
     assert accel("logs", first, "--attempt", 0).stdout == "first 0\n"
     for asked, said in [
-        (("--rank", 5), "has no log of rank 5; ranks 0 and 1 ran on this machine"),
-        (("--attempt", 3), f"run {second} has no attempt 3; the last is 0"),
+        (("--rank", 5), "has no log of rank 5. Ranks 0 and 1 ran on this machine."),
+        (("--attempt", 3), f"Run {second} has no attempt 3. Its last attempt is 0."),
         (("x",), "Run 'x' not found in "),
     ]:
         done = accel("logs", *asked)

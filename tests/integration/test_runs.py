@@ -86,8 +86,9 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
     done = run("launch", "-q", "--cpu", "train.py")
     (folder,) = runs()
     assert (done.returncode, done.stdout) == (1, f"{folder.get_rank(0, 0).path}\n")
-    assert (folder.record["launcher"], folder.record["world_size"], folder.state) == ("single", 1, "failed")
-    assert folder.ended >= folder.record["started"]
+    status = folder.read_status()
+    assert (status.record["launcher"], status.record["world_size"], status.state) == ("single", 1, "failed")
+    assert status.ended >= status.record["started"]
     assert run("runs").stdout.split("\t")[5] == "failed\n"
     logs = run("logs")
     assert logs.returncode == 2

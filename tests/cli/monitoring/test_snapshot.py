@@ -57,6 +57,18 @@ def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
     assert rank.step_age >= 0
 
 
+def test_the_record_of_a_run_is_read_once_for_a_snapshot(folder, monkeypatch):
+    """Several reads of a run that ends meanwhile would contradict each other."""
+    start_rank(folder, 0)
+    reads, read = [], RunFolder.record.fget
+    monkeypatch.setattr(RunFolder, "record", property(lambda run: reads.append(run) or read(run)))
+    assert read_snapshot(folder).state == "running"
+    folder.update({"exit_code": 0})
+    reads.clear()
+    assert read_snapshot(folder).state == "exit code 0"
+    assert reads == [folder]
+
+
 def test_a_replica_refers_to_the_rank_that_has_the_heartbeat_of_its_process(folder):
     first = start_rank(folder, 0)
     files = folder.get_rank(0, 1)

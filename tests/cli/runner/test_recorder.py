@@ -205,8 +205,9 @@ def test_the_end_of_a_run_is_recorded_and_described(run, code, line):
     recorder = RunRecorder(run)
     recorder.end(code)
     assert recorder.format_end("2 processes", code) == line
-    assert (run.record["exit_code"], run.state) == (code, f"exit code {code}")
-    assert abs(run.ended - time.time()) < 60
+    status = run.read_status()
+    assert (status.record["exit_code"], status.state) == (code, f"exit code {code}")
+    assert abs(status.ended - time.time()) < 60
 
 
 def test_the_hint_is_given_once_after_a_silent_time(capsys):

@@ -41,7 +41,8 @@ def test_a_run_of_another_machine_or_container_is_removed_once_its_files_are_old
     run = RunFolder.create(tmp_path, "train.py", {})
     run.update({"started": time.time() - 60, **place})
     state = "not ended, on other" if "host" in place else "not ended, in another container"
-    assert (run.is_elsewhere, run.is_running, run.state) == (True, False, state)
+    status = run.read_status()
+    assert (status.is_elsewhere, status.is_running, status.state) == (True, False, state)
     for days, remains in ((2, True), (31, False)):
         set_age(run, days)
         RunFolder.create(tmp_path, f"next{days}.py", {}, keep_runs=1, keep_days=30)
@@ -52,7 +53,7 @@ def test_runs_are_listed_with_their_records_newest_first(tmp_path):
     for n in range(3):
         RunFolder.create(tmp_path, f"s{n}.py", {"argv": ["python", f"s{n}.py"]}).update({"exit_code": n})
     assert [run.record["exit_code"] for run in find_recent_runs(tmp_path)] == [2, 1, 0]
-    assert not any(run.is_running for run in find_recent_runs(tmp_path))
+    assert not any(run.read_status().is_running for run in find_recent_runs(tmp_path))
 
 
 def test_the_oldest_runs_are_removed_unless_they_are_running(tmp_path):
@@ -60,7 +61,7 @@ def test_the_oldest_runs_are_removed_unless_they_are_running(tmp_path):
     for n in range(KEPT_RUNS + 5):
         RunFolder.create(tmp_path, f"s{n}.py", {}, keep_runs=KEPT_RUNS).update({"exit_code": 0})
     left = find_recent_runs(tmp_path)
-    assert running.is_running
+    assert running.read_status().is_running
     assert running.path in [run.path for run in left]
     assert len(left) == KEPT_RUNS + 1
 
@@ -95,7 +96,7 @@ def test_the_record_of_a_removed_run_is_empty(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
     (run.path / "run.json").unlink()
     assert run.record == {}
-    assert not run.is_running
+    assert not run.read_status().is_running
     assert find_recent_runs(tmp_path) == []
 
 
@@ -115,7 +116,8 @@ def test_runs_of_other_nodes_that_share_the_folder_are_not_removed(tmp_path, mon
     for run in here:
         run.update({"exit_code": 0})
     RunFolder.create(tmp_path, "train.py", {}, keep_runs=KEPT_RUNS)
-    assert (away.state, away.is_running) == ("not ended, on h0", False)
+    status = away.read_status()
+    assert (status.state, status.is_running) == ("not ended, on h0", False)
     assert len(find_recent_runs(tmp_path)) == KEPT_RUNS + 1
 
 
@@ -153,13 +155,15 @@ def test_an_invalid_run_record_does_not_stop_a_launch(tmp_path, content):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("pid", "x"), ("pid", -1), ("pid", 10**30), ("pid_start", [1]), ("host", ["h"]), ("ended", "x"), ("exit_code", "x")],
+    [("pid", "x"), ("pid", -1), ("pid", 10**30), ("pid_start", [1]), ("host", ["h"]), ("ended", "x"), ("ended", 10**400),
+     ("exit_code", "x")],
 )  # fmt: skip
 def test_a_record_with_a_field_of_another_type_does_not_stop_a_launch(tmp_path, field, value):
     broken = RunFolder.create(tmp_path, "broken.py", {})
     broken.update({"pid": 0, "started": time.time() - 60, field: value})
     set_age(broken, 2)
-    assert (broken.is_running, broken.state, broken.ended) == (False, "launcher was killed", None)
+    status = broken.read_status()
+    assert (status.is_running, status.state, status.ended) == (False, "launcher was killed", None)
     run = RunFolder.create(tmp_path, "train.py", {}, keep_runs=1)
     assert find_recent_runs(tmp_path) == [run]
 
@@ -239,9 +243,10 @@ def test_a_run_in_progress_is_preferred_to_ended_runs_of_the_same_script(tmp_pat
 
 def test_a_run_whose_process_id_belongs_to_a_later_process_is_not_running(tmp_path):
     run = RunFolder.create(tmp_path, "train.py", {})
-    assert run.is_running
+    assert run.read_status().is_running
     run.update({"pid_start": run.record["pid_start"] - 1})
-    assert (run.is_running, run.state) == (False, "launcher was killed")
+    status = run.read_status()
+    assert (status.is_running, status.state) == (False, "launcher was killed")
 
 
 def test_no_reason_is_written_without_a_failure_file(tmp_path, monkeypatch):
