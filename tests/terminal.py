@@ -99,17 +99,17 @@ class CommandScreen:
         args: What follows `accel`.
         columns: The width of the screen.
         lines: Its height.
+        term: The kind of the terminal.
+        start: Starts `accel`: a function like `Accel`.
     """
 
-    def __init__(self, *args, columns=80, lines=24):
+    def __init__(self, *args, columns=80, lines=24, term="xterm-256color", start=Accel):
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
         self._ours, theirs = os.openpty()
         self.resize(columns, lines)
         environ = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
-        self.process = Accel(
-            *args, stdin=theirs, stdout=theirs, stderr=theirs, env={**environ, "TERM": "xterm-256color"}
-        )
+        self.process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, env={**environ, "TERM": term})
         os.close(theirs)
 
     def resize(self, columns, lines):

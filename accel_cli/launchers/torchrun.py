@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -116,6 +117,17 @@ StallTimeout = Annotated[
 LIVE = LaunchOption("--live", "Show a table of the ranks at the bottom of the terminal, as accel top does.")
 
 
+def _check_terminal() -> None:
+    """Raise if stderr cannot show a table that is redrawn."""
+    if not sys.stderr.isatty():
+        reason = "stderr is not a terminal"
+    elif os.environ.get("TERM") == "dumb":
+        reason = "the terminal cannot move its cursor (TERM=dumb)"
+    else:
+        return
+    raise UsageError(f"Cannot use --live: {reason}. Leave it out, and watch the run with accel top.")
+
+
 class ElasticLauncher(Launcher):
     """A launcher whose processes the elastic agent starts."""
 
@@ -196,11 +208,8 @@ class ElasticLauncher(Launcher):
     def run(self, plan: Plan) -> int:
         from accel_cli.runner.forkserver import run_agent  # noqa: PLC0415 - not for a dry run
 
-        if plan.agent and plan.agent.live and not sys.stderr.isatty():
-            raise UsageError(
-                "Cannot use --live: stderr is not a terminal. Leave it out, and watch the run with accel top."
-            )
-
+        if plan.agent and plan.agent.live:
+            _check_terminal()
         return run_agent(plan)
 
     def get_interfaces(self) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -31,6 +33,8 @@ for step, batch in enumerate(loader):
         while Path("stop").exists():
             time.sleep(0.1)
     if Path("end").exists():
+        accelerator.set_trigger()
+    if accelerator.check_trigger():  # on all ranks at the same step
         break
     time.sleep(0.02)
 print("last line")
@@ -112,6 +116,65 @@ def test_live_shows_a_table_below_the_output_through_a_restart(trains):
 
 
 @pytest.mark.slow
+def test_live_on_one_of_several_nodes_shows_the_ranks_of_that_node_through_a_restart(trains, port):
+    node = (
+        *("launch", "--cpu", "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1"),
+        *("--set", f"launcher.rdzv_endpoint=127.0.0.1:{port}", "--set", "launcher.allow_loopback=true"),
+    )
+    with (
+        Accel(*node, "-q", "train.py", stdout=-3, stderr=-3) as other,
+        CommandScreen(*node, "--live", "train.py", columns=240) as screen,
+    ):
+        screen.see("1 of 2 ranks here", "rank  steps", "/4000 ")
+        (trains / "fail").touch()
+        screen.see("1 restart", "1 of 2 ranks here", "/4000 ")
+        assert screen.text().count("rank  steps") == 1
+        (trains / "end").touch()
+        assert screen.end() == 0
+        assert other.wait(120) == 0
+        text = screen.text()
+    assert "rank  steps" not in text
+    assert text.splitlines()[-1].startswith("accel: 1 process on this machine finished in ")
+
+
+@pytest.mark.slow
+def test_quiet_leaves_the_table_and_the_output_of_the_ranks(trains):
+    with CommandScreen(*LAUNCH, "--live", "-q", "train.py") as screen:
+        screen.see("rank  steps", "/4000 ", "attempt 0 step 20")
+        (trains / "end").touch()
+        assert screen.end() == 0
+        lines = [*screen.scrolled(), *screen.text().splitlines()]
+    assert lines[-1] == "last line"
+    assert not any(line.startswith(("accel:", "rank  steps")) for line in lines)
+
+
+HINTS_SOON = """
+from accel_cli.runner import recorder
+recorder.SilenceHint.__init__.__kwdefaults__["seconds"] = 1.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [(), ("--live",)])
+def test_a_silent_run_gets_a_hint_unless_a_table_shows_its_progress(script, cwd, monkeypatch, live):
+    script("import time\ntime.sleep(4)\nprint('end')")
+    (cwd / "site").mkdir()
+    (cwd / "site" / "sitecustomize.py").write_text(HINTS_SOON)
+    monkeypatch.setenv("PYTHONPATH", str(cwd / "site"))
+    with CommandScreen(
+        "launch", "--nproc-per-node", "2", *live, "train.py", columns=200, start=start_python
+    ) as screen:
+        assert screen.end() == 0
+        text = "\n".join([*screen.scrolled(), screen.text()])
+    assert text.count("accel: no output for 1 s. Watch the run with accel top") == (0 if live else 1)
+
+
+def start_python(*args, **options):
+    """Start `accel` in a new interpreter, which reads the variables of Python."""
+    return subprocess.Popen([sys.executable, "-m", "accel_cli", *args], **options)
+
+
+@pytest.mark.slow
 def test_a_failure_report_replaces_the_table(script):
     script("import time\ntime.sleep(2)\nraise ValueError('no more data')")
     with CommandScreen("launch", "--nproc-per-node", "2", "--live", "train.py") as screen:
@@ -126,6 +189,11 @@ def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     script("raise SystemExit(5)")
     done = run("launch", "--nproc-per-node", "2", "--live", "train.py")
     assert (done.returncode, "Cannot use --live: stderr is not a terminal" in done.stderr) == (2, True)
+    with CommandScreen(
+        "launch", "--nproc-per-node", "2", "--live", "train.py", term="dumb", columns=200
+    ) as screen:
+        assert screen.end() == 2
+        assert "Cannot use --live: the terminal cannot move its cursor (TERM=dumb)." in screen.text()
     single = run("launch", "--set", "launcher.kind=single", "--live", "train.py")
     assert (single.returncode, "it is an option of the launchers torchrun and xla" in single.stderr) == (
         2,
