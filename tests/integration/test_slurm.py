@@ -11,6 +11,7 @@ import time
 import pytest
 from fork_launch import Accel, run
 from slow_example import checkpointing
+from terminal import CommandScreen
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""
@@ -215,6 +216,40 @@ def test_ctrl_c_leaves_a_job_that_can_be_followed_and_stopped(on_slurm, script, 
     assert done.returncode == 128 + signal.SIGTERM
     assert "restarts" not in on_slurm("jobs", "status", job).stdout
     assert f"job {job} is CANCELLED already" in on_slurm("jobs", "stop", job).stderr
+
+
+WATCHED = """
+import time
+from pathlib import Path
+print("\\x1b[31mstep 1\\x1b[0m", flush=True)
+while not Path("end").exists():
+    time.sleep(0.1)
+print("step 2", flush=True)
+raise SystemExit(3)
+"""
+
+
+@pytest.mark.slow
+def test_top_shows_a_job_from_the_queue_to_its_failure(on_slurm, jobs, slurm_cluster, script, cwd):
+    script(WATCHED)
+    done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
+    job = done.stdout.strip()
+    with CommandScreen("top", job, "--launcher", "slurm") as screen:
+        screen.see(f"job {job}  train.py", "PENDING", "JobHeldUser: it is held until scontrol release")
+        assert slurm_cluster.command("scontrol", "release", job).returncode == 0
+        screen.see(
+            "RUNNING, for 00:00:", f"nodes {slurm_cluster.names[0]}", "log: ", "\nstep 1", seconds=WAIT_S
+        )
+        snapshot = json.loads(on_slurm("top", job, "--launcher", "slurm", "--json").stdout)
+        assert (snapshot["job"]["state"], snapshot["log"][-1]) == ("RUNNING", "step 1")
+        (cwd / "end").touch()
+        assert screen.end(WAIT_S) == 0
+        last = screen.text()
+    assert "FAILED, " in last
+    assert "exit code 3" in last
+    assert "step 2" in last
+    assert "PENDING" not in last
+    assert "FAILED, " in on_slurm("top", job, "--launcher", "slurm").stdout
 
 
 @pytest.mark.slow
