@@ -7,7 +7,7 @@ import os
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_cli.runner.beats import Beat
@@ -59,13 +59,62 @@ def test_the_history_is_the_thinned_sequence_of_steps_and_the_file_never_grows(p
             beat, total = Beat.read(folder), writer.steps
             assert beat.steps == total
             assert folder.beat.stat().st_size == env.BEAT_SIZE
-            strides = (2**power for power in itertools.count())
-            assert beat.stride == next(stride for stride in strides if total // stride < env.BEAT_HISTORY)
+            assert beat.stride == expected_stride(total)
             assert tuple(beat.history) == tuple(
                 map(expected_entry, range(beat.stride, total + 1, beat.stride))
             )
             first = max(0, total - env.BEAT_RECENT)
             assert beat.recent == tuple(expected_entry(step)[0] for step in range(first + 1, total + 1))
+
+
+class StepClock:
+    """A clock that shows the number of the step that is taken, in ticks."""
+
+    def __init__(self):
+        self.step = 0
+
+    def __call__(self):
+        return TICK_NS * self.step
+
+
+def take_kept_steps(writer, clock, total):
+    """Take steps up to a number; of those that the history does not keep, only the last."""
+    while writer.steps < total:
+        stride = expected_stride(writer.steps)
+        clock.step = min(stride * (writer.steps // stride + 1), total)
+        writer.steps = clock.step - 1
+        writer.backward()
+        writer.restart_own_time()
+        writer.step()
+
+
+def expected_stride(steps):
+    """Return the smallest power of two that leaves room in the history."""
+    strides = (2**power for power in itertools.count())
+    return next(stride for stride in strides if steps // stride < env.BEAT_HISTORY)
+
+
+@settings(max_examples=25)
+@given(parts=st.lists(st.integers(1, 10**7) | st.integers(1, 10**12), min_size=1, max_size=3))
+def test_after_many_halvings_the_history_has_every_stride_th_step_and_the_file_its_size(
+    parts, tmp_path_factory
+):
+    """Own time is one tick a step from the first step on."""
+    folder, clock = RankFolder(tmp_path_factory.mktemp("rank")), StepClock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "monotonic_ns", clock)
+        writer = Heartbeat(folder.beat)
+        for total in itertools.accumulate(parts):
+            take_kept_steps(writer, clock, total)
+            beat = Beat.read(folder)
+            assert (beat.steps, beat.stride) == (total, expected_stride(total))
+            assert folder.beat.stat().st_size == env.BEAT_SIZE
+            steps = range(beat.stride, total + 1, beat.stride)
+            assert tuple(beat.history) == tuple(
+                (step * TICK_NS / 1e9, (step - 1) * TICK_NS / 1e9) for step in steps
+            )
+            assert beat.step_time == total * TICK_NS / 1e9
+            assert beat.busy == (total - 1) * TICK_NS / 1e9
 
 
 def test_a_million_steps_leave_the_size_of_the_file(tmp_path):
