@@ -18,6 +18,7 @@ __all__ = [
     "error",
     "format_duration",
     "format_size",
+    "is_dumb_terminal",
     "is_secret",
     "mask_arguments",
     "mask_secrets",
@@ -71,7 +72,12 @@ def print_failure(process: str, body: Sequence[str], cause: str) -> None:
 
 def use_color() -> bool:
     """Return whether output to a terminal may be coloured."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and not is_dumb_terminal()
+
+
+def is_dumb_terminal() -> bool:
+    """Return True if the terminal, if there is one, knows no escape sequences."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def confirm(question: str, *, default: bool = False) -> bool:

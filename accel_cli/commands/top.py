@@ -110,7 +110,7 @@ def _show_job(job_id: str, service: Service, *, as_json: bool) -> None:
 
 
 def _is_interactive() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stdout.isatty() and not console.is_dumb_terminal()
 
 
 def _get_size() -> tuple[int, int | None]:

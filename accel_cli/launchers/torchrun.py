@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 import accel_cli
+from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.launchers.base import (
     GpuIds,
@@ -121,7 +121,7 @@ def _check_terminal() -> None:
     """Raise if stderr cannot show a table that is redrawn."""
     if not sys.stderr.isatty():
         reason = "stderr is not a terminal"
-    elif os.environ.get("TERM") == "dumb":
+    elif console.is_dumb_terminal():
         reason = "the terminal cannot move its cursor (TERM=dumb)"
     else:
         return
